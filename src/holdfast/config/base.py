@@ -1,0 +1,11 @@
+"""What every section of the run file shares."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Section(BaseModel):
+    """A frozen, typed part of the run file. Unknown keys are refused; the loader names the line."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, validate_default=True)

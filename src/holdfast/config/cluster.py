@@ -1,0 +1,19 @@
+"""`cluster:` how agents and workers find and watch each other."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from holdfast.config.base import Section
+
+
+class ClusterConfig(Section):
+    interface: str = Field("127.0.0.1", description="address that control listens on")
+    gloo_interface: str = Field("lo", description="network interface of gloo's traffic")
+    metrics_port: int = Field(0, ge=0, description="of /healthz and /metrics; 0: any free one")
+    heartbeat_seconds: float = Field(0.2, gt=0, description="the agent's tick")
+    progress_seconds: float = Field(
+        300, gt=0, description="a worker without progress for this long is taken for hung"
+    )
+    max_restarts_without_progress: int = Field(3, ge=0)
+    threads_per_worker: int = Field(0, ge=0, description="0: cores / workers")

@@ -1,0 +1,42 @@
+"""`data:` where text comes from and how it becomes samples."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from holdfast.config.base import Section
+
+
+class SourceConfig(Section):
+    """One source of documents. `path` may be a file, a folder or a glob."""
+
+    kind: Literal["python-stdlib", "text", "jsonl", "parquet", "huggingface"] = "python-stdlib"
+    name: str | None = Field(None, description="name in the mixture; the kind if left out")
+    path: str | None = Field(None, description="file, folder or glob; Hugging Face dataset name")
+    field: str = Field("text", description="JSONL field or Parquet column that holds the text")
+    split: str = Field("train", description="split of a Hugging Face dataset")
+    weight: float = Field(1.0, gt=0, description="share of the samples, relative to the others")
+
+
+class TokenizerConfig(Section):
+    """A byte-level BPE trained on the corpus, or any tokenizer.json."""
+
+    path: str | None = Field(None, description="a tokenizer.json; none: train one")
+    vocab_size: int = Field(4096, ge=257, description="of the trained byte-level BPE")
+    sample_bytes: int = Field(4_000_000, ge=1, description="text the BPE is trained on")
+
+
+class DataConfig(Section):
+    folder: str = Field("datasets/python-stdlib", description="where the prepared dataset lies")
+    sources: tuple[SourceConfig, ...] = Field((SourceConfig(),), min_length=1)
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    sequence_length: int = Field(256, ge=2, description="tokens of one sample")
+    attention: Literal["full", "document"] = Field(
+        "full", description="document: a token attends to its own document only"
+    )
+    validation_fraction: float = Field(0.01, ge=0, lt=1, description="of documents, by hash")
+    max_document_bytes: int = Field(16 * 2**20, ge=1)
+    shard_tokens: int = Field(8_000_000, ge=1024, description="tokens of one shard file")
+    processes: int = Field(0, ge=0, description="of prepare; 0: one per core")

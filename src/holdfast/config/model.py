@@ -1,0 +1,70 @@
+"""`model:` the decoder's shape: a preset, and any number of it overridden."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from holdfast.config.base import Section
+from holdfast.config.presets import PRESETS, nearest_preset
+
+
+class RopeScaling(Section):
+    """Llama 3's frequency scaling (Llama 3.1 model card; `rope_type: llama3` in Hugging Face)."""
+
+    factor: float = Field(8.0, gt=0)
+    low_freq_factor: float = Field(1.0, gt=0)
+    high_freq_factor: float = Field(4.0, gt=0)
+    original_max_position: int = Field(8192, gt=0)
+
+
+class ModelConfig(Section):
+    """One decoder. `vocab_size` 0 means: the prepared dataset's (planned)."""
+
+    preset: str | None = "tiny"
+    family: Literal["llama", "qwen3"] = Field("llama", description="which export it maps to")
+    layers: int = Field(ge=1)
+    dim: int = Field(ge=1, description="model dim D")
+    heads: int = Field(ge=1, description="query heads H")
+    kv_heads: int = Field(ge=1, description="key/value heads K, a divisor of heads")
+    head_dim: int = Field(0, ge=0, description="0: dim / heads")
+    ffn_dim: int = Field(ge=1, description="SwiGLU's inner dim")
+    vocab_size: int = Field(0, ge=0)
+    max_position: int = Field(8192, ge=1)
+    rope_theta: float = Field(10_000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = Field(1e-5, gt=0)
+    qk_norm: bool = False
+    tied_embeddings: bool = False
+    init_std: float = Field(0.02, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_preset(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        name = value.get("preset", "tiny")
+        if name is None:
+            return value
+        if name not in PRESETS:
+            raise ValueError(f"preset {name!r} is unknown; nearest: {nearest_preset(str(name))}")
+        return {**PRESETS[name], **value, "preset": name}
+
+    @model_validator(mode="after")
+    def _divides(self) -> ModelConfig:
+        if self.heads % self.kv_heads:
+            good = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
+            raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}: "
+                             f"use one of {good}")  # fmt: skip
+        if self.head_dim == 0 and self.dim % self.heads:
+            raise ValueError(f"heads {self.heads} does not divide dim {self.dim}: "
+                             f"use dim {self.dim // self.heads * self.heads or self.heads}")  # fmt: skip
+        if self.head_size % 2:
+            raise ValueError(f"the head dim {self.head_size} is odd: rotary embedding needs pairs, "
+                             f"use head_dim {self.head_size + 1}")  # fmt: skip
+        return self
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.dim // self.heads

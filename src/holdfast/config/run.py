@@ -1,0 +1,57 @@
+"""The run file: everything that decides what a run computes, in one frozen value.
+
+Each section belongs to the thing it configures; rules that cross sections stand here.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from holdfast.config.base import Section
+from holdfast.config.checkpoint import CheckpointConfig
+from holdfast.config.cluster import ClusterConfig
+from holdfast.config.data import DataConfig
+from holdfast.config.layout import LayoutConfig
+from holdfast.config.model import ModelConfig
+from holdfast.config.train import TrainConfig
+
+
+class RunConfig(Section):
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
+    folder: str = Field("runs/{name}", description="the run folder; {name} is filled in")
+    seed: int = Field(1, ge=0, lt=2**63)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    tensorboard: bool = Field(False, description="write event files into the run folder")
+    data: DataConfig = DataConfig()
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig.model_validate({}))
+    train: TrainConfig = TrainConfig()
+    layout: LayoutConfig = LayoutConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @model_validator(mode="after")
+    def _cross_section(self) -> RunConfig:
+        shard, micro = self.layout.dp_shard, self.train.microbatch_size
+        if micro % shard:
+            raise ValueError(
+                f"layout.dp_shard {shard} does not divide train.microbatch_size {micro}: "
+                f"use microbatch_size {-(-micro // shard) * shard}"
+            )
+        workers = self.layout.workers
+        if workers and workers % shard:
+            raise ValueError(
+                f"layout.workers {workers} is not a multiple of layout.dp_shard {shard}: "
+                f"use {max(shard, workers // shard * shard)}"
+            )
+        if self.data.sequence_length > self.model.max_position:
+            raise ValueError(
+                f"data.sequence_length {self.data.sequence_length} is longer than "
+                f"model.max_position {self.model.max_position}"
+            )
+        return self
+
+    @property
+    def run_folder(self) -> str:
+        return self.folder.replace("{name}", self.name)

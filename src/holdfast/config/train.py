@@ -1,0 +1,66 @@
+"""`train:` how long, in which steps, with which optimizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from holdfast.config.base import Section
+
+
+class OptimizerConfig(Section):
+    """AdamW (Loshchilov and Hutter, 2019), fused; matrices decay, vectors do not."""
+
+    learning_rate: float = Field(3e-3, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    clip_norm: float = Field(1.0, ge=0, description="global norm; 0: no clipping")
+
+
+class ScheduleConfig(Section):
+    """Learning rate over steps; `wsd` is warm-up, stable, decay."""
+
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_steps: int = Field(20, ge=0)
+    decay_steps: int = Field(0, ge=0, description="of wsd; 0: a fifth of the run")
+    final_ratio: float = Field(0.1, ge=0, le=1, description="last rate / peak rate")
+
+
+class BatchStage(Section):
+    """From step `from_step` on, a global batch of `batch_size` samples."""
+
+    from_step: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+
+
+class EvaluateConfig(Section):
+    every: int = Field(100, ge=0, description="steps between validations; 0: only at the end")
+    samples: int = Field(64, ge=1, description="validation samples, the same each time")
+
+
+class TrainConfig(Section):
+    steps: int = Field(1000, ge=1)
+    batch_size: int = Field(16, ge=1, description="samples of one step, over all workers")
+    microbatch_size: int = Field(2, ge=1, description="samples of one logical microbatch")
+    batch_warmup: tuple[BatchStage, ...] = ()
+    precision: Literal["fp32", "float64", "bf16"] = "fp32"
+    compile: bool = False
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+
+    @model_validator(mode="after")
+    def _divides(self) -> TrainConfig:
+        for size in (self.batch_size, *(stage.batch_size for stage in self.batch_warmup)):
+            if size % self.microbatch_size:
+                nearest = max(1, round(size / self.microbatch_size)) * self.microbatch_size
+                raise ValueError(
+                    f"batch_size {size} is not a multiple of microbatch_size "
+                    f"{self.microbatch_size}: use {nearest}"
+                )
+        starts = [stage.from_step for stage in self.batch_warmup]
+        if starts != sorted(set(starts)):
+            raise ValueError("batch_warmup: from_step must rise from stage to stage")
+        return self

@@ -1,0 +1,87 @@
+"""What a user can do wrong, each with its remedy.
+
+A `UserError` is one clear sentence: where, what, and what to do about it. The command line
+prints it without a traceback and exits with 2; everything else that escapes is our own bug.
+"""
+
+from __future__ import annotations
+
+
+class HoldfastError(Exception):
+    """Root of every error that Holdfast raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(HoldfastError):
+    """Something the person at the keyboard can mend.
+
+    `where` names the place (a file and line, a key of the run file, a command), `remedy` a
+    value or a command that would work.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, where: str | None = None, remedy: str | None = None):
+        self.message = message
+        self.where = where
+        self.remedy = remedy
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.message}" if self.where else self.message
+        return f"{text}; {self.remedy}" if self.remedy else text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Survive a process boundary: keyword arguments are not replayed by default."""
+        return _rebuild, (type(self), self.message, self.where, self.remedy)
+
+
+def _rebuild(
+    kind: type[UserError], message: str, where: str | None, remedy: str | None
+) -> UserError:
+    return kind(message, where=where, remedy=remedy)
+
+
+class ConfigError(UserError):
+    """The run file or an override is wrong."""
+
+
+class DataError(UserError):
+    """A source, a tokenizer or a prepared dataset is wrong."""
+
+
+class LayoutError(UserError):
+    """Degrees that cannot work together."""
+
+
+class CheckpointError(UserError):
+    """No checkpoint can be trusted, or one that was asked for cannot be read."""
+
+
+class RunFolderError(UserError):
+    """The run folder is in use, is not writable, or belongs to another configuration."""
+
+
+class OutOfSpaceError(UserError):
+    """A disk is full."""
+
+
+class FencedError(HoldfastError):
+    """A newer generation or term exists: this writer must not write any more."""
+
+
+class CorruptError(HoldfastError):
+    """Bytes do not match their checksum, or a format is torn. Names the blob and the place."""
+
+
+class PeerLostError(HoldfastError):
+    """A collective failed because another rank is gone. The step was not applied."""
+
+
+class NonFiniteError(HoldfastError):
+    """A loss or gradient is NaN or infinite; `rank` and `parameter` say where it was seen first."""
+
+    def __init__(self, step: int, rank: int, parameter: str):
+        self.step, self.rank, self.parameter = step, rank, parameter
+        super().__init__(f"step {step}: {parameter} is not finite on rank {rank}")

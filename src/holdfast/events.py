@@ -1,0 +1,236 @@
+"""Every typed event of the journal.
+
+An event says what happened; the `Record` around it says who wrote it, in which generation, and
+in which order. Records merge by (generation, step, writer, sequence); `time` is the writer's
+wall clock and is compared only between records of one writer.
+
+Metrics, reports, the goodput ledger and the data audit derive from these and nothing else.
+Formats carry a version: a newer program reads all older ones, and drops keys it does not know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar
+
+JOURNAL_VERSION = 1
+
+_KINDS: dict[str, type[Event]] = {}
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events. `step` is the step an event belongs to; 0 is before the first."""
+
+    step: int = field(default=0, kw_only=True)
+    kind: ClassVar[str] = "event"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.kind = "".join(f"_{c.lower()}" if c.isupper() else c for c in cls.__name__).lstrip("_")
+        _KINDS[cls.kind] = cls
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of the journal."""
+
+    generation: int
+    writer: str
+    sequence: int
+    time: float  # seconds since the epoch, on the writer's clock
+    event: Event
+
+    @property
+    def order(self) -> tuple[int, int, str, int]:
+        return (self.generation, self.event.step, self.writer, self.sequence)
+
+
+# --- the run's life -------------------------------------------------------------------------
+@dataclass(frozen=True)
+class RunStarted(Event):
+    """An agent opened the run folder; `resumed` when it had been opened before."""
+
+    run: str
+    config_hash: str
+    dataset_version: str
+    resumed: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationStarted(Event):
+    """Membership `generation` of the record begins from the state after `step`."""
+
+    topology: dict[str, Any]
+    reason: str  # start, resume, worker_lost, hang, non_finite, ...
+    restored_from: str | None = None  # key of the commit object, None for initial weights
+
+
+@dataclass(frozen=True)
+class WorkerStarted(Event):
+    rank: int
+    pid: int
+    node: str
+
+
+@dataclass(frozen=True)
+class WorkerReady(Event):
+    """The worker restored its state and is about to compute step `step` + 1."""
+
+    rank: int
+    seconds: float  # from fork to ready
+
+
+@dataclass(frozen=True)
+class WorkerLost(Event):
+    rank: int
+    pid: int
+    cause: str  # "SIGKILL", "exit 1", "no progress for 30 s", ...
+    noticed_by: str  # exit, progress, peer
+
+
+@dataclass(frozen=True)
+class StopRequested(Event):
+    reason: str  # SIGINT, SIGTERM
+
+
+@dataclass(frozen=True)
+class RunStopped(Event):
+    """Left early, resumable; the state after `step` is committed."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class RunFinished(Event):
+    """Every step of the run file is done and committed."""
+
+
+@dataclass(frozen=True)
+class RunFailed(Event):
+    reason: str
+
+
+# --- training -------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class StepDone(Event):
+    """Step `step` is applied everywhere. Written by rank 0. Seconds are of rank 0."""
+
+    loss: float  # nats per token, mean over the global batch
+    tokens: int  # tokens of the global batch that carry loss
+    grad_norm: float  # before clipping
+    learning_rate: float
+    seconds: float  # whole step
+    samples: int = 0
+    phases: dict[str, float] = field(default_factory=dict)  # data, compute, reduce, apply, capture
+
+
+@dataclass(frozen=True)
+class BatchFed(Event):
+    """The data ledger of one rank for one step: what was really fed to the model.
+
+    Each entry is {"microbatch": j, "source": name or "", "start": p, "stop": q, "hash": hex,
+    "skipped": reason or ""}: positions [p, q) of the global sample order, and the xxh3 of the
+    tokens as the model received them.
+    """
+
+    rank: int
+    entries: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Evaluated(Event):
+    loss: float  # nats per token
+    bits_per_byte: float
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class NonFinite(Event):
+    rank: int
+    parameter: str
+
+
+@dataclass(frozen=True)
+class SettingIgnored(Event):
+    """A setting that is not honoured on this machine, said once."""
+
+    key: str
+    reason: str
+
+
+# --- checkpoints ----------------------------------------------------------------------------
+@dataclass(frozen=True)
+class CheckpointCaptured(Event):
+    rank: int
+    seconds: float  # training was blocked for this long
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CheckpointSkipped(Event):
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CheckpointCommitted(Event):
+    key: str
+    bytes: int
+    seconds: float  # from the first captured header to the commit object
+
+
+@dataclass(frozen=True)
+class CheckpointFailed(Event):
+    reason: str
+
+
+@dataclass(frozen=True)
+class CheckpointRestored(Event):
+    rank: int
+    key: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CheckpointRejected(Event):
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class CheckpointRemoved(Event):
+    key: str
+
+
+def to_json(record: Record) -> dict[str, Any]:
+    """A flat, JSON-safe dictionary; the event's fields stand beside the envelope's."""
+    envelope = {
+        "v": JOURNAL_VERSION,
+        "kind": record.event.kind,
+        "generation": record.generation,
+        "writer": record.writer,
+        "sequence": record.sequence,
+        "time": record.time,
+    }
+    return envelope | {"event": asdict(record.event)}
+
+
+def from_json(value: dict[str, Any]) -> Record | None:
+    """The record, or None for a kind that this version does not know."""
+    kind = _KINDS.get(value["kind"])
+    if kind is None:
+        return None
+    return Record(
+        value["generation"], value["writer"], value["sequence"], value["time"],
+        event_from_json(value["kind"], value["event"]),
+    )  # fmt: skip
+
+
+def event_from_json(kind: str, value: dict[str, Any]) -> Event:
+    """An event from its fields. Raises KeyError for an unknown kind."""
+    cls = _KINDS[kind]
+    known = {f.name for f in fields(cls)}
+    return cls(**{k: v for k, v in value.items() if k in known})
