@@ -1,0 +1,27 @@
+"""One fork server for the whole session, started by the controller of the pytest workers."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.ranks import ADDRESS, Server
+
+_SERVER = pytest.StashKey[Server]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    is_worker = hasattr(config, "workerinput")  # xdist workers inherit the address
+    if not is_worker and ADDRESS not in os.environ:
+        server = Server()
+        config.stash[_SERVER] = server
+        os.environ[ADDRESS] = server.address
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    server = config.stash.get(_SERVER, None)
+    if server is not None:
+        os.environ.pop(ADDRESS, None)
+        server.close()
