@@ -1,0 +1,60 @@
+"""Initial weights: a function of (seed, parameter name), and of nothing else.
+
+Each parameter is drawn in full, on the CPU, in float32, from a generator of its own, and only
+then cast, sliced or moved. So it does not matter which ranks exist, which shard they hold, on
+which device, or in which order parameters are filled; and a float64 run, used to check a float32
+one, starts from the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from holdfast.model.decoder import Decoder
+from holdfast.spec.parameters import Normal, Ones, Parameter, decoder_parameters
+from holdfast.spec.random import key_seed
+
+
+def initial_tensor(parameter: Parameter, seed: int) -> Tensor:
+    """The whole initial value: float32, on the CPU, of the parameter's global shape."""
+    match parameter.init:
+        case Normal(std=std):
+            generator = torch.Generator("cpu")
+            generator.manual_seed(key_seed(seed, "init", parameter.name))
+            value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            return value.normal_(0.0, std, generator=generator)
+        case Ones():
+            return torch.ones(parameter.shape, dtype=torch.float32, device="cpu")
+        case _:
+            return torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
+
+
+def initial_box(
+    parameter: Parameter, seed: int, offsets: Sequence[int], lengths: Sequence[int]
+) -> Tensor:
+    """The part of `initial_tensor` in a box: [offsets[d], offsets[d] + lengths[d]) of each dim d.
+
+    The whole is drawn and sliced, because element i of a stream cannot be had without those
+    before it; it costs one parameter's memory for a moment. Raises ValueError outside the shape.
+    """
+    for offset, length, size in zip(offsets, lengths, parameter.shape, strict=True):
+        if offset < 0 or length < 0 or offset + length > size:
+            raise ValueError(
+                f"box {tuple(offsets)}+{tuple(lengths)} is outside {parameter.name} "
+                f"of shape {parameter.shape}"
+            )
+    value = initial_tensor(parameter, seed)
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        value = value.narrow(dim, offset, length)
+    return value.contiguous()
+
+
+@torch.no_grad()
+def initialise(model: Decoder, seed: int) -> None:
+    """Fill every parameter in place, in the dtype and on the device it has (not meta)."""
+    parameters = dict(model.named_parameters())
+    for row in decoder_parameters(model.config):
+        parameters[row.name].copy_(initial_tensor(row, seed))

@@ -1,0 +1,99 @@
+"""The decoder's parameter table: name, global shape, decay and initial values, as data.
+
+What a layout shards, a checkpoint stores, an optimizer groups and an export renames is this
+table; the module in `model/decoder.py` has exactly these parameters under exactly these names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast.config.model import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """Independent draws from N(0, std^2)."""
+
+    std: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ones:
+    """The gain of a norm before training."""
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """All zeros."""
+
+
+Init = Normal | Ones | Zeros
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One row: `shape` is global, `decay` says whether AdamW's weight decay applies."""
+
+    name: str
+    shape: tuple[int, ...]
+    decay: bool
+    init: Init
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def decoder_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+    """All parameters of the decoder, in the order of the forward pass.
+
+    Matrices start from N(0, init_std^2). Those that write into the residual stream (`attention.o`
+    and `ffn.down`) start smaller by sqrt(2 * layers), so that the stream's variance does not grow
+    with the number of terms added to it (GPT-2: Radford et al. 2019, section 2.3). Matrices
+    decay, norm gains do not. A tied head has no row of its own.
+    """
+    normal = Normal(model.init_std)
+    rows = [Parameter("embed.weight", (model.vocab_size, model.dim), True, normal)]
+    for layer in range(model.layers):
+        rows.extend(_block(model, f"layers.{layer}."))
+    rows.append(_gain("norm.weight", model.dim))
+    if not model.tied_embeddings:
+        rows.append(Parameter("head.weight", (model.vocab_size, model.dim), True, normal))
+    return tuple(rows)
+
+
+def _block(model: ModelConfig, prefix: str) -> Iterator[Parameter]:
+    """The rows of one block: attention, then SwiGLU, each after its norm."""
+    dim, head, ffn = model.dim, model.head_size, model.ffn_dim
+    query, key_value = model.heads * head, model.kv_heads * head
+    normal = Normal(model.init_std)
+    residual = Normal(model.init_std / math.sqrt(2 * model.layers))
+
+    yield _gain(f"{prefix}attention_norm.weight", dim)
+    yield Parameter(f"{prefix}attention.q.weight", (query, dim), True, normal)
+    yield Parameter(f"{prefix}attention.k.weight", (key_value, dim), True, normal)
+    yield Parameter(f"{prefix}attention.v.weight", (key_value, dim), True, normal)
+    if model.qk_norm:
+        yield _gain(f"{prefix}attention.q_norm.weight", head)
+        yield _gain(f"{prefix}attention.k_norm.weight", head)
+    yield Parameter(f"{prefix}attention.o.weight", (dim, query), True, residual)
+    yield _gain(f"{prefix}ffn_norm.weight", dim)
+    yield Parameter(f"{prefix}ffn.gate.weight", (ffn, dim), True, normal)
+    yield Parameter(f"{prefix}ffn.up.weight", (ffn, dim), True, normal)
+    yield Parameter(f"{prefix}ffn.down.weight", (dim, ffn), True, residual)
+
+
+def _gain(name: str, size: int) -> Parameter:
+    return Parameter(name, (size,), False, Ones())
+
+
+def count(model: ModelConfig, *, embeddings: bool = True) -> int:
+    """Number of parameters. Without `embeddings`, the token embedding is left out; a tied head
+    counts once in any case, because it is the same tensor."""
+    return sum(
+        row.size for row in decoder_parameters(model) if embeddings or row.name != "embed.weight"
+    )
