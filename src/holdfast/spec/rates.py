@@ -1,0 +1,45 @@
+"""The learning rate of a step: warm-up, then a schedule. Pure arithmetic in float64.
+
+Step N of a run with `steps` steps has passed through `N` updates once it is applied. The rate
+rises linearly over the first `warmup_steps` (step 1 gets 1/warmup of the peak) and then follows
+its kind down to `final_ratio` times the peak at the last step.
+"""
+
+from __future__ import annotations
+
+from math import cos, pi
+
+from holdfast.config.train import ScheduleConfig, TrainConfig
+
+
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """The rate that step `step` (1 .. train.steps) is applied with."""
+    return train.optimizer.learning_rate * factor(train.schedule, step, train.steps)
+
+
+def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
+    """Rate over peak rate, in (0, 1] while `final_ratio` is above 0.
+
+    - constant: 1
+    - linear: a straight line from 1 to `final_ratio`
+    - cosine: half a cosine wave from 1 to `final_ratio` (Loshchilov and Hutter, 2017)
+    - wsd: warm-up, stable, decay: 1, then linearly to `final_ratio` over the last `decay_steps`,
+      a fifth of the run if left out (Hu et al., 2024, section 4)
+    """
+    warmup = schedule.warmup_steps
+    if step <= warmup:
+        return step / warmup
+    if schedule.kind == "constant":
+        return 1.0
+    if schedule.kind == "wsd":
+        decay = min(schedule.decay_steps or max(1, steps // 5), steps - min(warmup, steps - 1))
+        progress = _clamp((step - (steps - decay)) / decay)
+        return 1.0 - (1.0 - schedule.final_ratio) * progress
+    progress = _clamp((step - warmup) / max(1, steps - warmup))
+    if schedule.kind == "cosine":
+        progress = 0.5 * (1.0 - cos(pi * progress))
+    return 1.0 - (1.0 - schedule.final_ratio) * progress
+
+
+def _clamp(value: float) -> float:
+    return min(1.0, max(0.0, value))

@@ -1,0 +1,120 @@
+"""The fixed reduction tree: its form, dealings, pieces, and the binary counter that sums them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.spec.tree import (
+    Node,
+    ReductionTree,
+    check_dealing,
+    counter,
+    deal,
+    pieces,
+)
+
+
+def _run_counter(tree: ReductionTree, share: tuple[int, ...], values: list[float]) -> list[float]:
+    """Execute the turns on a stack of slots, as the reducer does on gradients."""
+    done: list[float] = []
+    slots: dict[int, float] = {}
+    for turn in counter(tree, share):
+        base = slots[turn.depth] if turn.accumulate else None
+        value = values[turn.leaf]
+        slots[turn.depth] = value if base is None else base + value
+        depth = turn.depth
+        for _ in range(turn.carries):
+            slots[depth - 1] = slots[depth - 1] + slots.pop(depth)
+            depth -= 1
+        if turn.finished:
+            assert depth == 0
+            assert turn.piece == len(done)
+            done.append(slots.pop(0))
+    assert not slots
+    return done
+
+
+@st.composite
+def _dealt(draw: st.DrawFn) -> tuple[int, tuple[tuple[int, ...], ...]]:
+    leaves = draw(st.integers(1, 40))
+    replicas = draw(st.integers(1, 7))
+    owner = draw(st.lists(st.integers(0, replicas - 1), min_size=leaves, max_size=leaves))
+    shares = [tuple(j for j in range(leaves) if owner[j] == r) for r in range(replicas)]
+    return leaves, tuple(shares)
+
+
+def test_left_subtree_is_the_largest_power_of_two_below() -> None:
+    splits = {n: Node(0, n).split()[0].leaves for n in range(2, 18)}
+    assert splits == {
+        2: 1, 3: 2, 4: 2, 5: 4, 6: 4, 7: 4, 8: 4, 9: 8, 10: 8, 11: 8, 12: 8, 13: 8, 14: 8, 15: 8,
+        16: 8, 17: 16,
+    }  # fmt: skip
+
+
+def test_pieces_of_the_drawn_example() -> None:
+    tree = ReductionTree(5)
+    assert pieces(tree, (0, 1, 2)) == (Node(0, 2), Node(2, 3))
+    assert pieces(tree, (3, 4)) == (Node(3, 4), Node(4, 5))
+    assert pieces(tree, ()) == ()
+
+
+@given(_dealt(), st.randoms(use_true_random=False))
+def test_any_dealing_sums_to_the_same_bits(dealt, random) -> None:  # type: ignore[no-untyped-def]
+    leaves, shares = dealt
+    tree = ReductionTree(leaves)
+    values = [random.uniform(-1, 1) * 10 ** random.randint(-8, 8) for _ in range(leaves)]
+    check_dealing(leaves, shares)
+    held: dict[Node, float] = {}
+    for share in shares:
+        nodes = pieces(tree, share)
+        assert sorted(j for n in nodes for j in range(n.start, n.stop)) == list(share)
+        held.update(zip(nodes, _run_counter(tree, share, values), strict=True))
+    assert tree.fold(held, lambda a, b: a + b) == tree.sum(values)
+
+
+@given(_dealt())
+def test_partial_sums_grow_with_the_logarithm_only(dealt) -> None:  # type: ignore[no-untyped-def]
+    leaves, shares = dealt
+    for share in shares:
+        deepest = max((t.depth for t in counter(ReductionTree(leaves), share)), default=0)
+        assert deepest <= max(0, (max(1, len(share)) - 1).bit_length() - 1)
+
+
+@given(st.integers(1, 64), st.integers(1, 12))
+def test_default_dealing_is_balanced_and_complete(leaves: int, replicas: int) -> None:
+    shares = deal(leaves, replicas)
+    check_dealing(leaves, shares)
+    sizes = [len(s) for s in shares]
+    assert max(sizes) - min(sizes) <= 1
+    assert [j for share in shares for j in share] == list(range(leaves))
+
+
+def test_default_dealing_takes_the_fewest_pieces() -> None:
+    def total(leaves: int, sizes: list[int]) -> int:
+        tree, start, count = ReductionTree(leaves), 0, 0
+        for size in sizes:
+            count += len(pieces(tree, tuple(range(start, start + size))))
+            start += size
+        return count
+
+    for leaves, replicas in ((5, 3), (7, 3), (12, 5), (10, 4), (9, 6)):
+        floor, larger = divmod(leaves, replicas)
+        every = {
+            total(leaves, [floor + (mask >> r & 1) for r in range(replicas)])
+            for mask in range(2**replicas)
+            if mask.bit_count() == larger
+        }
+        assert total(leaves, [len(s) for s in deal(leaves, replicas)]) == min(every)
+
+
+def test_weights_apportion_leaves() -> None:
+    assert [len(s) for s in deal(8, 3, weights=(1, 1, 2))] == [2, 2, 4]
+    assert [len(s) for s in deal(7, 2, weights=(0.0, 1.0))] == [0, 7]
+    assert [len(s) for s in deal(10, 3, weights=(1, 1, 1))] == [4, 3, 3]
+
+
+def test_more_replicas_than_microbatches_leaves_some_idle() -> None:
+    shares = deal(2, 5)
+    check_dealing(2, shares)
+    assert sorted(len(s) for s in shares) == [0, 0, 0, 1, 1]
