@@ -1,0 +1,140 @@
+"""Boxes: which part of a named tensor a piece of memory or of a blob holds.
+
+A box is (name, offsets, lengths) in the tensor's global shape. Every layout yields boxes, every
+tier stores boxes, and restoring on another layout is nothing but intersecting the boxes that are
+wanted with the boxes that are there. Elements of a box lie in row-major order, without gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Elements [offset, offset + length) on each dim of the tensor `name`.
+
+    A scalar has no dims and one element. A length of 0 makes the box empty, which is legal: a
+    tensor of 3 rows over 4 ranks leaves the last one with none.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != len(self.lengths):
+            raise ValueError(f"{self.name}: {self.offsets} and {self.lengths} differ in dims")
+        if any(value < 0 for value in (*self.offsets, *self.lengths)):
+            raise ValueError(f"{self.name}: negative offset or length in {self}")
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return prod(self.lengths)
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        return tuple(o + n for o, n in zip(self.offsets, self.lengths, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common part; None when there is none, or when the names differ."""
+        if self.name != other.name or len(self.offsets) != len(other.offsets):
+            return None
+        starts = tuple(map(max, self.offsets, other.offsets))
+        lengths = tuple(
+            min(a, b) - s for a, b, s in zip(self.stops, other.stops, starts, strict=True)
+        )
+        return Box(self.name, starts, lengths) if all(n > 0 for n in lengths) else None
+
+    def contains(self, other: Box) -> bool:
+        """Whether every element of `other` is in this box."""
+        if self.name != other.name or len(self.offsets) != len(other.offsets):
+            return False
+        low = all(a <= b for a, b in zip(self.offsets, other.offsets, strict=True))
+        return low and all(a >= b for a, b in zip(self.stops, other.stops, strict=True))
+
+
+class Run(NamedTuple):
+    """`length` elements that are contiguous in both boxes; starts count from each box's first."""
+
+    source: int
+    target: int
+    length: int
+
+
+def whole(name: str, shape: Sequence[int]) -> Box:
+    """The box that holds all of a tensor."""
+    return Box(name, (0,) * len(shape), tuple(shape))
+
+
+def runs(source: Box, target: Box) -> Iterator[Run]:
+    """How to copy the common part of two boxes, as the fewest contiguous runs.
+
+    Trailing dims that the common part fills in both boxes are merged into one run, so that two
+    row ranges of one matrix give a single run. Both starts rise from run to run.
+    """
+    common = source.intersect(target)
+    if common is None:
+        return
+    dims = len(common.lengths)
+    fused = dims  # dims [fused:] are filled by the common part in both boxes
+    while fused and common.lengths[fused - 1] == source.lengths[fused - 1] == target.lengths[
+        fused - 1
+    ]:  # fmt: skip
+        fused -= 1
+    outer = max(fused - 1, 0)  # dims [outer:] make one run
+    count = prod(common.lengths[outer:])
+    source_strides, target_strides = _strides(source.lengths), _strides(target.lengths)
+    source_start = _at(common, source, source_strides)
+    target_start = _at(common, target, target_strides)
+    for index in product(*(range(n) for n in common.lengths[:outer])):
+        yield Run(
+            source_start + sum(i * s for i, s in zip(index, source_strides, strict=False)),
+            target_start + sum(i * s for i, s in zip(index, target_strides, strict=False)),
+            count,
+        )
+
+
+def coverage(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
+    """None when the boxes hold every element of a tensor exactly once, else what is wrong.
+
+    Boxes that lie inside the shape, do not overlap, and have as many elements together as the
+    tensor, cover it. Overlaps are looked for by a sweep along dim 0.
+    """
+    full = whole("", shape)
+    held = sorted((b for b in boxes if b.size), key=lambda b: (b.offsets, b.lengths))
+    active: list[Box] = []
+    for box in held:
+        if len(box.offsets) != len(shape) or any(
+            stop > size for stop, size in zip(box.stops, shape, strict=True)
+        ):
+            return f"{box.name} {_span(box)} lies outside the shape {tuple(shape)}"
+        active = [a for a in active if not shape or a.stops[0] > box.offsets[0]]
+        for other in active:
+            if other.intersect(box):
+                return f"{box.name} is held twice: {_span(other)} and {_span(box)}"
+        active.append(box)
+    total = sum(b.size for b in held)
+    if total != full.size:
+        return f"{full.size - total} of {full.size} elements are missing"
+    return None
+
+
+def _strides(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Elements between neighbours on each dim, row-major."""
+    return tuple(prod(lengths[dim + 1 :]) for dim in range(len(lengths)))
+
+
+def _at(inner: Box, outer: Box, strides: Sequence[int]) -> int:
+    """Where the first element of `inner` lies in `outer`."""
+    deltas = (a - b for a, b in zip(inner.offsets, outer.offsets, strict=True))
+    return sum(d * s for d, s in zip(deltas, strides, strict=True))
+
+
+def _span(box: Box) -> str:
+    return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.offsets, box.stops, strict=True)) + "]"

@@ -1,0 +1,333 @@
+"""What a checkpoint consists of, as data: keys, blobs, parts and the one commit object.
+
+Format version 1. A writer (one per rank) writes one blob, then its part manifest; when the parts
+of all writers of (generation, step) are there, they are merged into the commit object, and only
+that makes the step a checkpoint. docs/checkpoint-format.md describes every field.
+
+Manifests stay small because boxes are not listed: the commit holds the topology and the table,
+placements once per tensor, and `placed` derives from them where each box lies. Checksums are
+xxh3-128 per extent of a blob, and every manifest carries its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_128_hexdigest
+
+from holdfast.errors import CheckpointError, CorruptError
+from holdfast.layout import Topology
+from holdfast.spec.boxes import Box, coverage
+from holdfast.spec.ownership import owned_boxes
+from holdfast.spec.state import ITEM_BYTES, StateTable, TensorSpec
+
+FORMAT = 1
+BLOB_ALIGNMENT = 4096
+"""Tensor data of a blob starts at a multiple of this many bytes, so that it can be written and
+read past the page cache."""
+
+_MAX = 2**64 - 1
+COMMITS = "commits/"
+
+
+# --- keys -----------------------------------------------------------------------------------
+def writer_name(rank: int) -> str:
+    return f"rank{rank:05d}"
+
+
+def blob_key(generation: int, step: int, writer: str, number: int = 0) -> str:
+    return f"data/{generation:010d}/{step:010d}-{writer}-{number}.safetensors"
+
+
+def part_prefix(generation: int, step: int) -> str:
+    return f"parts/{generation:010d}/{step:010d}-"
+
+
+def part_key(generation: int, step: int, writer: str) -> str:
+    return f"{part_prefix(generation, step)}{writer}.json"
+
+
+def commit_key(generation: int, step: int) -> str:
+    """The step is inverted, so that the first key of a listing is the newest."""
+    return f"{COMMITS}{_MAX - step:016x}-{generation:010d}.json"
+
+
+def parse_commit_key(key: str) -> tuple[int, int] | None:
+    """(step, generation), or None for a key that no commit object has."""
+    name = key.removeprefix(COMMITS)
+    inverted, dash, rest = name.partition("-")
+    generation, dot, suffix = rest.partition(".")
+    if key == name or len(inverted) != 16 or not dash or not dot or suffix != "json":
+        return None
+    try:
+        step = _MAX - int(inverted, 16)
+        parsed = (step, int(generation))
+    except ValueError:
+        return None
+    return parsed if commit_key(parsed[1], parsed[0]) == key else None
+
+
+# --- blobs ----------------------------------------------------------------------------------
+class Extent(NamedTuple):
+    """A checksummed range of a blob."""
+
+    offset: int
+    length: int
+    xxh3: str
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A safetensors file. Extents follow each other from byte 0, `extent_bytes` long, the last
+    one shorter; the header of the file is inside the first."""
+
+    key: str
+    size: int
+    data_start: int
+    extent_bytes: int
+    checksums: tuple[str, ...]
+
+    def extent(self, number: int) -> Extent:
+        offset = number * self.extent_bytes
+        return Extent(offset, min(self.extent_bytes, self.size - offset), self.checksums[number])
+
+    def extents(self, start: int = 0, stop: int | None = None) -> Iterator[Extent]:
+        """The extents that bytes [start, stop) touch."""
+        stop = self.size if stop is None else stop
+        if start < stop:
+            for number in range(start // self.extent_bytes, -(-stop // self.extent_bytes)):
+                yield self.extent(number)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "key": self.key, "size": self.size, "data_start": self.data_start,
+            "extent_bytes": self.extent_bytes, "xxh3": list(self.checksums),
+        }  # fmt: skip
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Blob:
+        blob = Blob(
+            str(value["key"]), int(value["size"]), int(value["data_start"]),
+            int(value["extent_bytes"]), tuple(map(str, value["xxh3"])),
+        )  # fmt: skip
+        if blob.extent_bytes < 1 or len(blob.checksums) != -(-blob.size // blob.extent_bytes):
+            raise ValueError(f"{blob.key}: {len(blob.checksums)} checksums for {blob.size} bytes")
+        return blob
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A box in a blob: its elements lie row-major from byte `start` after the data start."""
+
+    box: Box
+    dtype: str
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * ITEM_BYTES[self.dtype]
+
+
+def placed(boxes: Iterable[Box], table: StateTable) -> tuple[Placed, ...]:
+    """Where each box lies in its writer's blob: wide dtypes first, so that every tensor is
+    aligned to its own element without gaps (the format allows none), else in the order given."""
+    dtypes = {spec.name: spec.dtype for spec in table}
+    ordered = sorted(boxes, key=lambda box: -ITEM_BYTES[dtypes[box.name]])
+    out: list[Placed] = []
+    start = 0
+    for box in ordered:
+        out.append(Placed(box, dtypes[box.name], start))
+        start += out[-1].nbytes
+    return tuple(out)
+
+
+# --- manifests ------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Part:
+    """What one writer wrote. `tensors` says it in full: name -> (offsets, lengths, start)."""
+
+    generation: int
+    step: int
+    rank: int
+    blob: Blob
+    tensors: tuple[Placed, ...]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def writer(self) -> str:
+        return writer_name(self.rank)
+
+    def to_bytes(self) -> bytes:
+        tensors = {
+            p.box.name: [p.dtype, list(p.box.offsets), list(p.box.lengths), p.start]
+            for p in self.tensors
+        }
+        return seal("part", {
+            "generation": self.generation, "step": self.step, "rank": self.rank,
+            "blob": self.blob.to_json(), "tensors": tensors, "meta": dict(self.meta),
+        })  # fmt: skip
+
+    @staticmethod
+    def from_bytes(data: bytes, where: str) -> Part:
+        body = unseal("part", data, where)
+        try:
+            tensors = tuple(
+                Placed(Box(name, tuple(offsets), tuple(lengths)), dtype, start)
+                for name, (dtype, offsets, lengths, start) in body["tensors"].items()
+            )
+            return Part(
+                body["generation"], body["step"], body["rank"],
+                Blob.from_json(body["blob"]), tensors, body["meta"],
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptError(f"{where}: not a part manifest: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """One writer's share of a commit: its blob, and the checksum of its part manifest."""
+
+    rank: int
+    blob: Blob
+    part_xxh3: str
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The commit object: all that is needed to read the state after `step`.
+
+    `meta` holds what is state but no tensor: position in the sample order, ledger digest.
+    """
+
+    generation: int
+    step: int
+    config_hash: str
+    dataset_version: str
+    topology: Topology
+    table: StateTable
+    writers: tuple[Writer, ...]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return commit_key(self.generation, self.step)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blobs."""
+        return sum(writer.blob.size for writer in self.writers)
+
+    def to_bytes(self) -> bytes:
+        return seal("commit", {
+            "generation": self.generation, "step": self.step,
+            "config_hash": self.config_hash, "dataset_version": self.dataset_version,
+            "topology": self.topology.to_json(),
+            "table": [spec.to_json() for spec in self.table],
+            "writers": [
+                {"rank": w.rank, "blob": w.blob.to_json(), "part_xxh3": w.part_xxh3}
+                for w in self.writers
+            ],
+            "meta": dict(self.meta),
+        })  # fmt: skip
+
+    @staticmethod
+    def from_bytes(data: bytes, where: str) -> Commit:
+        body = unseal("commit", data, where)
+        try:
+            commit = Commit(
+                body["generation"], body["step"], body["config_hash"], body["dataset_version"],
+                Topology.from_json(body["topology"]),
+                tuple(TensorSpec.from_json(row) for row in body["table"]),
+                tuple(
+                    Writer(w["rank"], Blob.from_json(w["blob"]), w["part_xxh3"])
+                    for w in body["writers"]
+                ),
+                body["meta"],
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptError(f"{where}: not a commit object: {error}") from error
+        if commit.key != where:
+            raise CorruptError(f"{where}: holds the commit object {commit.key}")
+        return commit
+
+
+def merge(
+    parts: Mapping[int, tuple[Part, bytes]],
+    topology: Topology,
+    table: StateTable,
+    config_hash: str,
+    dataset_version: str,
+) -> Commit:
+    """The commit object of complete parts (rank -> manifest and its bytes as stored).
+
+    Raises CheckpointError when a writer is missing, when a part does not hold exactly what its
+    rank owns, or when some tensor is not covered exactly once: such a checkpoint must not exist.
+    """
+    missing = sorted(set(range(topology.world_size)) - set(parts))
+    if missing or len(parts) != topology.world_size:
+        raise CheckpointError(f"parts of ranks {missing} are missing")
+    held: dict[str, list[Box]] = {spec.name: [] for spec in table}
+    writers: list[Writer] = []
+    for rank in range(topology.world_size):
+        part, stored = parts[rank]
+        due = placed(owned_boxes(topology, table, rank), table)
+        if set(part.tensors) != set(due) or part.rank != rank:
+            raise CheckpointError(f"the part of rank {rank} does not hold what the rank owns")
+        need = part.blob.data_start + sum(p.nbytes for p in due)
+        if part.blob.size != need:
+            raise CheckpointError(f"{part.blob.key} has {part.blob.size} bytes, {need} are due")
+        for p in part.tensors:
+            held[p.box.name].append(p.box)
+        writers.append(Writer(rank, part.blob, xxh3_128_hexdigest(stored)))
+    for spec in table:
+        if problem := coverage(spec.shape, held[spec.name]):
+            raise CheckpointError(f"{spec.name}: {problem}")
+    first = parts[0][0]
+    if {(p.generation, p.step) for p, _ in parts.values()} != {(first.generation, first.step)}:
+        raise CheckpointError("parts of different steps or generations do not make a checkpoint")
+    meta = next((dict(parts[rank][0].meta) for rank in sorted(parts) if parts[rank][0].meta), {})
+    return Commit(
+        first.generation, first.step, config_hash, dataset_version, topology, table,
+        tuple(writers), meta,
+    )  # fmt: skip
+
+
+# --- sealing --------------------------------------------------------------------------------
+def seal(kind: str, body: Mapping[str, Any]) -> bytes:
+    """Canonical JSON of a manifest, with its format version and its own checksum."""
+    content = {"holdfast": kind, "format": FORMAT, **body}
+    return _canonical({**content, "xxh3": xxh3_128_hexdigest(_canonical(content))})
+
+
+def unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
+    """The body of a sealed manifest.
+
+    Raises CorruptError when any byte differs from what was written, and CheckpointError when a
+    newer version wrote it.
+    """
+    try:
+        content = json.loads(data)
+        version = content["format"]
+        checksum = content.pop("xxh3")
+        found = content["holdfast"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(f"{where}: not a manifest") from error
+    if checksum != xxh3_128_hexdigest(_canonical(content)):
+        raise CorruptError(f"{where}: checksum does not match")
+    if _canonical({**content, "xxh3": checksum}) != data:
+        raise CorruptError(f"{where}: bytes differ from what was written")
+    if version != FORMAT:
+        raise CheckpointError(
+            f"format version {version} is newer than {FORMAT}", where=where,
+            remedy="use the version of Holdfast that wrote it",
+        )  # fmt: skip
+    if found != kind:
+        raise CorruptError(f"{where}: a {found} manifest where a {kind} manifest belongs")
+    return dict(content)
+
+
+def _canonical(value: Mapping[str, Any] | Sequence[Any]) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
