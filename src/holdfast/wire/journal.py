@@ -1,0 +1,163 @@
+"""The one journal: typed events, a segment per writer and generation, merged in order.
+
+A segment is `journal/<generation>/<writer>.jsonl`, one record a line. One process appends to it.
+A line is whole or (after a power loss, at the very end) torn; a torn last line never happened.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from holdfast.errors import CorruptError
+from holdfast.events import Event, Record, from_json, to_json
+from holdfast.wire.runstore import MissingKeyError, RunStore
+
+PREFIX = "journal/"
+
+
+def segment_key(generation: int, writer: str) -> str:
+    return f"{PREFIX}{generation:010d}/{writer}.jsonl"
+
+
+class JournalWriter:
+    """Appends one writer's events of one generation.
+
+    `emit` only makes the record; `flush` stores what was emitted. A flush that fails (a full
+    disk) keeps its lines, so a later one writes them all, in order.
+    """
+
+    def __init__(
+        self,
+        store: RunStore,
+        writer: str,
+        generation: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.writer = writer
+        self.generation = generation
+        self._store = store
+        self._clock = clock
+        self._key = segment_key(generation, writer)
+        self._lock = threading.Lock()
+        self._sequence, torn = _end_of(store, self._key)
+        # A torn line is closed, so that the next record begins a line of its own.
+        self._pending: list[bytes] = [b"\n"] if torn else []
+        self._unsynced = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether something emitted is not stored yet."""
+        return bool(self._pending)
+
+    def emit(self, event: Event) -> Record:
+        """The event's record: numbered, stamped with this writer's clock, waiting for a flush."""
+        with self._lock:
+            record = Record(
+                self.generation, self.writer, self._sequence, round(self._clock(), 6), event
+            )
+            self._sequence += 1
+            line = json.dumps(to_json(record), separators=(",", ":"), allow_nan=True)
+            self._pending.append(line.encode() + b"\n")
+        return record
+
+    def flush(self, sync: bool = False) -> None:
+        """Append what waits; with `sync`, durable on return, with all that came before it.
+
+        Raises what the run store raises (OutOfSpaceError, RunFolderError); nothing is lost then.
+        """
+        with self._lock:
+            if not self._pending and not (sync and self._unsynced):
+                return
+            self._store.append(self._key, b"".join(self._pending), sync=sync)
+            self._pending.clear()
+            self._unsynced = not sync
+
+
+def read(store: RunStore) -> list[Record]:
+    """Every record of the run, merged by (generation, step, writer, sequence).
+
+    Kinds that this version does not know and a torn last line are left out. Raises CorruptError
+    for a line that is neither, naming segment and line.
+    """
+    records: list[Record] = []
+    for key in store.list(PREFIX):
+        records += parse(key, store.get(key))[0]
+    return sorted(records, key=lambda record: record.order)
+
+
+def parse(key: str, data: bytes, first_line: int = 1) -> tuple[list[Record], int]:
+    """(the records of the whole lines in `data`, bytes of those lines)."""
+    end = data.rfind(b"\n") + 1
+    records: list[Record] = []
+    lines = data[:end].splitlines()
+    for number, line in enumerate(lines, first_line):
+        try:
+            value = json.loads(line) if line else None
+            record = from_json(value) if value is not None else None
+        except (ValueError, KeyError, TypeError) as error:
+            if _torn(line):  # a line that a power loss tore and the next writer closed
+                continue
+            raise CorruptError(f"{key}, line {number}: not a record of the journal") from error
+        if record is not None:
+            records.append(record)
+    return records, end
+
+
+class Follower:
+    """Reads what was appended to a journal since the last look."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store = store
+        self._read: dict[str, int] = {}  # segment -> bytes of the whole lines read
+
+    def new(self) -> list[Record]:
+        """Records that appeared since the last call, in order among themselves."""
+        records: list[Record] = []
+        for key in self._store.list(PREFIX):
+            start = self._read.get(key, 0)
+            try:
+                size = self._store.size(key)
+                if size <= start:
+                    continue
+                data = bytearray(size - start)
+                self._store.read_into(key, start, memoryview(data))
+            except (MissingKeyError, CorruptError):
+                continue  # removed, or cut after a failed append: looked at again next time
+            found, whole = parse(key, bytes(data))
+            records += found
+            self._read[key] = start + whole
+        return sorted(records, key=lambda record: record.order)
+
+
+def follow(
+    store: RunStore, *, poll: float = 0.25, stop: threading.Event | None = None
+) -> Iterator[list[Record]]:
+    """Batches of new records, one every `poll` seconds, empty ones too (a view wants to tick).
+
+    Ends when `stop` is set; without one, when the consumer leaves.
+    """
+    follower = Follower(store)
+    ended = stop or threading.Event()
+    while True:
+        yield follower.new()
+        if ended.wait(poll):
+            return
+
+
+def _end_of(store: RunStore, key: str) -> tuple[int, bool]:
+    """(next sequence number, whether the segment ends inside a line)."""
+    try:
+        data = store.get(key)
+    except MissingKeyError:
+        return 0, False
+    records, _ = parse(key, data)
+    last = max((record.sequence for record in records), default=-1)
+    # A segment may hold kinds we do not know: count lines too, so that no number repeats.
+    return max(last + 1, data.count(b"\n")), not data.endswith(b"\n") and bool(data)
+
+
+def _torn(line: bytes) -> bool:
+    return line.startswith(b"{") and not line.endswith(b"}}")

@@ -1,0 +1,84 @@
+"""A child ends when its agent does, however the agent ended.
+
+The agent alone holds the write end of a pipe and never writes to it; each child holds the read
+end. When the agent is gone (returned, crashed, killed), the kernel closes its end. Two things then
+end the child: a thread that was blocked in a read, and on Linux a SIGKILL that the kernel itself
+sends to the child's process group, so that neither a held interpreter lock nor a stopped process
+(SIGSTOP) outlives its agent. A parent-death signal would not do: it follows the thread that
+forked, and the template, not the agent, is a worker's parent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+EXIT_CODE = 79
+"""Exit code of a child whose agent has gone."""
+
+
+def pipe() -> tuple[int, int]:
+    """(read end, write end), neither inherited unless named (`pass_fds`)."""
+    return os.pipe2(os.O_CLOEXEC)
+
+
+def watch(fd: int, end: Callable[[], None] | None = None) -> None:
+    """End this process, and its process group when it leads one, at the end of pipe `fd`.
+
+    `fd` is the inherited read end. `end` replaces how the thread ends the process; the kernel's
+    signal is then left out.
+    """
+    if end is None:
+        arm(fd)
+    finish = end or end_now
+    threading.Thread(target=_wait, args=(fd, finish), name="lifeline", daemon=True).start()
+
+
+def arm(fd: int) -> None:
+    """Have the kernel kill this process (its whole group, if it leads one) at the pipe's end.
+
+    Linux sends the signal chosen with F_SETSIG to the owner of an O_ASYNC descriptor when the
+    other end of the pipe closes. Owner and signal belong to the open file description, which a
+    fork or an exec shares, so each process opens one of its own.
+    """
+    if sys.platform != "linux":
+        return  # the thread alone ends this process
+    try:
+        own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp() if _leads() else os.getpid())
+        fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    except OSError:
+        return  # no /proc here: the thread alone ends this process
+    if ended(fd):  # it ended before the signal was armed
+        end_now()
+
+
+def ended(fd: int) -> bool:
+    """Whether the write end is gone. Asked of the inherited descriptor: one that was opened
+    after the end would not know."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def end_now() -> None:
+    """End this process and its group at once, without cleaning up: nobody is left to tell."""
+    if _leads():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(EXIT_CODE)
+
+
+def _leads() -> bool:
+    """Whether this process leads its group; a group that another leads is not ours to kill."""
+    return os.getpgrp() == os.getpid()
+
+
+def _wait(fd: int, finish: Callable[[], None]) -> None:
+    os.read(fd, 1)  # nothing is ever written: this returns at the end of the pipe
+    finish()

@@ -1,0 +1,297 @@
+"""The run store: the one durable thing a run needs, as keys and bytes.
+
+Two drivers stand here: a folder, and memory (for tests and dry runs). A bucket needs only what
+the protocol promises: an object appears whole or not at all, `create` lets exactly one of several
+racing writers win, and `list` is sorted. Everything else Holdfast fences with (terms, generations,
+commits) is built from create-if-absent alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.errors import CorruptError, HoldfastError, OutOfSpaceError, RunFolderError
+
+Buffer = bytes | bytearray | memoryview
+"""What can be written. (`collections.abc.Buffer` is younger than Python 3.11.)"""
+
+_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_TEMPORARY = ".tmp-"  # no valid key has a segment that begins with a dot
+
+
+class AlreadyExistsError(HoldfastError):
+    """`create` came second: the key is taken and its bytes are somebody else's."""
+
+
+class MissingKeyError(HoldfastError):
+    """No object has this key."""
+
+
+class RunStore(Protocol):
+    """Keys are slash-separated; objects are immutable, save for the journal's segments."""
+
+    def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
+        """Store `data` under `key`, durable on return, whole or not at all.
+
+        Raises AlreadyExistsError when the key is taken, OutOfSpaceError when the disk is full
+        (nothing is left behind), RunFolderError when the store may not be written.
+        """
+
+    def get(self, key: str) -> bytes:
+        """The whole object. Raises MissingKeyError."""
+
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes [start, start + len(out)) of the object.
+
+        Raises MissingKeyError, and CorruptError when the object ends before.
+        """
+
+    def list(self, prefix: str) -> list[str]:
+        """Every key that begins with `prefix`, sorted."""
+
+    def delete(self, key: str) -> None:
+        """Remove the object; a key that is not there is no error."""
+
+    def size(self, key: str) -> int:
+        """Bytes of the object. Raises MissingKeyError."""
+
+    def append(self, key: str, data: Buffer, sync: bool = False) -> None:
+        """Add `data` to the end of a journal segment, which one writer alone appends to.
+
+        With `sync` it is durable on return. Object stores cannot append: a bucket driver rolls a
+        segment into numbered objects instead, which readers list and concatenate.
+        """
+
+
+def check_key(key: str) -> str:
+    """The key itself. Raises ValueError for one that could leave the store or hide in it."""
+    parts = key.split("/")
+    if len(key) > 512 or not all(_SEGMENT.fullmatch(part) for part in parts):
+        raise ValueError(f"{key!r} is not a key of the run store")
+    return key
+
+
+def chunks(data: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
+    """The data as flat byte views, without copying."""
+    parts: Iterable[Buffer] = [data] if isinstance(data, bytes | bytearray | memoryview) else data
+    for part in parts:
+        yield memoryview(part).cast("B")
+
+
+class FolderStore:
+    """A run store in a folder of a local or shared file system.
+
+    Atomicity comes from `link(2)`: the bytes are written and synced under a temporary name, and
+    the link to the final name fails if somebody else has it. (`rename` would replace silently.)
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+
+    def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
+        target = self._path(key)
+        with self._spoken(key):
+            self._make_parents(target)
+            if target.exists():  # the link below decides; this spares writing a blob in vain
+                raise AlreadyExistsError(f"{key} exists already")
+            temporary = target.parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
+            try:
+                self._write(temporary, data)
+                os.link(temporary, target)
+            except FileExistsError:
+                raise AlreadyExistsError(f"{key} exists already") from None
+            finally:
+                temporary.unlink(missing_ok=True)
+            _sync_folder(target.parent)
+
+    def get(self, key: str) -> bytes:
+        with self._spoken(key):
+            return self._path(key).read_bytes()
+
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        view = out.cast("B")
+        with self._spoken(key), self._path(key).open("rb", buffering=0) as file:
+            file.seek(start)
+            done = 0
+            while done < len(view):
+                count = file.readinto(view[done:])
+                if not count:
+                    raise CorruptError(
+                        f"{key} ends at byte {start + done}, {start + len(view)} were expected"
+                    )
+                done += count
+
+    def list(self, prefix: str) -> list[str]:
+        # Only the deepest whole folder of the prefix is walked: listing one generation's journal
+        # does not read the folder of blobs.
+        parent = prefix.rpartition("/")[0]
+        root = self.folder / parent if parent else self.folder
+        if parent:
+            check_key(parent)
+        found: list[str] = []
+        with self._spoken(prefix):
+            for folder, _, names in os.walk(root):
+                base = Path(folder).relative_to(self.folder).as_posix()
+                start = "" if base == "." else f"{base}/"
+                found += [f"{start}{name}" for name in names if not name.startswith(_TEMPORARY)]
+        return sorted(key for key in found if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        with self._spoken(key):
+            self._path(key).unlink(missing_ok=True)
+
+    def size(self, key: str) -> int:
+        with self._spoken(key):
+            return self._path(key).stat().st_size
+
+    def append(self, key: str, data: Buffer, sync: bool = False) -> None:
+        path = self._path(key)
+        with self._spoken(key):
+            self._make_parents(path)
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                before = os.fstat(fd).st_size
+                try:
+                    _write_all(fd, memoryview(data).cast("B"))
+                except OSError:
+                    os.ftruncate(fd, before)  # no torn line: the caller may append it again
+                    raise
+                if sync:
+                    os.fsync(fd)
+                    if before == 0:
+                        _sync_folder(path.parent)
+            finally:
+                os.close(fd)
+
+    # --- helpers --------------------------------------------------------------------------
+    def _path(self, key: str) -> Path:
+        return self.folder / check_key(key)
+
+    def _make_parents(self, target: Path) -> None:
+        """Make the folders above `target`; each new one is synced into its parent."""
+        missing: list[Path] = []
+        folder = target.parent
+        while not folder.is_dir():
+            missing.append(folder)
+            folder = folder.parent
+        for new in reversed(missing):
+            new.mkdir(exist_ok=True)
+            _sync_folder(new.parent)
+
+    @staticmethod
+    def _write(path: Path, data: Buffer | Iterable[Buffer]) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            for chunk in chunks(data):
+                _write_all(fd, chunk)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def _spoken(self, key: str) -> Iterator[None]:
+        """Turn what the operating system says into what the person at the keyboard can mend."""
+        try:
+            yield
+        except (FileNotFoundError, IsADirectoryError):
+            raise MissingKeyError(f"there is no {key} in {self.folder}") from None
+        except OSError as error:
+            raise spoken_error(error, self.folder) from error
+
+
+class MemoryStore:
+    """A run store in this process's memory, with the same promises but durability."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, bytearray] = {}
+        self._lock = threading.Lock()
+
+    def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
+        check_key(key)
+        whole = bytearray().join(chunks(data))
+        with self._lock:
+            if key in self._objects:
+                raise AlreadyExistsError(f"{key} exists already")
+            self._objects[key] = whole
+
+    def get(self, key: str) -> bytes:
+        with self._lock:
+            return bytes(self._find(key))
+
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        view = out.cast("B")
+        with self._lock:
+            found = memoryview(self._find(key))[start : start + len(view)]
+            if len(found) < len(view):
+                raise CorruptError(
+                    f"{key} ends at byte {start + len(found)}, {start + len(view)} were expected"
+                )
+            view[:] = found
+
+    def list(self, prefix: str) -> list[str]:
+        with self._lock:
+            return sorted(key for key in self._objects if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._objects.pop(check_key(key), None)
+
+    def size(self, key: str) -> int:
+        with self._lock:
+            return len(self._find(key))
+
+    def append(self, key: str, data: Buffer, sync: bool = False) -> None:
+        check_key(key)
+        with self._lock:
+            self._objects[key] = self._objects.get(key, bytearray()) + bytes(data)
+
+    def _find(self, key: str) -> bytearray:
+        try:
+            return self._objects[check_key(key)]
+        except KeyError:
+            raise MissingKeyError(f"there is no {key} in memory") from None
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new name durable: a file's own fsync does not cover the entry in its folder."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def spoken_error(error: OSError, folder: Path) -> HoldfastError:
+    where = str(folder)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OutOfSpaceError(
+            "the disk is full", where=where, remedy="free some space, or use another folder"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno == errno.EPERM and error.filename2 is not None:
+            return RunFolderError(
+                "the file system cannot make hard links, which create-if-absent needs",
+                where=where,
+                remedy="use a folder on a local disk or on NFS",
+            )
+        return RunFolderError(
+            "no permission to read or write the run folder",
+            where=where,
+            remedy="use a folder of your own, with folder=<path>",
+        )
+    if error.errno == errno.ENOTDIR:
+        return RunFolderError("the run folder is not a folder", where=where)
+    return RunFolderError(f"the run folder failed: {error.strerror}", where=where)

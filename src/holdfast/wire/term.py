@@ -1,0 +1,159 @@
+"""Exclusive use of a run folder, and the numbering of generations.
+
+A term is an object `terms/<t>.json` that can be created once, by one trainer. It names where that
+trainer listens; whoever comes later asks there, authenticated. An answer means: in use. No answer
+by the deadline means: that trainer is gone (a lock file would not know), open the next term. The
+older trainer, if it was merely cut off, finds the newer term and stops.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from holdfast.errors import FencedError, HoldfastError, RunFolderError
+from holdfast.wire.client import OUTSIDE, Client
+from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
+from holdfast.wire.secret import Secret
+
+TERMS = "terms/"
+GENERATIONS = "generations/"
+QUESTION = "/term"
+"""Path of the question whether a trainer is there."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A numbered reign over a run folder."""
+
+    store: RunStore
+    number: int
+    address: str
+
+    def check(self) -> None:
+        """Raises FencedError when a newer term has been opened."""
+        newest, _ = newest_term(self.store)
+        if newest > self.number:
+            raise FencedError(
+                f"another trainer has taken over the run folder (term {newest}, ours was "
+                f"{self.number})"
+            )
+
+    def close(self) -> None:
+        """Say that this reign is over, so that the next trainer need not ask."""
+        try:
+            self.store.create(_closed_key(self.number), b"{}\n")
+        except AlreadyExistsError:
+            return
+
+
+def open_term(
+    store: RunStore, address: str, secret: Secret, answers: Callable[[str], bool] | None = None
+) -> Term:
+    """Open the next term, from `address`, where the caller listens already.
+
+    `answers(address)` asks whether a trainer of this run is there (default: `asks(secret)`).
+    Raises RunFolderError when one is.
+    """
+    ask = answers or asks(secret)
+    while True:
+        newest, holder = newest_term(store)
+        if holder is not None and ask(str(holder.get("address", ""))):
+            raise RunFolderError(_in_use(holder), remedy="stop it, or use another run folder")
+        value = {
+            "term": newest + 1,
+            "node": platform.node(),
+            "pid": os.getpid(),
+            "address": address,
+            "since": time.time(),
+        }
+        try:
+            store.create(_term_key(newest + 1), json.dumps(value).encode() + b"\n")
+        except AlreadyExistsError:
+            continue  # another trainer was faster: ask that one
+        return Term(store, newest + 1, address)
+
+
+def asks(secret: Secret, deadline: float = 5.0) -> Callable[[str], bool]:
+    """The question itself: True only for an answer signed with this run's secret.
+
+    A refused connection is told apart from silence at once, so the deadline (seconds) is waited
+    for only where the node is gone or the trainer is stopped.
+    """
+
+    def ask(address: str) -> bool:
+        try:
+            client = Client(address, secret, OUTSIDE, patience=0.0)
+        except ValueError:
+            return False
+        try:
+            client.post(QUESTION, {}, deadline)
+        except HoldfastError:
+            return False
+        finally:
+            client.close()
+        return True
+
+    return ask
+
+
+def newest_term(store: RunStore) -> tuple[int, dict[str, Any] | None]:
+    """(number, who holds it): number 0 before the first, None when it was closed."""
+    keys = store.list(TERMS)
+    numbers = [key for key in keys if not key.endswith("-closed.json")]
+    if not numbers:
+        return 0, None
+    number = int(numbers[-1].removeprefix(TERMS).removesuffix(".json"))
+    if _closed_key(number) in keys:
+        return number, None
+    try:
+        value = json.loads(store.get(numbers[-1]))
+    except (ValueError, MissingKeyError):
+        return number, None
+    return number, value if isinstance(value, dict) else None
+
+
+def newest_generation(store: RunStore) -> int:
+    """The highest generation ever opened; 0 before the first."""
+    keys = store.list(GENERATIONS)
+    return int(keys[-1].removeprefix(GENERATIONS).removesuffix(".json")) if keys else 0
+
+
+def open_generation(store: RunStore, generation: int, value: dict[str, Any]) -> None:
+    """Create the object of `generation`, which fences all older ones.
+
+    Raises FencedError when it, or a newer one, has been opened already.
+    """
+    newest = newest_generation(store)
+    if newest >= generation:
+        raise FencedError(f"generation {newest} has been opened: {generation} comes too late")
+    try:
+        store.create(generation_key(generation), json.dumps(value).encode() + b"\n")
+    except AlreadyExistsError:
+        raise FencedError(f"generation {generation} has been opened by somebody else") from None
+
+
+def generation_key(generation: int) -> str:
+    return f"{GENERATIONS}{generation:010d}.json"
+
+
+def _term_key(number: int) -> str:
+    return f"{TERMS}{number:010d}.json"
+
+
+def _closed_key(number: int) -> str:
+    return f"{TERMS}{number:010d}-closed.json"
+
+
+def _in_use(holder: dict[str, Any]) -> str:
+    since = datetime.fromtimestamp(float(holder.get("since", 0))).strftime("%Y-%m-%d %H:%M:%S")
+    return (
+        f"another trainer uses the run folder: process {holder.get('pid')} on "
+        f"{holder.get('node')}, since {since}"
+    )
