@@ -32,7 +32,7 @@ PRELOAD = (
     "torch.distributed.tensor", "torch.distributed.device_mesh", "torch._dynamo",
     "torch.nn.parallel",
 )  # fmt: skip
-GRACE = 5.0  # seconds that peers get after a rank failed
+GRACE = 3.0  # seconds that peers get after a rank failed
 DUMP = 0.5  # seconds between asking for stack traces and killing
 PR_SET_PDEATHSIG = 1
 
@@ -142,6 +142,7 @@ class RankServer:
             return
         for name in PRELOAD:
             importlib.import_module(name)
+        _rewrite_asserts()
         import torch
 
         torch.set_num_threads(1)
@@ -248,6 +249,16 @@ def _run(request: dict[str, Any], rank: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # destructors of half-dead process groups are no part of a test
+
+
+def _rewrite_asserts() -> None:
+    """A failing assert in a rank shows its values, as it would in the test's own process."""
+    from _pytest.assertion import install_importhook
+    from _pytest.config import get_config
+
+    config = get_config()
+    config.parse(["--noconftest", "-p", "no:xdist", "-p", "no:cacheprovider"])
+    install_importhook(config)
 
 
 def _kill_group(pid: int) -> None:

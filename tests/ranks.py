@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 MAX_RANKS = 8
 ADDRESS = "HOLDFAST_RANK_SERVER"  # environment variable: path of the server's unix socket
@@ -57,11 +57,11 @@ class RankContext:
     world_size: int
     folder: Path
 
-    def store(self, name: str = "store") -> dist.Store:
+    def store(self, name: str = "store") -> Store:
         """A FileStore that all ranks of this call share; another name is another store."""
-        import torch.distributed as dist
+        from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-        return dist.FileStore(str(self.folder / f"{name}.filestore"), self.world_size)
+        return FileStore(str(self.folder / f"{name}.filestore"), self.world_size)
 
     def init_torch_world(self, name: str = "world", seconds: float = 60.0) -> None:
         """torch's default gloo group over all ranks: for references such as DDP and FSDP2."""
@@ -171,18 +171,20 @@ def run_ranks(
     deadline: seconds from the fork (waiting for a free place does not count); then every rank
         prints the traces of its threads into its log and is killed with its process group.
     dies: ranks that are expected to end otherwise than with 0. When another rank fails, its
-        peers get five more seconds.
+        peers get three more seconds.
     folder: becomes RankContext.folder, kept; without it a temporary one is removed.
     Raises nothing for ranks that fail: see `rank_values` and `expect` for that.
     """
     server = address or os.environ.get(ADDRESS)
     if not server:
-        raise RuntimeError("no rank server: run this under pytest, or pass address=Server().address")
+        raise RuntimeError(
+            "no rank server: run this under pytest, or pass address=Server().address"
+        )
     if not 1 <= n <= MAX_RANKS:
         raise ValueError(f"{n} ranks: 1 to {MAX_RANKS} are possible")
     if "<locals>" in body.__qualname__:
         raise ValueError(f"{body.__qualname__} must stand at the top level of its module")
-    own = Path(tempfile.mkdtemp(prefix="call-", dir=Path(server).parent)) if not folder else folder
+    own = folder or Path(tempfile.mkdtemp(prefix="call-", dir=Path(server).parent))
     request = {
         "module": body.__module__, "function": body.__qualname__, "n": n,
         "args": encode(dict(args or {})), "deadline": deadline, "folder": str(own),
@@ -298,7 +300,8 @@ def _ask(server: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result(folder: Path, rank: int, exit_code: int, reason: str) -> Result:
-    log = (folder / f"rank{rank}.log").read_text(errors="replace")
+    log_path = folder / f"rank{rank}.log"
+    log = log_path.read_text(errors="replace") if log_path.exists() else "(it never began)"
     path = folder / f"rank{rank}.result"
     value = decode(json.loads(path.read_text())) if path.exists() else None
     return Result(rank, exit_code, value, log, reason)
