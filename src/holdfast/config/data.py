@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from holdfast.config.base import Section
 
@@ -18,6 +18,13 @@ class SourceConfig(Section):
     field: str = Field("text", description="JSONL field or Parquet column that holds the text")
     split: str = Field("train", description="split of a Hugging Face dataset")
     weight: float = Field(1.0, gt=0, description="share of the samples, relative to the others")
+
+    @model_validator(mode="after")
+    def _has_a_path(self) -> SourceConfig:
+        if self.path is None and self.kind != "python-stdlib":
+            what = "a data set's name" if self.kind == "huggingface" else "a file, folder or glob"
+            raise ValueError(f"path is missing for a {self.kind} source: use {what}")
+        return self
 
 
 class TokenizerConfig(Section):

@@ -45,7 +45,7 @@ class ModelConfig(Section):
         if not isinstance(value, dict):
             return value
         name = value.get("preset", "tiny")
-        if name is None:
+        if name is None or not isinstance(name, str):
             return value
         if name not in PRESETS:
             raise ValueError(f"preset {name!r} is unknown; nearest: {nearest_preset(str(name))}")
@@ -55,14 +55,19 @@ class ModelConfig(Section):
     def _divides(self) -> ModelConfig:
         if self.heads % self.kv_heads:
             good = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
-            raise ValueError(f"kv_heads {self.kv_heads} does not divide heads {self.heads}: "
-                             f"use one of {good}")  # fmt: skip
+            raise ValueError(
+                f"kv_heads {self.kv_heads} does not divide heads {self.heads}: use one of {good}"
+            )
         if self.head_dim == 0 and self.dim % self.heads:
-            raise ValueError(f"heads {self.heads} does not divide dim {self.dim}: "
-                             f"use dim {self.dim // self.heads * self.heads or self.heads}")  # fmt: skip
+            nearest = self.dim // self.heads * self.heads or self.heads
+            raise ValueError(
+                f"heads {self.heads} does not divide dim {self.dim}: use dim {nearest}"
+            )
         if self.head_size % 2:
-            raise ValueError(f"the head dim {self.head_size} is odd: rotary embedding needs pairs, "
-                             f"use head_dim {self.head_size + 1}")  # fmt: skip
+            raise ValueError(
+                f"the head dim {self.head_size} is odd and rotary embedding turns pairs: "
+                f"use head_dim {self.head_size + 1}"
+            )
         return self
 
     @property

@@ -50,5 +50,4 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def nearest_preset(name: str) -> str:
-    close = get_close_matches(name, PRESETS, n=1, cutoff=0.0)
-    return close[0]
+    return str(get_close_matches(name, list(PRESETS), n=1, cutoff=0.0)[0])

@@ -48,7 +48,8 @@ class RunConfig(Section):
         if self.data.sequence_length > self.model.max_position:
             raise ValueError(
                 f"data.sequence_length {self.data.sequence_length} is longer than "
-                f"model.max_position {self.model.max_position}"
+                f"model.max_position {self.model.max_position}: "
+                f"use {self.model.max_position} or less"
             )
         return self
 

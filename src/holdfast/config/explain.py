@@ -1,0 +1,178 @@
+"""Refusals of the schema -> one sentence each: place, key, what is wrong, a value that works."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from holdfast.config.fields import all_keys, field_at, section_of, siblings
+from holdfast.errors import ConfigError
+
+Place = Callable[[tuple[str | int, ...]], str | None]
+
+# What other trainers call the same thing. Only for "did you mean", never accepted.
+_ELSEWHERE = {
+    "lr": "train.optimizer.learning_rate",
+    "learning_rate": "train.optimizer.learning_rate",
+    "weight_decay": "train.optimizer.weight_decay",
+    "max_steps": "train.steps",
+    "num_steps": "train.steps",
+    "warmup": "train.schedule.warmup_steps",
+    "seq_len": "data.sequence_length",
+    "seq_length": "data.sequence_length",
+    "max_seq_len": "data.sequence_length",
+    "context_length": "data.sequence_length",
+    "micro_batch_size": "train.microbatch_size",
+    "n_layers": "model.layers",
+    "num_layers": "model.layers",
+    "num_hidden_layers": "model.layers",
+    "n_heads": "model.heads",
+    "num_attention_heads": "model.heads",
+    "num_key_value_heads": "model.kv_heads",
+    "hidden_size": "model.dim",
+    "intermediate_size": "model.ffn_dim",
+    "output_dir": "folder",
+    "dtype": "train.precision",
+    "world_size": "layout.workers",
+    "num_workers": "layout.workers",
+    "save_every": "checkpoint.every_steps",
+}
+
+_KINDS = {
+    "int": "a whole number", "float": "a number", "bool": "true or false", "string": "text",
+    "tuple": "a list", "list": "a list", "model": "a section of keys", "dict": "a section of keys",
+}  # fmt: skip
+_BOUNDS = {
+    "greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "above"),
+    "less_than_equal": ("le", "at most"), "less_than": ("lt", "below"),
+}  # fmt: skip
+
+
+def explain(error: ValidationError, place: Place, name: str) -> ConfigError:
+    """All refusals at once. `place(path)` says where a key was given, None if nowhere; `name`
+    stands for the run file as a whole."""
+    sentences: list[str] = []
+    everything = error.errors()
+    paths = {tuple(details["loc"]) for details in everything}
+    for details in everything:
+        path = tuple(details["loc"])
+        if _follows(details["type"], path, paths):
+            continue
+        key, what, remedy = _sentence(details, path)
+        where = _where(path, what, place) or name
+        text = f"{where}: {key}{what}" + (f"; {remedy}" if remedy else "")
+        if text not in sentences:
+            sentences.append(text)
+    return ConfigError("\n".join(sentences))
+
+
+def _follows(kind: str, path: tuple[str | int, ...], paths: set[tuple[str | int, ...]]) -> bool:
+    """Whether a refusal is only the echo of another one: a list that lost its refused items, a
+    shape that a refused preset would have given."""
+    if kind == "too_short":
+        return any(len(p) > len(path) and p[: len(path)] == path for p in paths)
+    return kind == "missing" and path[0] == "model" and ("model", "preset") in paths
+
+
+def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, str, str]:
+    """(key with a trailing space or nothing, what is wrong, remedy)."""
+    kind, value = details["type"], details["input"]
+    context: Mapping[str, Any] = details.get("ctx", {})
+    key = ".".join(map(str, path))
+    if kind == "extra_forbidden":
+        return "", f"unknown key {key}", suggestion(path)
+    if kind == "value_error":
+        what, _, remedy = str(context["error"]).partition(": use ")
+        names_a_key = field_at((*path, what.split()[0])) is not None
+        joint = "." if names_a_key else ": "
+        return (f"{key}{joint}" if key else ""), what, f"use {remedy}" if remedy else ""
+    if kind == "missing":
+        in_model = path[0] == "model"
+        return f"{key} ", "is missing", "give it" + (", or name a model.preset" if in_model else "")
+    remedy = _example(field_at(path))
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
+        close = get_close_matches(str(value), choices, n=1)
+        remedy = f"did you mean {close[0]}?" if close else f"use {choices[0]}"
+        return f"{key} ", f"is {show(value)}, not one of {', '.join(choices)}", remedy
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return f"{key} ", f"is {show(value)}, but must be {words} {context[name]}", remedy
+    if kind == "string_pattern_mismatch":
+        return f"{key} ", f"is {show(value)}, which does not match {context['pattern']}", remedy
+    if kind in ("too_short", "too_long"):
+        return f"{key} ", f"has {context.get('actual_length')} items", remedy or "name at least one"
+    expected = _KINDS.get(kind.split("_")[0])
+    if kind == "finite_number":
+        expected = "a finite number"
+    if expected is None:
+        return f"{key} ", f"is {show(value)}: {details['msg']}", remedy
+    return f"{key} ", f"is {show(value)}, not {expected}", remedy
+
+
+def _example(info: FieldInfo | None) -> str:
+    """A value that works: the default, or else a bound that the field names."""
+    if info is None or section_of(info.annotation) is not None:
+        return ""
+    default = info.get_default(call_default_factory=True, validated_data={})
+    if default is not PydanticUndefined and default is not None:
+        return f"{show(default)} would work"
+    for rule in info.metadata:
+        for name in ("ge", "le"):
+            if getattr(rule, name, None) is not None:
+                return f"{getattr(rule, name)} would work"
+    return ""
+
+
+def suggestion(path: tuple[str | int, ...]) -> str:
+    """'did you mean ...?' for an unknown key: a sibling, else a key of another section."""
+    last = str(path[-1])
+    near = get_close_matches(last, siblings(path), n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {'.'.join(map(str, (*path[:-1], near[0])))}?"
+    if last.lower() in _ELSEWHERE:
+        return f"did you mean {_ELSEWHERE[last.lower()]}?"
+    by_name: dict[str, str] = {}
+    for key, _ in all_keys():
+        by_name.setdefault(key.rsplit(".", 1)[-1], key)
+    near = get_close_matches(last, by_name, n=1, cutoff=0.75)
+    if near:
+        return f"did you mean {by_name[near[0]]}?"
+    known = siblings(path)
+    parent = ".".join(map(str, path[:-1])) or "a run file"
+    return f"{parent} has {', '.join(known)}" if known else "remove it"
+
+
+def _where(path: tuple[str | int, ...], what: str, place: Place) -> str | None:
+    """The place of the key itself; a rule over several keys is reported at the first of them
+    that somebody wrote."""
+    section = tuple(p for p in path)
+    for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", what):
+        parts = tuple(word.split("."))
+        for candidate in ((*section, *parts), parts):
+            if field_at(candidate) is not None and (found := place(candidate)):
+                return found
+    for length in range(len(path), 0, -1):
+        if found := place(path[:length]):
+            return found
+    return None
+
+
+def show(value: object) -> str:
+    """A value in a sentence, as YAML would write it, and never a screenful."""
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "a section of keys"
+    if isinstance(value, list | tuple):
+        value = list(value)
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,84 @@
+"""Which part of a configuration decides what a run computes, and whether two runs are the same.
+
+A resume may use other workers, another machine, other checkpoint intervals or a moved folder:
+the state after step N does not depend on them. Everything else makes another run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.config.explain import show
+from holdfast.config.fields import leaves
+from holdfast.config.run import RunConfig
+from holdfast.errors import RunFolderError
+
+# Free to change between two starts of one run. `model.vocab_size` is the dataset's, and the
+# dataset has a version of its own.
+FREE = (
+    "name", "folder", "device", "tensorboard", "layout", "cluster", "checkpoint",
+    "data.folder", "data.processes", "model.vocab_size", "train.evaluate",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    key: str
+    there: Any  # in the run folder
+    here: Any  # in the run file at hand
+
+
+def decisive(dumped: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value of every leaf that decides the computation."""
+    return {
+        key: value
+        for key, value in leaves(dict(dumped))
+        if not any(key == free or key.startswith(free + ".") for free in FREE)
+    }
+
+
+def config_hash(config: RunConfig) -> str:
+    """32 hex digits, the same for every start of one run."""
+    values = decisive(config.model_dump(mode="json"))
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def differences(stored: Mapping[str, Any], config: RunConfig) -> list[Difference]:
+    """What decides the computation and is not the same; `stored` is the dump in the run folder.
+
+    A key that the folder's older format did not have counts as its default; one that this
+    version no longer knows is left out.
+    """
+    here = decisive(config.model_dump(mode="json"))
+    there = decisive(stored)
+    default = decisive(RunConfig().model_dump(mode="json"))
+    found: list[Difference] = []
+    for key in sorted(here.keys() | there.keys()):
+        in_list = any(part.isdigit() for part in key.split("."))
+        if key not in here and not in_list and key not in default:
+            continue
+        missing = None if in_list else default.get(key)
+        old, new = there.get(key, missing), here.get(key)
+        if old != new:
+            found.append(Difference(key, old, new))
+    return found
+
+
+def refuse_other_run(stored: Mapping[str, Any], config: RunConfig, folder: str) -> None:
+    """Raises RunFolderError, naming the first keys that differ, when `folder` belongs to a run
+    that computes something else."""
+    found = differences(stored, config)
+    if not found:
+        return
+    named = ", ".join(f"{d.key} was {show(d.there)} and is now {show(d.here)}" for d in found[:3])
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    raise RunFolderError(
+        f"this run folder belongs to another configuration ({named}{more})",
+        where=folder,
+        remedy="put the values back, choose another name or folder, or start over with --fresh",
+    )

@@ -1,0 +1,234 @@
+"""A run file and the command line -> one validated RunConfig that knows where it comes from.
+
+    loaded = load(Path("run.yaml"), ["train.steps=200"])
+    loaded.config.train.steps              # 200
+    loaded.origins["train.steps"]          # Origin("command line", "train.steps=200")
+
+Every refusal is a ConfigError that names the line (or the override), the key and a value that
+would work; all of them come at once.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from holdfast.config import yaml_tree
+from holdfast.config.explain import explain, show, suggestion
+from holdfast.config.fields import allows, field_at, is_list, leaves, section_of
+from holdfast.config.presets import PRESETS
+from holdfast.config.run import RunConfig
+from holdfast.errors import ConfigError
+
+OriginKind = Literal["file", "command line", "preset", "default", "planned"]
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Who decided a value: `place` is "run.yaml:12", the override's text, the preset's name or
+    the reason of a plan; empty for a default."""
+
+    kind: OriginKind
+    place: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.place})" if self.place else self.kind
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration with the origin of each of its values, keyed by dotted key."""
+
+    config: RunConfig
+    origins: Mapping[str, Origin]
+    text: str = ""  # the run file as it was read
+    name: str = "run file"  # its path, for messages
+    overrides: tuple[str, ...] = ()
+
+    def planned(self, values: Mapping[str, Any], reason: str) -> Loaded:
+        """The same with planned values filled in, e.g. {"layout.workers": 2}. Raises ConfigError
+        when a rule of the run file forbids one."""
+        data = self.config.model_dump(mode="json")
+        for key, value in values.items():
+            *parents, last = key.split(".")
+            holder = data
+            for part in parents:
+                holder = holder[part]
+            holder[last] = value
+        origins = dict(self.origins) | {key: Origin("planned", reason) for key in values}
+        return replace(self, config=_validate(data, origins, self.name), origins=origins)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `resolved.json` holds."""
+        return {
+            "config": self.config.model_dump(mode="json"),
+            "origins": {k: {"kind": o.kind, "place": o.place} for k, o in self.origins.items()},
+            "overrides": list(self.overrides),
+        }
+
+
+def load(path: Path | None, overrides: Sequence[str] = ()) -> Loaded:
+    """Read, override, validate. Without a path: the defaults and the overrides."""
+    if path is None:
+        return resolve(None, "command line", overrides)
+    return resolve(read_text(path), str(path), overrides)
+
+
+def read_text(path: Path) -> str:
+    """The run file's text. Raises ConfigError for what is not a readable UTF-8 file."""
+    where = str(path)
+    try:
+        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except FileNotFoundError:
+        raise ConfigError("there is no such run file", where=where,
+                          remedy="make one with 'holdfast init'") from None  # fmt: skip
+    except IsADirectoryError:
+        raise ConfigError("this is a folder, not a run file", where=where,
+                          remedy="name the YAML file in it") from None  # fmt: skip
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"the byte 0x{error.object[error.start]:02x} is not UTF-8",
+                          where=f"{where}:{line}", remedy="save the file as UTF-8 text",
+                          ) from None  # fmt: skip
+    except OSError as error:
+        reason = errno.errorcode.get(error.errno or 0, "?")
+        raise ConfigError(f"the run file cannot be read ({error.strerror or reason})",
+                          where=where, remedy="check its permissions") from None  # fmt: skip
+
+
+def resolve(text: str | None, name: str, overrides: Sequence[str] = ()) -> Loaded:
+    """Pure part of `load`: text and overrides in, Loaded out."""
+    tree = yaml_tree.parse(text, name) if text is not None else yaml_tree.Tree({})
+    given: dict[str, Origin] = {
+        ".".join(map(str, path)): Origin("file", f"{name}:{line}")
+        for path, line in tree.lines.items()
+        if path
+    }
+    for override in overrides:
+        key = _override(tree.value, override)
+        for stale in [k for k in given if k == key or k.startswith(key + ".")]:
+            del given[stale]
+        given[key] = Origin("command line", override)
+    config = _validate(tree.value, given, name)
+    return Loaded(config, _origins(config, given), text or "", name, tuple(overrides))
+
+
+def _override(data: dict[str, Any], override: str) -> str:
+    """Apply one `key=value` to `data`; returns its key."""
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    where = f"command line: {override}"
+    if not equals or not key:
+        raise ConfigError("an override is written key=value", where=where,
+                          remedy="for example train.steps=200")  # fmt: skip
+    path: KeyPath = tuple(int(p) if p.isdigit() else p for p in key.split("."))
+    field = field_at(path)
+    if field is None:
+        raise ConfigError(f"unknown key {key}", where=where, remedy=suggestion(path))
+    value = yaml_tree.parse_value(text, where)
+    if allows(field.annotation, str) and not isinstance(value, str) and value is not None:
+        value = text.strip()  # name=2026 is text, whatever it looks like
+    holder: Any = data
+    for depth in range(len(path)):
+        last = depth == len(path) - 1
+        holder = _step(holder, path, depth, value if last else None, last, where)
+    return key
+
+
+def _step(holder: Any, path: KeyPath, depth: int, value: Any, last: bool, where: str) -> Any:
+    """Set `value` at the end of the path, or walk (and make) one level of it."""
+    part, so_far = path[depth], ".".join(map(str, path[:depth]))
+    if isinstance(part, int):
+        if not isinstance(holder, list) or part > len(holder):
+            size = len(holder) if isinstance(holder, list) else 0
+            raise ConfigError(f"{so_far} has no item {part}", where=where,
+                              remedy=f"the next one is {so_far}.{size}")  # fmt: skip
+        if part == len(holder):
+            holder.append({})
+    elif not isinstance(holder, dict):
+        kind = "a list, so its items are" if isinstance(holder, list) else "one value, without"
+        raise ConfigError(f"{so_far} is {kind} keys of their own", where=where,
+                          remedy=f"write {so_far}.0.{part}=..." if isinstance(holder, list)
+                          else f"write {so_far}=...")  # fmt: skip
+    if last:
+        holder[part] = value
+        return None
+    if isinstance(part, str) and holder.get(part) is None:
+        field = field_at(path[: depth + 1])
+        holder[part] = [] if field is not None and is_list(field.annotation) else {}
+    return holder[part]
+
+
+def _validate(data: dict[str, Any], given: Mapping[str, Origin], name: str) -> RunConfig:
+    def place(path: KeyPath) -> str | None:
+        """Where a key was given; a section counts as given by its own line only."""
+        origin = given.get(".".join(map(str, path)))
+        if origin is None:
+            return None
+        return f"command line: {origin.place}" if origin.kind == "command line" else origin.place
+
+    data = {key: value for key, value in data.items() if not _empty_section(key, value)}
+    booleans = list(_booleans_for_numbers(data))
+    try:
+        config = RunConfig.model_validate(data)
+    except ValidationError as error:
+        refused = explain(error, place, name)
+        raise ConfigError("\n".join([*_boolean_sentences(booleans, place, name),
+                                     *refused.message.split("\n")])) from None  # fmt: skip
+    if booleans:
+        raise ConfigError("\n".join(_boolean_sentences(booleans, place, name)))
+    return config
+
+
+def _empty_section(key: str, value: Any) -> bool:
+    """`train:` with nothing below it is a section left at its defaults."""
+    field = field_at((key,))
+    return value is None and field is not None and section_of(field.annotation) is not None
+
+
+def _booleans_for_numbers(data: dict[str, Any]) -> list[tuple[KeyPath, bool]]:
+    """true and false where a number belongs: Python, and so the schema, takes them for 1 and 0."""
+    found: list[tuple[KeyPath, bool]] = []
+    for key, value in leaves(data):
+        path: KeyPath = tuple(int(p) if p.isdigit() else p for p in key.split("."))
+        field = field_at(path)
+        kinds = () if field is None else (bool, int, float)
+        allowed = {kind for kind in kinds if field and allows(field.annotation, kind)}
+        if isinstance(value, bool) and allowed and bool not in allowed:
+            found.append((path, value))
+    return found
+
+
+def _boolean_sentences(found: list[tuple[KeyPath, bool]], place: Any, name: str) -> list[str]:
+    return [
+        f"{place(path) or name}: {'.'.join(map(str, path))} is {show(value)}, not a number; "
+        "write a number"
+        for path, value in found
+    ]
+
+
+def _origins(config: RunConfig, given: Mapping[str, Origin]) -> dict[str, Origin]:
+    """The origin of every leaf. A list given as a whole is the origin of all that is in it."""
+    origins: dict[str, Origin] = {}
+    preset = config.model.preset
+    for key, _ in leaves(config.model_dump(mode="json")):
+        found = given.get(key)
+        parts = key.split(".")
+        for length in range(len(parts) - 1, 0, -1):
+            if found is not None:
+                break
+            parent = given.get(".".join(parts[:length]))
+            # A section's own line says nothing of the keys it does not name; an override that
+            # gives a whole list or section does.
+            if parent is not None and parent.kind == "command line":
+                found = parent
+        if found is None and preset and parts[0] == "model" and parts[1] in PRESETS[preset]:
+            found = Origin("preset", preset)
+        origins[key] = found or Origin("default")
+    return origins

@@ -1,0 +1,190 @@
+"""YAML text -> plain values plus the line of every key.
+
+Two choices make a run file say what it seems to say. Scalars follow YAML 1.2's core schema
+(section 10.3.2), so `3e-3` is a number, `010` is ten and `no` is a word; PyYAML's own rules are
+those of YAML 1.1. And what has no use in a run file but can surprise (anchors, merge keys,
+custom tags, a key written twice) is refused rather than interpreted.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from holdfast.errors import ConfigError
+
+Path = tuple[str | int, ...]
+
+_PLAIN_TAGS = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("str", "map", "seq"))
+_NULL = re.compile(r"^(?:~|null|Null|NULL|)$")
+_BOOL = re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$")
+_INT = re.compile(r"^[-+]?[0-9][0-9_]*$")
+_HEX = re.compile(r"^0x[0-9a-fA-F]+$")
+_FLOAT = re.compile(
+    r"^[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?$"
+    r"|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+)
+
+
+class _Composer(yaml.SafeLoader):
+    """Composes nodes only; values are made by `scalar`, so no tag can construct anything."""
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if getattr(event, "anchor", None) is not None:
+            raise yaml.composer.ComposerError(None, None, "alias", event.start_mark)
+        return super().compose_node(parent, index)
+
+
+_Composer.yaml_implicit_resolvers = {}
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Plain values (dict, list, str, int, float, bool, None); `lines[path]` counts from 1."""
+
+    value: dict[str, Any]
+    lines: dict[Path, int] = field(default_factory=dict)
+
+
+def scalar(text: str) -> str | int | float | bool | None:
+    """A plain (unquoted) scalar's value by the core schema."""
+    if _NULL.match(text):
+        return None
+    if _BOOL.match(text):
+        return text.lower() == "true"
+    if _INT.match(text):
+        return int(text.replace("_", ""))
+    if _HEX.match(text):
+        return int(text, 16)
+    if _FLOAT.match(text):
+        return float(text.replace("_", "").replace(".inf", "inf").replace(".Inf", "inf")
+                     .replace(".INF", "inf").lower().replace(".nan", "nan"))  # fmt: skip
+    return text
+
+
+def parse(text: str, name: str) -> Tree:
+    """The run file's text as a tree. Raises ConfigError naming `name` and the line."""
+    node = _compose(text, name)
+    if node is None:
+        raise ConfigError(
+            "the run file is empty", where=name, remedy="start from one made by 'holdfast init'"
+        )
+    if not isinstance(node, MappingNode):
+        raise ConfigError(
+            "a run file is made of sections and keys, and this is not",
+            where=f"{name}:{_line(node)}",
+            remedy="write for example 'train:' and, indented below it, 'steps: 1000'",
+        )
+    lines: dict[Path, int] = {}
+    value = _build(node, (), name, lines)
+    return Tree(value, lines)
+
+
+def parse_value(text: str, where: str) -> Any:
+    """One value as the command line gives it: a scalar, or a list or mapping in flow style."""
+    node = _compose(text, where)
+    return None if node is None else _build(node, (), where, {})
+
+
+def _compose(text: str, name: str) -> Node | None:
+    _refuse_control_characters(text, name)
+    loader = _Composer(text)
+    try:
+        node: Node | None = loader.get_single_node()
+        return node
+    except yaml.MarkedYAMLError as error:
+        raise _syntax_error(error, text, name) from None
+    except RecursionError:
+        raise ConfigError("nested too deeply", where=name, remedy="write it flatter") from None
+    finally:
+        loader.dispose()
+
+
+def _refuse_control_characters(text: str, name: str) -> None:
+    """Control characters mean that this is no text: say where, before YAML says it worse."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        found = next((c for c in line if c not in "\t\r\x85" and _is_control(c)), None)
+        if found is not None:
+            raise ConfigError(
+                f"the character {found!r} does not belong in a text file",
+                where=f"{name}:{number}",
+                remedy="give a YAML file as 'holdfast init' writes it",
+            )
+
+
+def _is_control(character: str) -> bool:
+    """C0, DEL and C1, surrogates and the two non-characters: what YAML's reader refuses."""
+    code = ord(character)
+    return code < 32 or 127 <= code < 160 or 0xD800 <= code < 0xE000 or code in (0xFFFE, 0xFFFF)
+
+
+def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> ConfigError:
+    mark = error.problem_mark or error.context_mark
+    line = mark.line + 1 if mark else 1
+    where = f"{name}:{line}"
+    lines = text.split("\n")
+    content = lines[line - 1] if line <= len(lines) else ""
+    if "\t" in content[: len(content) - len(content.lstrip())] or "\\t" in (error.problem or ""):
+        return ConfigError("a tab cannot indent YAML", where=where, remedy="use spaces")
+    if "single document" in (error.context or ""):
+        return ConfigError(
+            "a run file is one YAML document", where=where, remedy="remove the '---' line"
+        )
+    if "alias" in (error.problem or ""):
+        return ConfigError(
+            "anchors (&) and aliases (*) are not used in a run file",
+            where=where,
+            remedy="write the value out, or put it in quotes if it is text",
+        )
+    problem = (error.problem or "not valid YAML").strip()
+    return ConfigError(
+        f"this is not valid YAML ({problem})",
+        where=where,
+        remedy="write 'key: value' with a space after the colon, and indent by two spaces",
+    )
+
+
+def _build(node: Node, path: Path, name: str, lines: dict[Path, int]) -> Any:
+    where = f"{name}:{_line(node)}"
+    lines.setdefault(path, _line(node))
+    if node.tag not in _PLAIN_TAGS:
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        raise ConfigError(f"the tag {tag} is not used in a run file", where=where,
+                          remedy="remove it")  # fmt: skip
+    if isinstance(node, ScalarNode):
+        return scalar(node.value) if node.style is None else node.value
+    if len(path) > 16:
+        raise ConfigError("nested too deeply", where=where, remedy="write it flatter")
+    if isinstance(node, SequenceNode):
+        return [_build(item, (*path, i), name, lines) for i, item in enumerate(node.value)]
+    assert isinstance(node, MappingNode)
+    return _build_mapping(node, path, name, lines)
+
+
+def _build_mapping(
+    node: MappingNode, path: Path, name: str, lines: dict[Path, int]
+) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        where = f"{name}:{_line(key_node)}"
+        if not isinstance(key_node, ScalarNode):
+            raise ConfigError("a key must be a word", where=where, remedy="write 'key: value'")
+        key = str(key_node.value)
+        dotted = ".".join(map(str, (*path, key)))
+        if key in value:
+            first = lines[(*path, key)]
+            raise ConfigError(
+                f"{dotted} was already given on line {first}", where=where, remedy="keep one"
+            )
+        lines[(*path, key)] = _line(key_node)
+        value[key] = _build(value_node, (*path, key), name, lines)
+    return value
+
+
+def _line(node: Node) -> int:
+    return int(node.start_mark.line) + 1
