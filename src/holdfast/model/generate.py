@@ -1,0 +1,126 @@
+"""Sampling from a decoder on one device, with cached keys and values.
+
+The prompt is read once; after that each step feeds one token per row, whose query meets the keys
+of all tokens before it. Sampling is nucleus sampling (Holtzman et al. 2020): the smallest set of
+tokens whose probability reaches `top_p`, renormalised. The draw for token n comes from a
+generator keyed by (seed, "generate", n), so that the same call gives the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from holdfast.errors import UserError
+from holdfast.model.decoder import Decoder
+from holdfast.spec.random import key_seed
+
+
+class KeyValues:
+    """Keys and values of one layer, in memory set aside for `capacity` tokens."""
+
+    def __init__(self, capacity: int):
+        self._capacity = capacity
+        self._length = 0
+        self._key = self._value = torch.empty(0)
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Take keys and values of new tokens, give those of all.  [B, S, K, h] each."""
+        batch, new, *rest = key.shape
+        if self._length == 0:
+            self._key = key.new_empty(batch, self._capacity, *rest)
+            self._value = torch.empty_like(self._key)
+        end = self._length + new
+        self._key[:, self._length : end] = key
+        self._value[:, self._length : end] = value
+        self._length = end
+        return self._key[:, :end], self._value[:, :end]
+
+
+class Session:
+    """A decoder and the tokens it has read; `read` continues the text of every row."""
+
+    def __init__(self, model: Decoder, capacity: int):
+        if capacity > model.config.max_position:
+            raise UserError(
+                f"{capacity} tokens are more than the model's {model.config.max_position} positions",
+                remedy=f"ask for at most {model.config.max_position} with the prompt",
+            )
+        self._model = model
+        self._caches = [KeyValues(capacity) for _ in range(model.config.layers)]
+        self._seen = 0
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """tokens: [B, S], following those read before -> logits of the last one: [B, V]"""
+        length, device = tokens.shape[1], tokens.device
+        own = torch.arange(self._seen, self._seen + length, device=device)
+        mask = None
+        if self._seen and length > 1:  # a lone new token sees every key: no mask
+            keys = torch.arange(self._seen + length, device=device)
+            mask = (keys <= own[:, None])[None, None]  # [1, 1, S, S']
+        positions = own.expand(tokens.shape) if self._seen else None
+        hidden = self._model.hidden(tokens, None, positions, self._caches, mask)
+        self._seen += length
+        return self._model.unembed(hidden[:, -1])
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    tokens: Tensor,
+    new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop: int | None = None,
+    on_token: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """Continue each row of `tokens` [B, S >= 1] by at most `new_tokens` -> [B, S + n].
+
+    `temperature` 0 takes the likeliest token. `on_token` is given each step's tokens [B] at once,
+    for streaming. Where `stop` has been drawn, a row goes on with `stop`; when every row has
+    drawn it, generation ends. Raises UserError if the text would outgrow the model's positions or
+    a setting is out of range.
+    """
+    if temperature < 0 or not 0 < top_p <= 1:
+        raise UserError(
+            f"temperature {temperature} with top_p {top_p} cannot be sampled from",
+            remedy="use a temperature of at least 0 and a top_p above 0 and at most 1",
+        )
+    if tokens.shape[1] == 0:
+        raise UserError("the prompt is empty", remedy="give at least one token of text")
+    session = Session(model, tokens.shape[1] + new_tokens)
+    ended = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)
+    text, fresh = [tokens], tokens
+    for index in range(new_tokens):
+        logits = session.read(fresh)
+        drawn = sample(logits, temperature, top_p, key_seed(seed, "generate", index))
+        if stop is not None:
+            drawn = torch.where(ended, stop, drawn)
+            ended = ended | (drawn == stop)
+        fresh = drawn[:, None]
+        text.append(fresh)
+        if on_token is not None:
+            on_token(drawn)
+        if stop is not None and bool(ended.all()):
+            break
+    return torch.cat(text, dim=1)
+
+
+def sample(logits: Tensor, temperature: float, top_p: float, seed: int) -> Tensor:
+    """One token per row.  logits: [B, V] -> [B]"""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    # On the CPU in float32: one generator, whatever device and precision the model has.
+    probabilities = (logits.float().cpu() / temperature).softmax(dim=-1)
+    if top_p < 1:
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        # A token stays while those before it fall short of top_p: the likeliest always does.
+        before = ordered.cumsum(dim=-1) - ordered
+        ordered = ordered.masked_fill(before >= top_p, 0.0)
+        probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)

@@ -1,0 +1,282 @@
+"""Folders of safetensors that `transformers` loads: read them, write them.
+
+    config.json  generation_config.json           the shape, in their words
+    model.safetensors                             or model-00001-of-000NN.safetensors with
+    model.safetensors.index.json                  an index, above `SHARD_BYTES`
+    tokenizer.json  tokenizer_config.json         so that AutoTokenizer finds it
+
+Tensors keep their dtype and their bytes in both directions. Nothing is ever unpickled: a folder
+that has only `pytorch_model.bin` is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from holdfast.config.model import ModelConfig
+from holdfast.model.huggingface_config import (
+    ModelFolderError,
+    from_their_config,
+    to_their_config,
+    to_their_generation_config,
+)
+from holdfast.model.huggingface_tokenizer import copy_tokenizer
+from holdfast.spec.names import Entry, NameMap, hf_map
+
+SHARD_BYTES = 5_000_000_000
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+def export_folder(
+    folder: Path,
+    model: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    tokenizer_path: Path | None,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a folder for `AutoModelForCausalLM` and `AutoTokenizer`.
+
+    `tensors` maps our parameter names to whole tensors; it may be lazy, as each is asked for once
+    and at most one file's worth is held. `dtype` casts, by default each keeps its own. Raises
+    ModelFolderError if the folder is not empty, or if no architecture of theirs has this shape.
+    """
+    config = to_their_config(model)
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ModelFolderError(
+            "the folder is not empty", where=str(folder), remedy="name a new one"
+        )
+    names = hf_map(model)
+    stored = _write_tensors(folder, names, tensors, dtype, shard_bytes)
+    special = copy_tokenizer(tokenizer_path, folder, model.max_position)
+    ids = {key: special.get(key) for key in ("bos_token_id", "eos_token_id")}
+    _write_json(folder / "generation_config.json", to_their_generation_config(ids))
+    # Last: a folder without its config is visibly unfinished.
+    _write_json(folder / "config.json", {**config, **ids, "dtype": stored, "torch_dtype": stored})
+
+
+def import_folder(folder: Path) -> tuple[ModelConfig, FolderTensors]:
+    """Open a folder written by `transformers` or by `export_folder`.
+
+    Reads the config and the headers of the files, no weights. Raises ModelFolderError, one
+    sentence, if something is missing, has another shape, or is an architecture that the decoder
+    cannot compute exactly.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelFolderError(
+            "there is no config.json here",
+            where=str(folder),
+            remedy="name the folder of a model in Hugging Face form",
+        )
+    model = from_their_config(_read_json(path), where=str(path))
+    return model, FolderTensors(folder, hf_map(model))
+
+
+class FolderTensors(Mapping[str, Tensor]):
+    """Our parameter names to tensors read from a folder's files, each at the moment it is asked
+    for; `box` reads a part. Files stay mapped for as long as this object lives."""
+
+    def __init__(self, folder: Path, names: NameMap):
+        self._folder = folder
+        self._places = names.to_theirs()
+        self._files: dict[str, Any] = {}
+        self._file_of = _locate(folder)
+        self._check(names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The whole tensor, in the dtype of the file."""
+        piece = self._places[name][1]
+        shape = [n for d, n in enumerate(piece.lengths) if d != piece.new_dim]
+        return self.box(name, (0,) * len(shape), shape)
+
+    def box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """The part [offsets, offsets + lengths) of our tensor `name`, reading only its bytes."""
+        entry, piece = self._places[name]
+        begin, extent = list(offsets), list(lengths)
+        if piece.new_dim is not None:
+            begin.insert(piece.new_dim, 0)
+            extent.insert(piece.new_dim, 1)
+        cut = tuple(
+            slice(at + b, at + b + n) for at, b, n in zip(piece.offsets, begin, extent, strict=True)
+        )
+        value: Tensor = self._slice(entry.theirs)[cut]
+        return value if piece.new_dim is None else value.squeeze(piece.new_dim)
+
+    def _slice(self, theirs: str) -> Any:
+        return self._open(self._file_of[theirs]).get_slice(theirs)
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            path = self._folder / file
+            try:
+                self._files[file] = safe_open(path, framework="pt", device="cpu")
+            except (SafetensorError, OSError) as error:
+                raise ModelFolderError(
+                    f"this is not a whole safetensors file ({error})",
+                    where=str(path),
+                    remedy="fetch it again",
+                ) from error
+        return self._files[file]
+
+    def _check(self, names: NameMap) -> None:
+        """Everything of the map is there in its shape, and nothing else with numbers in it."""
+        known = names.to_ours()
+        for entry in names.stored:
+            if entry.theirs not in self._file_of:
+                raise ModelFolderError(
+                    f"tensor {entry.theirs} is missing",
+                    where=str(self._folder),
+                    remedy="fetch it again",
+                )
+            shape = tuple(self._slice(entry.theirs).get_shape())
+            if shape != entry.shape:
+                raise ModelFolderError(
+                    f"tensor {entry.theirs} has shape {list(shape)} but config.json says "
+                    f"{list(entry.shape)}",
+                    where=str(self._folder),
+                )
+        for theirs in self._file_of:
+            # Old exports carry the rotary frequencies; they follow from the config.
+            if theirs not in known and not theirs.endswith("rotary_emb.inv_freq"):
+                raise ModelFolderError(
+                    f"tensor {theirs} belongs to no part of the decoder", where=str(self._folder)
+                )
+        for theirs, entry in known.items():
+            if entry.alias_of is not None and theirs in self._file_of:
+                self._check_tied(theirs, entry.alias_of)
+
+    def _check_tied(self, alias: str, original: str) -> None:
+        if not torch.equal(self._slice(alias)[:], self._slice(original)[:]):
+            raise ModelFolderError(
+                f"config.json ties {alias} to {original}, but their numbers differ",
+                where=str(self._folder),
+                remedy='set "tie_word_embeddings": false',
+            )
+
+
+def _locate(folder: Path) -> dict[str, str]:
+    """Their tensor name -> file name."""
+    if (folder / INDEX).is_file():
+        located: dict[str, str] = _read_json(folder / INDEX)["weight_map"]
+        for file in set(located.values()):
+            if Path(file).name != file or not (folder / file).is_file():
+                raise ModelFolderError(
+                    f"the index names {file}, which is not in the folder",
+                    where=str(folder / INDEX),
+                    remedy="fetch it again",
+                )
+        return located
+    if (folder / SINGLE).is_file():
+        try:
+            with safe_open(folder / SINGLE, framework="pt", device="cpu") as file:
+                return dict.fromkeys(file.keys(), SINGLE)
+        except SafetensorError as error:
+            raise ModelFolderError(
+                f"this is not a whole safetensors file ({error})",
+                where=str(folder / SINGLE),
+                remedy="fetch it again",
+            ) from error
+    if next(folder.glob("*.bin"), None) or next(folder.glob("*.pt*"), None):
+        raise ModelFolderError(
+            "the weights are a pickle, which could run code when it is read",
+            where=str(folder),
+            remedy="convert them to safetensors (save_pretrained does) and try again",
+        )
+    raise ModelFolderError(
+        "there is no model.safetensors here",
+        where=str(folder),
+        remedy="name the folder of a model in Hugging Face form",
+    )
+
+
+def _write_tensors(
+    folder: Path,
+    names: NameMap,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+) -> str:
+    """Write the files and, where there are several, the index. -> the dtype most numbers have."""
+    # Files are numbered "i of n", and n is known only at the end: renamed then.
+    files: list[list[str]] = []
+    batch: dict[str, Tensor] = {}
+    numbers: dict[str, int] = {}
+    held = total = 0
+
+    def flush() -> None:
+        nonlocal held
+        save_file(batch, folder / f"part-{len(files)}", metadata={"format": "pt"})
+        files.append(list(batch))
+        batch.clear()
+        held = 0
+
+    for entry in names.stored:
+        value = assemble(entry, tensors)
+        value = (value if dtype is None else value.to(dtype)).contiguous()
+        numbers[str(value.dtype)] = numbers.get(str(value.dtype), 0) + value.numel()
+        if batch and held + value.nbytes > shard_bytes:
+            flush()
+        batch[entry.theirs] = value
+        held, total = held + value.nbytes, total + value.nbytes
+    flush()
+    if len(files) == 1:
+        (folder / "part-0").rename(folder / SINGLE)
+    else:
+        located: dict[str, str] = {}
+        for index, inside in enumerate(files):
+            file = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+            (folder / f"part-{index}").rename(folder / file)
+            located |= dict.fromkeys(inside, file)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": located})
+    return max(numbers, key=lambda name: numbers[name]).removeprefix("torch.")
+
+
+def assemble(entry: Entry, tensors: Mapping[str, Tensor]) -> Tensor:
+    """One of their tensors from ours. Raises ValueError on a wrong shape."""
+    values = [tensors[piece.ours].detach().cpu() for piece in entry.pieces]
+    values = [
+        value if piece.new_dim is None else value.unsqueeze(piece.new_dim)
+        for value, piece in zip(values, entry.pieces, strict=True)
+    ]
+    for value, piece in zip(values, entry.pieces, strict=True):
+        if tuple(value.shape) != piece.lengths:
+            raise ValueError(f"{piece.ours} has shape {tuple(value.shape)}, not {piece.lengths}")
+    if entry.is_rename:
+        return values[0]
+    whole = torch.zeros(entry.shape, dtype=values[0].dtype)
+    for value, piece in zip(values, entry.pieces, strict=True):
+        cut = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True))
+        whole[cut] = value
+    return whole
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelFolderError(f"this is not readable JSON ({error})", where=str(path)) from error
+    if not isinstance(value, dict):
+        raise ModelFolderError("this is not a JSON object", where=str(path))
+    return value
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")

@@ -1,0 +1,68 @@
+"""A tokenizer.json beside a model, so that `AutoTokenizer` finds it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from holdfast.model.huggingface_config import ModelFolderError
+
+# Names that end a text in public tokenizers, and those that begin one.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "</s>", "<eos>")
+_BEGINS = ("<|begin_of_text|>", "<s>", "<bos>")
+_ALONGSIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+def copy_tokenizer(source: Path | None, folder: Path, max_length: int) -> dict[str, int]:
+    """Copy `source` (a tokenizer.json, or the folder of one) into `folder`.
+
+    A tokenizer_config.json that lies in a given folder is kept; otherwise one is written, with the
+    end and the beginning of a text found among the special tokens. -> `eos_token_id` and
+    `bos_token_id`, where there are such tokens. Raises ModelFolderError if it cannot be read.
+    """
+    if source is None:
+        return {}
+    path = source / "tokenizer.json" if source.is_dir() else source
+    try:
+        table: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        special = {
+            t["content"]: int(t["id"]) for t in table.get("added_tokens", ()) if t.get("special")
+        }
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelFolderError(
+            f"this is not a tokenizer.json ({error})",
+            where=str(path),
+            remedy="name a file that the tokenizers library wrote",
+        ) from error
+    shutil.copyfile(path, folder / "tokenizer.json")
+    for name in _ALONGSIDE:
+        if source.is_dir() and (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    settings_path = folder / "tokenizer_config.json"
+    if settings_path.is_file():
+        settings: dict[str, Any] = json.loads(settings_path.read_text("utf-8"))
+    else:
+        settings = _settings(special, max_length)
+        settings_path.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+    tokens = {key: _content(settings.get(key)) for key in ("bos_token", "eos_token")}
+    return {f"{key}_id": special[token] for key, token in tokens.items() if token in special}
+
+
+def _settings(special: dict[str, int], max_length: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,  # decoding must give back the bytes
+    }
+    for key, known in (("eos_token", _ENDS), ("bos_token", _BEGINS)):
+        found = next((name for name in known if name in special), None)
+        if found is not None:
+            settings[key] = found
+    return settings
+
+
+def _content(token: Any) -> Any:
+    """Special tokens stand in settings as text, or as an object with the text inside."""
+    return token.get("content") if isinstance(token, dict) else token
