@@ -1,0 +1,52 @@
+"""What a worker is told when it is forked: one frozen value, JSON on the way."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from holdfast.layout import Topology
+
+
+@dataclass(frozen=True)
+class WorkerBoot:
+    """Everything a worker needs to begin, except the run's secret, which travels beside it.
+
+    `config` is the RunConfig as JSON (`RunConfig.model_validate` takes it back) and `topology`
+    the Topology's. `restore_key` is the commit to begin from; None means initial weights, and
+    `start_step` is then 0. `forked` is the node's monotonic clock just before the fork, in
+    seconds, for `WorkerReady.seconds`.
+    """
+
+    config: dict[str, Any]
+    topology: dict[str, Any]
+    generation: int
+    rank: int
+    threads: int  # cores this worker may compute on
+    agent: str  # "host:port" of the agent's control
+    mover_socket: str  # path of the mover's unix socket, "" without a mover
+    run_folder: str
+    dataset: str  # folder of the prepared dataset
+    restore_key: str | None
+    start_step: int
+    device: str  # "cpu", "cuda:0", ...
+    log: str  # file that the worker's output goes to
+    gloo_interface: str = "lo"
+    heartbeat_seconds: float = 0.2
+    forked: float = 0.0
+
+    @property
+    def world_size(self) -> int:
+        return len(self.topology["nodes"])
+
+    def placed(self) -> Topology:
+        return Topology.from_json(self.topology)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> WorkerBoot:
+        """Keys of a newer version are dropped. Raises TypeError when one is missing."""
+        known = {f.name for f in fields(WorkerBoot)}
+        return WorkerBoot(**{key: item for key, item in value.items() if key in known})

@@ -1,0 +1,29 @@
+"""What a worker's exit code tells its agent."""
+
+from __future__ import annotations
+
+import signal
+
+DONE = 0  # finished or left, and said so in its last report
+CRASHED = 1  # a bug: the traceback stands in the worker's log
+USER = 2  # something the person at the keyboard must mend: a restart would not
+NON_FINITE = 65  # a loss or gradient was NaN or infinite: the same data would give it again
+PEER_LOST = 75  # a collective failed because another rank is gone
+FENCED = 76  # a newer generation or term exists
+AGENT_LOST = 79  # the lifeline ended
+
+
+def describe(code: int) -> str:
+    """An exit code as `os.waitstatus_to_exitcode` gives it (negative: a signal), in words."""
+    if code < 0:
+        try:
+            return signal.Signals(-code).name
+        except ValueError:
+            return f"signal {-code}"
+    words = {
+        PEER_LOST: "lost its peers",
+        FENCED: "fenced by a newer generation",
+        NON_FINITE: "not finite",
+        AGENT_LOST: "lost its agent",
+    }
+    return f"exit {code} ({words[code]})" if code in words else f"exit {code}"

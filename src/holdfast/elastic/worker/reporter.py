@@ -1,0 +1,208 @@
+"""A worker's voice: one thread, one queue, in order.
+
+Training never waits for the agent. It drops events, progress and callables here; the thread posts
+them in batches and brings back what the agent wishes. A callable runs only after everything
+queued before it has been acknowledged as durable: that is how a snapshot is announced after the
+ledger of its steps, so that nobody ever knows of a checkpoint whose ledger might be missing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from holdfast.errors import FencedError, HoldfastError
+from holdfast.events import Event
+from holdfast.wire.client import Client, RequestError
+
+_BATCH = 500  # events in one request
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the agent wants, as of its last answer."""
+
+    stop: bool = False
+    newest_generation: int = 0
+
+
+class Reporter:
+    """Posts this rank's events to the agent. Every method but `flush` and `close` returns at once.
+
+    `on_error` is told when a queued callable raises; the thread goes on.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        rank: int,
+        *,
+        heartbeat: float = 0.2,
+        on_error: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._client = client
+        self._rank = rank
+        self._heartbeat = heartbeat
+        self._on_error = on_error
+        self._queue: deque[Event | Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._progress: tuple[int, str] = (0, "start")
+        self._outcome: dict[str, Any] | None = None
+        self._sent = 0  # events acknowledged: the number of the next one
+        self._busy = False
+        self._closing = False
+        self._wishes = Wishes()
+        self._fenced = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="reporter", daemon=True)
+
+    # --- what training calls --------------------------------------------------------------
+    def start(self) -> None:
+        self._thread.start()
+
+    def emit(self, event: Event) -> None:
+        """Queue an event for the journal."""
+        self._put(event)
+
+    def progress(self, step: int, phase: str) -> None:
+        """Say that this rank is alive, inside `phase` of `step`. Costs one assignment: it is
+        sent with the next heartbeat, and a newer one replaces it."""
+        self._progress = (step, phase)
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Run `call` on the reporter's thread after all events queued so far are durable."""
+        self._put(call)
+
+    def outcome(self, kind: str, step: int) -> None:
+        """Say how this worker is about to end: "finished" or "left", after `step`."""
+        with self._changed:
+            self._outcome = {"kind": kind, "step": step}
+            self._changed.notify_all()
+
+    @property
+    def wishes(self) -> Wishes:
+        return self._wishes
+
+    @property
+    def fenced(self) -> bool:
+        """Whether a newer generation has been opened: stop writing, leave."""
+        return self._fenced.is_set()
+
+    def flush(self, deadline: float = 10.0) -> bool:
+        """Wait until everything queued so far is acknowledged; False when `deadline` seconds
+        were not enough, or this worker is fenced."""
+        end = time.monotonic() + deadline
+        with self._changed:
+            while self._queue or self._busy or self._outcome is not None:
+                left = end - time.monotonic()
+                if left <= 0 or self.fenced:
+                    return False
+                self._changed.wait(left)
+        return not self.fenced
+
+    def close(self, deadline: float = 10.0) -> bool:
+        """Flush, then end the thread. Returns what `flush` returns."""
+        done = self.flush(deadline)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(deadline)
+        return done
+
+    # --- the thread -----------------------------------------------------------------------
+    def _put(self, item: Event | Callable[[], None]) -> None:
+        with self._changed:
+            self._queue.append(item)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                if not (self._queue or self._outcome or self._closing):
+                    self._changed.wait(self._heartbeat)
+                if self._closing or self.fenced:
+                    return
+                self._busy = True
+                batch = self._events_ahead()
+                call = self._queue[len(batch)] if len(batch) < len(self._queue) else None
+                outcome = self._outcome
+            self._turn(batch, call if not isinstance(call, Event) else None, outcome)
+
+    def _events_ahead(self) -> list[Event]:
+        """Events before the next callable, at most one request's worth."""
+        batch: list[Event] = []
+        for item in self._queue:
+            if not isinstance(item, Event) or len(batch) == _BATCH:
+                break
+            batch.append(item)
+        return batch
+
+    def _turn(
+        self,
+        batch: list[Event],
+        call: Callable[[], None] | None,
+        outcome: dict[str, Any] | None,
+    ) -> None:
+        """Post one batch and drop it; once it is durable, run the callable that stood behind."""
+        taken, stored = self._post(batch, sync=call is not None, outcome=outcome)
+        if call is not None and stored:
+            self._call(call)
+        with self._changed:
+            for _ in range(len(batch) * taken + (call is not None and stored)):
+                self._queue.popleft()
+            if taken and outcome is not None and self._outcome == outcome:
+                self._outcome = None
+            waiting = not taken or (call is not None and not stored)
+            if waiting and not (self._closing or self.fenced):
+                # The agent is busy, or its disk is full: the queue waits for the next beat.
+                self._changed.wait(self._heartbeat)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._complain(error)
+
+    def _complain(self, error: BaseException) -> None:
+        if self._on_error is not None:
+            self._on_error(error)
+
+    def _post(
+        self, batch: list[Event], sync: bool, outcome: dict[str, Any] | None
+    ) -> tuple[bool, bool]:
+        """(the agent has taken the batch, it is durable, which is asked for with `sync`)."""
+        step, phase = self._progress
+        body: dict[str, Any] = {
+            "rank": self._rank,
+            "step": step,
+            "phase": phase,
+            # The agent drops what it has seen: a batch whose answer was lost is sent again.
+            "first": self._sent,
+            "events": [{"kind": event.kind, "event": asdict(event)} for event in batch],
+            "sync": sync,
+        }
+        if outcome is not None:
+            body["outcome"] = outcome
+        try:
+            answer = self._client.post("/report", body, 10.0)
+        except FencedError:
+            self._fenced.set()
+            with self._changed:
+                self._changed.notify_all()
+            return False, False
+        except (RequestError, TypeError, ValueError) as error:
+            # An event that the agent cannot read is our own bug; the ones behind it are not
+            # held up by it.
+            self._complain(error)
+            self._sent += len(batch)
+            return True, False
+        except HoldfastError:
+            return False, False
+        self._wishes = Wishes(bool(answer["stop"]), int(answer["generation"]))
+        self._sent += len(batch)
+        return True, bool(answer["stored"])

@@ -1,0 +1,208 @@
+"""The template: a process that has imported torch and touched no device, and is forked.
+
+    python -m holdfast.elastic.worker.template --control FD --lifeline FD --entry MODULE:FUNCTION
+
+Imports are most of a worker's start, so they happen once, here; a worker is a fork away (a few
+milliseconds). The template itself has one thread, since a fork copies only the thread that calls
+it and any lock that another held would stay locked for ever in the child.
+
+On the control socket it takes {"op": "fork", "boot": ..., "secret": hex} and {"op": "kill", "pid":
+...}, and tells {"event": "ready"}, "forked" (rank, pid) and "exited" (pid, code).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from holdfast.elastic import exits
+from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.control import Lines, encode, receive
+from holdfast.errors import UserError
+from holdfast.wire import lifeline
+from holdfast.wire.secret import Secret
+
+DEFAULT_ENTRY = "holdfast.elastic.worker.main:run"
+
+Entry = Callable[[WorkerBoot, Secret], int]
+"""A worker's main function: returns its exit code (`elastic.exits`)."""
+
+# What a worker would otherwise import, seconds each, at its first step.
+_PRELOAD = ("torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo")
+
+
+class Template:
+    """Forks workers, reaps them, tells the agent."""
+
+    def __init__(self, control: socket.socket, lifeline_fd: int, entry: Entry) -> None:
+        self._control = control
+        self._lifeline = lifeline_fd
+        self._entry = entry
+        self._lines = Lines()
+        self._children: dict[int, int] = {}  # pid -> rank
+        self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def run(self) -> None:
+        """Serve until the agent is gone."""
+        # A child's end writes a byte into the pipe: noticed at once, without polling.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        with selectors.PollSelector() as selector:  # no descriptor of its own to leak into forks
+            for source in (self._control, self._wake, self._lifeline):
+                selector.register(source, selectors.EVENT_READ)
+            self._tell({"event": "ready", "pid": os.getpid()})
+            while True:
+                ready = {key.fileobj for key, _ in selector.select()}
+                if self._lifeline in ready:
+                    lifeline.end_now()
+                if self._wake in ready:
+                    os.read(self._wake, 4096)
+                    self._reap()
+                if self._control in ready:
+                    messages = receive(self._control, self._lines)
+                    if messages is None:
+                        return
+                    for message in messages:
+                        self._obey(message)
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        if message["op"] == "fork":
+            boot = WorkerBoot.from_json(message["boot"])
+            self._fork(boot, Secret.from_hex(message["secret"]))
+        elif message["op"] == "kill":
+            self._kill(int(message["pid"]))
+
+    def _fork(self, boot: WorkerBoot, secret: Secret) -> None:
+        boot = replace(boot, forked=time.monotonic())
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(boot, secret)
+        with suppress(ProcessLookupError, PermissionError):
+            os.setpgid(pid, pid)  # whichever of the two comes first, the group exists from here on
+        self._children[pid] = boot.rank
+        self._tell({"event": "forked", "rank": boot.rank, "pid": pid})
+
+    def _become_worker(self, boot: WorkerBoot, secret: Secret) -> None:
+        """In the child: never returns."""
+        code = exits.CRASHED
+        try:
+            with suppress(PermissionError):  # the parent may have made the group already
+                os.setpgid(0, 0)
+            _reset_signals()
+            _redirect(boot.log)
+            self._control.close()
+            os.close(self._wake)
+            os.close(self._woken)
+            # The kernel's signal is for a worker whose interpreter is stuck; see `lifeline`.
+            lifeline.watch(self._lifeline)
+            gc.unfreeze()
+            _settle(boot)
+            code = self._entry(boot, secret)
+        except UserError as error:
+            print(error, flush=True)
+            code = exits.USER
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else exits.CRASHED
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            # No interpreter shutdown: it could wait for threads of a group that is broken.
+            os._exit(code)
+
+    def _kill(self, pid: int) -> None:
+        """Kill a worker and what it started. A child that is not reaped yet keeps its number, so
+        this cannot hit a stranger."""
+        if pid in self._children:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        for pid in list(self._children):
+            try:
+                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                ended = None
+            if ended is None:
+                continue
+            self._kill(pid)  # before the number is free: processes that the worker left behind
+            _, status = os.waitpid(pid, 0)
+            rank = self._children.pop(pid)
+            code = os.waitstatus_to_exitcode(status)
+            self._tell({"event": "exited", "rank": rank, "pid": pid, "code": code})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # the lifeline ends us next
+            self._control.sendall(encode(message))
+
+
+def _reset_signals() -> None:
+    """A worker leaves when its agent says so: Ctrl-C in the terminal is the agent's."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _redirect(log: str) -> None:
+    """Standard output and error into the worker's log, input from nowhere."""
+    target = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    os.close(nothing)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(line_buffering=True)
+
+
+def _settle(boot: WorkerBoot) -> None:
+    """What must be set after the fork and before the first collective."""
+    import torch
+
+    torch.set_num_threads(boot.threads)
+    os.environ["GLOO_SOCKET_IFNAME"] = boot.gloo_interface  # named by the run file, not guessed
+
+
+def load_entry(name: str) -> Entry:
+    """The function that `module:function` names."""
+    module, _, function = name.partition(":")
+    entry: Entry = getattr(importlib.import_module(module), function)
+    return entry
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--control", type=int, required=True)
+    parser.add_argument("--lifeline", type=int, required=True)
+    parser.add_argument("--entry", default=DEFAULT_ENTRY)
+    arguments = parser.parse_args()
+    lifeline.arm(arguments.lifeline)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    entry = load_entry(arguments.entry)
+    gc.collect()
+    gc.freeze()  # the collector of a child must not touch, and so copy, what it inherited
+    Template(socket.socket(fileno=arguments.control), arguments.lifeline, entry).run()
+
+
+if __name__ == "__main__":
+    main()
