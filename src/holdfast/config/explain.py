@@ -132,10 +132,18 @@ def _example(info: FieldInfo | None) -> str:
 
 def suggestion(path: tuple[str | int, ...]) -> str:
     """'did you mean ...?' for an unknown key: a sibling, else a key of another section."""
+    rest: tuple[str | int, ...] = ()
+    for length in range(1, len(path)):
+        if field_at(path[:length]) is None:  # the mistake is further up: trian.steps
+            path, rest = path[:length], path[length:]
+            break
     last = str(path[-1])
     near = get_close_matches(last, siblings(path), n=1, cutoff=0.6)
     if near:
-        return f"did you mean {'.'.join(map(str, (*path[:-1], near[0])))}?"
+        meant = (*path[:-1], near[0])
+        meant = (*meant, *rest) if field_at((*meant, *rest)) is not None else meant
+        return f"did you mean {'.'.join(map(str, meant))}?"
+    last = str(rest[-1]) if rest else last
     if last.lower() in _ELSEWHERE:
         return f"did you mean {_ELSEWHERE[last.lower()]}?"
     by_name: dict[str, str] = {}

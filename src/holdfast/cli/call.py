@@ -1,0 +1,118 @@
+"""Calls one command's Typer application and settles how it ended."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from importlib import import_module
+from pathlib import Path
+
+import typer
+
+from holdfast.errors import UserError
+
+
+class CrashedInError(Exception):
+    """Carries the run folder whose logs should hold the traceback of the error behind it."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        super().__init__(str(folder))
+
+
+@contextmanager
+def crash_log_in(folder: Path) -> Iterator[None]:
+    """An unexpected error inside is logged in `folder` (a run folder), not where we stand."""
+    try:
+        yield
+    except (UserError, BrokenPipeError, CrashedInError):
+        raise
+    except Exception as error:
+        raise CrashedInError(folder) from error
+
+
+def app(help_text: str) -> typer.Typer:
+    """A command's Typer application in the house style: plain text, our own errors."""
+    return typer.Typer(
+        help=help_text,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        no_args_is_help=False,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+
+
+def call(module: str, program: str, arguments: Sequence[str]) -> int:
+    """Import `module`, run its `app`; returns the exit code."""
+    try:
+        command = typer.main.get_command(import_module(module).app)
+        result = command.main(list(arguments), prog_name=program, standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        raise
+    except CrashedInError as crash:
+        return _failed(program, crash.__cause__ or crash, crash.folder)
+    except Exception as error:
+        return _failed(program, error, Path())
+
+
+def _failed(program: str, error: BaseException, folder: Path) -> int:
+    """One sentence for what the person can mend (2), sentence and log file for the rest (1)."""
+    if isinstance(error, UserError):
+        print(f"holdfast: {error}", file=sys.stderr)
+        return error.exit_code
+    usage = getattr(error, "format_message", None)  # the parser's own errors
+    if usage is not None and hasattr(error, "exit_code"):
+        words = usage().strip().rstrip(".")
+        context = getattr(error, "ctx", None)
+        path = getattr(context, "command_path", program) if context else program
+        print(f"{path}: {words or 'a command is missing'}; see '{path} --help'", file=sys.stderr)
+        return 2
+    if type(error).__name__ == "Abort":
+        print(f"{program}: interrupted", file=sys.stderr)
+        return 130
+    if isinstance(error, OSError) and (sentence := _machine_says(error)):
+        print(f"holdfast: {sentence}", file=sys.stderr)
+        return 2
+    where = _write_log(program, error, folder)
+    kind = type(error).__name__
+    print(f"holdfast: {kind}: {_first_line(error)}; the traceback is in {where}", file=sys.stderr)
+    return 1
+
+
+def _machine_says(error: OSError) -> str | None:
+    """A refusal of the file system that no room turned into its own sentence."""
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{where}the disk is full; free some space and run the same command again"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{where}no permission; choose a folder that you can write, or change its owner"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().split("\n")[0] or "no message").rstrip(".")
+
+
+def _write_log(program: str, error: BaseException, folder: Path) -> str:
+    """Where the traceback lies; tried in the run folder, then here, then it is printed."""
+    text = "".join(traceback.format_exception(error))
+    name = f"holdfast-error-{datetime.now():%Y%m%d-%H%M%S}.log"
+    for place in (folder / "logs" / name, Path(name)):
+        if place.parent.is_dir():
+            try:
+                place.write_text(f"{program} {' '.join(sys.argv[1:])}\n\n{text}")
+            except OSError:
+                continue
+            return str(place)
+    print(text, file=sys.stderr)
+    return "the lines above"

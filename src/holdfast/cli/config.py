@@ -1,0 +1,66 @@
+"""`holdfast config`: what a run file says, and what it may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.cli.call import app as make_app
+from holdfast.cli.output import print_json, print_table
+from holdfast.config.explain import show as shown
+from holdfast.config.fields import leaves
+from holdfast.config.identity import config_hash
+from holdfast.config.load import load
+from holdfast.config.reference import json_schema, markdown
+
+app = make_app("Show a run file as it is understood, and what it may contain.")
+
+
+@app.command()
+def show(
+    run_file: Annotated[Path | None, typer.Argument(help="the run file; none: defaults")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    origin: Annotated[bool, typer.Option("--origin", help="say where each value is from")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print JSON, origins included")] = False,
+) -> None:
+    """Print every value of a run file after defaults, preset and overrides.
+
+    \b
+    Example:
+      holdfast config show run.yaml --origin
+      holdfast config show run.yaml train.steps=200 --json
+    """
+    given = list(overrides or [])
+    if run_file is not None and "=" in str(run_file) and not run_file.exists():
+        given.insert(0, str(run_file))  # only overrides: the defaults with these
+        run_file = None
+    loaded = load(run_file, given)
+    if json:
+        print_json(loaded.to_json() | {"hash": config_hash(loaded.config)})
+        return
+    rows = []
+    for key, value in leaves(loaded.config.model_dump(mode="json")):
+        cells = [key, shown(value)]
+        rows.append([*cells, str(loaded.origins[key])] if origin else cells)
+    print_table(rows)
+
+
+@app.command()
+def schema(
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="the reference page (docs/run-file.md)")
+    ] = False,
+) -> None:
+    """Print the run file's JSON schema, for an editor, or its reference page.
+
+    \b
+    Example:
+      holdfast config schema > run.schema.json
+      holdfast config schema --markdown
+    """
+    if as_markdown:
+        print(markdown(), end="", flush=True)
+    else:
+        print_json(json_schema())

@@ -1,0 +1,90 @@
+"""`holdfast`: finds the command, calls it, and turns what goes wrong into a sentence.
+
+The commands stand in a table of names; a command's module is imported when it is called, and
+the help of the whole is printed from the table alone. So `holdfast --help` costs no more than
+the interpreter's own start.
+
+Exit codes: 0 done; 1 a fault of ours or of the machine (the traceback goes into a log file);
+2 something that the person can mend, in one sentence; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+# name -> (module, what it does)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("init", "write a run file to start from"),
+    "train": ("train", "train, or go on training, what a run file describes"),
+    "watch": ("watch", "follow a run from another terminal"),
+    "report": ("report", "write one HTML page about a run"),
+    "generate": ("generate", "sample text from a trained run"),
+    "export": ("export", "write a folder that transformers loads"),
+    "data": ("data", "prepare, inspect, verify and audit the training data"),
+    "checkpoint": ("checkpoint", "list, verify and import checkpoints"),
+    "config": ("config", "show a run file with every value's origin; its schema"),
+    "doctor": ("doctor", "check that this machine can train"),
+}
+
+_HELP = """\
+Usage: holdfast COMMAND [ARGUMENTS]
+
+Holdfast trains language models on machines that keep disappearing.
+
+Commands:
+{commands}
+
+Start with:
+  holdfast init              writes run.yaml
+  holdfast train run.yaml    trains it; the same command again goes on where it was
+
+'holdfast COMMAND --help' explains one command. 'holdfast --version' prints the version.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except BrokenPipeError:
+        return _reader_left()
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        if len(arguments) > 1 and arguments[1] in COMMANDS:
+            return _dispatch([arguments[1], "--help"])
+        width = max(map(len, COMMANDS))
+        lines = (f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items())
+        print(_HELP.format(commands="\n".join(lines)), end="", flush=True)
+        return 0 if arguments else 2
+    if arguments[0] in ("--version", "-V"):
+        from importlib.metadata import version
+
+        print(f"holdfast {version('holdfast')}", flush=True)
+        return 0
+    name = arguments[0]
+    if name not in COMMANDS:
+        from difflib import get_close_matches
+
+        close = get_close_matches(name, COMMANDS, n=1)
+        remedy = f"did you mean 'holdfast {close[0]}'?" if close else "see 'holdfast --help'"
+        print(f"holdfast: there is no command {name!r}; {remedy}", file=sys.stderr)
+        return 2
+    from holdfast.cli.call import call
+
+    return call(f"holdfast.cli.{COMMANDS[name][0]}", f"holdfast {name}", arguments[1:])
+
+
+def _reader_left() -> int:
+    """Whoever read our output has gone (`| head`): end quietly, as SIGPIPE would."""
+    import os
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""How commands print: data to stdout, everything said about it to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def say(text: str) -> None:
+    """One line about what is going on; never mixed into what another program reads."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False, default=str), flush=True)
+
+
+def print_table(rows: Sequence[Sequence[object]], head: Sequence[str] = ()) -> None:
+    """Columns padded to their widest cell; the last is not padded."""
+    cells = [[str(cell) for cell in row] for row in ([head] if head else []) + list(rows)]
+    if not cells:
+        return
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]) - 1)]
+    for row in cells:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        print("  ".join([*padded, row[-1]]).rstrip())
+    sys.stdout.flush()
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of 1,000."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError

@@ -1,0 +1,114 @@
+"""The run file's reference: a JSON schema for editors, a page for people."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from holdfast.config.explain import show
+from holdfast.config.fields import ITEM, all_keys, field_at, is_list, section_of
+from holdfast.config.presets import PRESETS
+from holdfast.config.run import RunConfig
+
+_HEAD = """\
+# The run file
+
+<!-- written by: holdfast config schema --markdown -->
+
+A run file is YAML (1.2's core schema: `3e-3` is a number, `no` is a word). Every key has a
+default, so an empty section is a valid one; a key that is not listed here is refused with the
+nearest right name. Any key can be given on the command line as well, where it wins over the
+file: `holdfast train run.yaml train.steps=200 data.sources.0.path=corpus.txt`.
+
+What may change between two starts of the same run: `name`, `folder`, `device`, `tensorboard`,
+`layout`, `cluster`, `checkpoint`, `train.evaluate`, and where the dataset lies. Everything else
+decides what is computed; a run folder refuses to go on with other values.
+"""
+
+
+def json_schema() -> dict[str, Any]:
+    """For editors. The shape of a model is not required, as a preset may give it."""
+    schema = RunConfig.model_json_schema()
+    schema["$defs"]["ModelConfig"].pop("required", None)
+    schema["title"] = "Holdfast run file"
+    return schema
+
+
+def markdown() -> str:
+    """docs/run-file.md: one table per section, then the presets."""
+    parts = [_HEAD, "## Top level\n", _table(RunConfig, "")]
+    for name, info in RunConfig.model_fields.items():
+        section = section_of(info.annotation)
+        if section is not None:
+            parts += _sections(section, name, f"## `{name}`\n")
+    parts += ["## Presets of `model.preset`\n", _presets()]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _sections(section: type[BaseModel], prefix: str, title: str) -> list[str]:
+    about = _sentences(section)
+    parts = [title, *([f"{about}\n"] if about else []), _table(section, prefix)]
+    for name, info in section.model_fields.items():
+        inner = section_of(info.annotation)
+        if inner is not None:
+            key = f"{prefix}.{name}" + (f".{ITEM}" if is_list(info.annotation) else "")
+            parts += _sections(inner, key, f"### `{key.replace(ITEM, '<n>')}`\n")
+    return parts
+
+
+def _sentences(section: type[BaseModel]) -> str:
+    return " ".join((section.__doc__ or "").split())
+
+
+def _table(section: type[BaseModel], prefix: str) -> str:
+    rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    for name, info in section.model_fields.items():
+        if section_of(info.annotation) is not None:
+            continue
+        key = f"{prefix}.{name}".lstrip(".").replace(ITEM, "<n>")
+        meaning = (info.description or "").replace("|", "\\|")
+        rows.append(f"| `{key}` | {_type(info)} | {_default(info, key)} | {meaning} |")
+    return "\n".join(rows) + "\n" if len(rows) > 2 else ""
+
+
+def _type(info: FieldInfo) -> str:
+    text = str(info.annotation)
+    choices = re.findall(r"Literal\[(.*?)\]", text)
+    if choices:
+        return ", ".join(f"`{c.strip(chr(39))}`" for c in choices[0].split(", "))
+    names = {"int": "whole number", "float": "number", "bool": "true or false", "str": "text"}
+    kinds = [a for a in (get_args(info.annotation) or (info.annotation,)) if a is not type(None)]
+    words = [names.get(getattr(k, "__name__", ""), "list") for k in kinds]
+    text = "list of numbers" if is_list(info.annotation) else words[0]
+    bounds = [
+        f"{sign} {getattr(rule, name)}"
+        for rule in info.metadata
+        for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+        if getattr(rule, name, None) is not None and abs(getattr(rule, name)) < 2**62
+    ]
+    return f"{text}, {', '.join(bounds)}" if bounds else text
+
+
+def _default(info: FieldInfo, key: str) -> str:
+    value = info.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined:
+        return "the preset's"
+    return "none" if value is None else f"`{show(value)}`"
+
+
+def _presets() -> str:
+    columns = ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size")
+    rows = ["| preset | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
+    for name, shape in PRESETS.items():
+        cells = (str(shape.get(column, "the dataset's")) for column in columns)
+        rows.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def described() -> list[str]:
+    """Every key, dotted; for tests of completeness and for shell scripts."""
+    return [key for key, _ in all_keys() if field_at(key.split(".")) is not None]

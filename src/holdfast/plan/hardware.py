@@ -1,0 +1,158 @@
+"""What this machine has, found without torch, and what its accelerators can do at most.
+
+Cores are those this process may use: the smaller of the affinity mask and the cgroup's CPU
+quota, because a container on a large host is told the host's count by everything else.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+# Dense peak FLOP/s by precision, from the vendors' data sheets (no sparsity; tensor cores for
+# bf16, the plain units for fp32 and fp64). The first name that is part of a device's name counts,
+# so the special cases stand above the general ones.
+_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("B200", {"bf16": 2250e12, "fp32": 80e12, "float64": 40e12}),
+    ("GH200", {"bf16": 989e12, "fp32": 67e12, "float64": 34e12}),
+    ("H200", {"bf16": 989e12, "fp32": 67e12, "float64": 34e12}),
+    ("H100 PCIe", {"bf16": 756e12, "fp32": 51e12, "float64": 26e12}),
+    ("H100 NVL", {"bf16": 835e12, "fp32": 60e12, "float64": 30e12}),
+    ("H100", {"bf16": 989e12, "fp32": 67e12, "float64": 34e12}),
+    ("A100", {"bf16": 312e12, "fp32": 19.5e12, "float64": 9.7e12}),
+    ("A800", {"bf16": 312e12, "fp32": 19.5e12, "float64": 9.7e12}),
+    ("L40S", {"bf16": 362e12, "fp32": 91.6e12}),
+    ("L40", {"bf16": 181e12, "fp32": 90.5e12}),
+    ("L4", {"bf16": 121e12, "fp32": 30.3e12}),
+    ("A40", {"bf16": 150e12, "fp32": 37.4e12}),
+    ("A10", {"bf16": 125e12, "fp32": 31.2e12}),
+    ("RTX 4090", {"bf16": 165e12, "fp32": 82.6e12}),
+    ("RTX 3090", {"bf16": 71e12, "fp32": 35.6e12}),
+)
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    index: int
+    name: str
+    memory_bytes: int
+
+    def peak_flops(self, precision: str) -> float | None:
+        return peak_flops(self.name, precision)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """`cores` and `memory_bytes` are what this process may use."""
+
+    node: str
+    system: str
+    cores: int
+    memory_bytes: int
+    shared_memory_bytes: int
+    accelerators: tuple[Accelerator, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def this_machine(environment: Mapping[str, str] | None = None) -> Machine:
+    """Look at this machine. `environment` is the process's (for CUDA_VISIBLE_DEVICES)."""
+    return Machine(
+        node=platform.node() or "localhost",
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cores=usable_cores(),
+        memory_bytes=usable_memory(),
+        shared_memory_bytes=_free_shared_memory(),
+        accelerators=accelerators(os.environ if environment is None else environment),
+    )
+
+
+def usable_cores() -> int:
+    """At least 1; a quota of 1.5 cores counts as 2, since threads beyond it only wait."""
+    try:
+        allowed = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        allowed = os.cpu_count() or 1
+    quota = _cgroup_words("cpu.max")
+    if len(quota) == 2 and quota[0] != "max":
+        allowed = min(allowed, math.ceil(int(quota[0]) / int(quota[1])))
+    return max(1, allowed)
+
+
+def usable_memory() -> int:
+    """Bytes of memory, the cgroup's limit if that is lower."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _cgroup_words("memory.max")
+    if len(limit) == 1 and limit[0] != "max":
+        total = min(total, int(limit[0]))
+    return total
+
+
+def _cgroup_words(name: str) -> list[str]:
+    """The first line of a cgroup v2 file, split; empty where there is none."""
+    try:
+        return (_CGROUP / name).read_text().split("\n")[0].split()
+    except OSError:
+        return []
+
+
+def _free_shared_memory() -> int:
+    try:
+        status = os.statvfs("/dev/shm")
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize
+
+
+def accelerators(environment: Mapping[str, str]) -> tuple[Accelerator, ...]:
+    """NVIDIA devices that a process with this environment would see, in its order.
+
+    Asked of `nvidia-smi`, which comes with the driver. The visible list may name indices or
+    UUIDs; as in CUDA, an entry that does not exist ends the list.
+    """
+    query = [
+        "nvidia-smi",
+        "--query-gpu=index,uuid,name,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return visible(answer.stdout, environment.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible(listing: str, chosen: str | None) -> tuple[Accelerator, ...]:
+    """The lines of nvidia-smi's `listing` that the variable's value `chosen` leaves visible."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
+    rows = [row for row in rows if len(row) == 4 and row[0].isdigit()]
+    if chosen is not None:
+        kept = []
+        for entry in (e.strip() for e in chosen.split(",")):
+            match = [r for r in rows if entry and (r[0] == entry or r[1].startswith(entry))]
+            if not match:
+                break
+            kept.append(match[0])
+        rows = kept
+    return tuple(
+        Accelerator(index, row[2], int(float(row[3])) * 2**20 if row[3][:1].isdigit() else 0)
+        for index, row in enumerate(rows)
+    )
+
+
+def peak_flops(device: str, precision: str) -> float | None:
+    """Peak FLOP/s of a device by its name, or None where no data sheet is known: then no
+    utilisation is shown, rather than one against a guess."""
+    for name, peaks in _PEAKS:
+        if name.lower() in device.lower():
+            return peaks.get(precision)
+    return None
