@@ -61,20 +61,20 @@ class ReductionTree:
     def root(self) -> Node:
         return Node(0, self.leaves)
 
-    def fold(self, values: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
-        """Sum up to the root, in tree order, from the values of subtrees that cover the leaves.
+    def fold(
+        self, values: Mapping[Node, T], add: Callable[[T, T], T], node: Node | None = None
+    ) -> T:
+        """Sum up to `node` (the root), in tree order, from the values of subtrees that cover it.
 
         Raises KeyError with the first leaf that no subtree in `values` covers.
         """
-        return self._fold(self.root, values, add)
-
-    def _fold(self, node: Node, values: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
+        node = node or self.root
         if node in values:
             return values[node]
         if node.leaves == 1:
             raise KeyError(node.start)
         left, right = node.split()
-        return add(self._fold(left, values, add), self._fold(right, values, add))
+        return add(self.fold(values, add, left), self.fold(values, add, right))
 
     def sum(self, values: Sequence[float]) -> float:
         """The sum of one number per leaf, in tree order: the same for any dealing."""

@@ -1,0 +1,47 @@
+"""The global gradient norm: one value, whoever computes it and however buffers were cut.
+
+A norm taken per chunk of a reduction would have other bits for each number of replicas. Here
+the flat gradient buffer is read in fixed blocks of 4,096 elements. Inside a block squares are
+summed in the buffer's own dtype; blocks are then added up in float64, in order. The flat layout
+is a function of the model and of the sharding, so the value is too. Meshes with several shards
+combine their sums of squares in shard order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+BLOCK = 4096
+
+
+def sum_of_squares(flat: Tensor) -> Tensor:
+    """The sum of squares of a flat buffer, as a float64 scalar on its device.
+
+    flat: [n * 4096], padded with zeros. Raises ValueError for another length.
+    """
+    if flat.numel() % BLOCK:
+        raise ValueError(f"a buffer of {flat.numel()} elements is not whole blocks of {BLOCK}")
+    if flat.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=flat.device)
+    norms: Tensor = torch.linalg.vector_norm(flat.view(-1, BLOCK), dim=1)  # [n]
+    return norms.double().square_().cumsum(0)[-1]
+
+
+def combine(squares: Sequence[float]) -> float:
+    """The norm over all shards of one replica, from their sums of squares in shard order."""
+    total = 0.0
+    for value in squares:
+        total += value
+    return sqrt(total)
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """What gradients are multiplied by so that their norm is at most `limit`; 0 is no limit.
+
+    As `torch.nn.utils.clip_grad_norm_` (Pascanu et al., 2013, algorithm 1), with its 1e-6.
+    """
+    return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0

@@ -1,0 +1,144 @@
+"""Every private or version-dependent part of torch that the parallel room uses, in one place.
+
+torch 2.11 to 2.13 are supported. An unknown version is refused with a sentence, because what is
+wrapped here may have changed its meaning without an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+
+from holdfast.errors import UserError
+
+__all__ = ["PrefixStore", "Store"]
+
+SUPPORTED = ((2, 11), (2, 12), (2, 13))
+
+_PEER_LOSS = re.compile(
+    r"gloo|NCCL|Connection (closed|reset|refused)|Broken pipe|Application timeout|Socket", re.I
+)
+
+
+def check_version(version: str = torch.__version__) -> None:
+    """Raises UserError unless this torch is one that Holdfast was written for."""
+    found = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if found not in SUPPORTED:
+        raise UserError(
+            f"torch {version} is not supported: its private interfaces were not checked",
+            remedy="install torch 2.11, 2.12 or 2.13",
+        )
+
+
+def is_peer_loss(error: BaseException) -> bool:
+    """Whether an error from a collective means that a peer or its connection is gone.
+
+    torch raises plain RuntimeError with gloo's or NCCL's text; there is no type to ask for.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_PEER_LOSS.search(str(error)))
+
+
+class Work(Protocol):
+    """An operation of a process group that was started."""
+
+    def wait(self, timeout: timedelta = ...) -> object:
+        """Return when it is done. Raises RuntimeError when it failed."""
+        ...
+
+
+class GlooGroup(Protocol):
+    """The part of ProcessGroupGloo that the reducer uses."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
+
+    def allreduce(self, tensors: list[Tensor]) -> Work: ...
+
+
+def gloo_group(
+    store: Store, name: str, rank: int, size: int, *, interface: str, seconds: float
+) -> GlooGroup:
+    """A bare gloo group under `name` in `store`, unknown to torch's registry. Collective."""
+    kind: Any = ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [kind.create_device(interface=interface)]
+    options._timeout = timedelta(seconds=seconds)
+    options._threads = 2
+    group: GlooGroup = kind(PrefixStore(name, store), rank, size, options)
+    return group
+
+
+def fused_adamw(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    step: Tensor,
+    *,
+    learning_rate: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    gradient_scale: Tensor | None,
+) -> None:
+    """One fused AdamW update in place (Loshchilov and Hutter, 2019, algorithm 2).
+
+    step: float32 scalar, the number of this update counted from 1; it is read, not written.
+    gradient_scale: float32 scalar that every gradient is divided by inside the kernel, so that
+        scaling costs no pass over memory of its own. The gradients may be overwritten.
+    """
+    torch._fused_adamw_(  # type: ignore[call-overload]
+        parameters, gradients, exp_avgs, exp_avg_sqs, [], [step] * len(parameters),
+        amsgrad=False, lr=learning_rate, beta1=betas[0], beta2=betas[1],
+        weight_decay=weight_decay, eps=eps, maximize=False,
+        grad_scale=gradient_scale, found_inf=None,
+    )  # fmt: skip
+
+
+def forget_meshes() -> None:
+    """Clear what DTensor keeps by mesh.
+
+    These caches outlive a process group, and a new mesh that compares equal to an old one (mesh
+    equality ignores this process's rank) would be given shards of the wrong rank.
+    """
+    from torch.distributed.tensor import debug
+
+    clear: Any = debug._clear_sharding_prop_cache
+    clear()
+
+
+@dataclass(frozen=True)
+class ShardedParameter:
+    """One parameter in the flat output of FSDP2's reduce-scatter.
+
+    flat_size: elements it takes there, padding of an uneven cut included; its own come first.
+    """
+
+    parameter: nn.Parameter
+    flat_size: int
+
+
+def fsdp_group(module: nn.Module) -> tuple[ShardedParameter, ...]:
+    """The parameters that `fully_shard(module)` reduces together, in the order of its buffer.
+
+    Empty for a module whose parameters all belong to wrapped children.
+    """
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    group = state._fsdp_param_group
+    if group is None:
+        return ()
+    return tuple(
+        ShardedParameter(p.sharded_param, p.padded_sharded_param_size.numel())
+        for p in group.fsdp_params
+    )

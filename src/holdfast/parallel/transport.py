@@ -1,0 +1,111 @@
+"""Direct messages between the ranks of a bare gloo group that torch's registry never sees.
+
+Every message goes straight from its sender to its receiver, so the loss of a rank reaches each
+rank that waits for it at once and nobody depends on a neighbour in a ring. Three properties of
+gloo shape this file (all observed with torch 2.13):
+
+- A wait on a *send* may never return after its peer has died. Sends are therefore never waited
+  for: their buffers are reused only after the vote of the step, which proves that they arrived.
+- A wait that times out closes every connection of the group. So there is one deadline, the
+  group's own, and `abort` is a deliberate wait of a millisecond for a message that never comes:
+  it wakes every thread blocked in this group, here and, through closed connections, elsewhere.
+- A receive posted before its message arrives lets the data go straight into its buffer.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+
+from holdfast.errors import PeerLostError
+from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_group
+
+_NEVER = 0x7FFFFFF0  # a tag on which nobody sends
+
+
+class Peers:
+    """A fully connected group of `size` ranks under `name` in `store`.
+
+    Construction is collective: it returns when all ranks have connected, and raises
+    PeerLostError when they have not within `seconds`, which also bounds every later wait.
+    """
+
+    def __init__(
+        self, store: Store, name: str, rank: int, size: int, *,
+        interface: str = "lo", seconds: float = 1800.0,
+    ):  # fmt: skip
+        self.rank, self.size = rank, size
+        self._sends: list[object] = []
+        self._group: GlooGroup | None = None
+        if size == 1:
+            return
+        try:
+            self._group = gloo_group(store, name, rank, size, interface=interface, seconds=seconds)
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {rank} of {size} could not join {name}: {error}") from error
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Every rank but this one, beginning with the next, so that not all write to rank 0."""
+        return tuple((self.rank + i) % self.size for i in range(1, self.size))
+
+    @property
+    def group(self) -> GlooGroup:
+        if self._group is None:
+            raise PeerLostError("this group has one rank, or was closed")
+        return self._group
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
+        """Start to send; `tensor` must stay as it is until `forget_sends`."""
+        self._sends.append(self.group.send([tensor], peer, tag))
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Post a receive into `tensor`, which must have the sender's dtype and size."""
+        return self.group.recv([tensor], peer, tag)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Start gloo's own sum in place. All ranks must call in the same order."""
+        return self.group.allreduce([tensor])
+
+    def forget_sends(self) -> None:
+        """Drop finished sends. Call only when a vote has shown that they arrived."""
+        self._sends.clear()
+
+    def abort(self) -> None:
+        """Close every connection: all waits in this group raise, here and at the peers."""
+        if self._group is None:
+            return
+        nothing = torch.empty(1)
+        with suppress(RuntimeError):
+            self._group.recv([nothing], self.others[0], _NEVER).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """Give the group up after an orderly end."""
+        self._sends.clear()
+        self._group = None
+
+
+def exchange(peers: Peers, record: Tensor, lengths: list[int], tag: int) -> list[Tensor]:
+    """Everybody's record, in rank order. A small all-gather by direct messages.
+
+    record: [lengths[rank]] int64. Raises PeerLostError when a peer is gone.
+    """
+    out = [
+        record if rank == peers.rank else torch.empty(length, dtype=torch.int64)
+        for rank, length in enumerate(lengths)
+    ]
+    if peers.size == 1:
+        return out
+    try:
+        receipts = [peers.receive(out[peer], peer, tag) for peer in peers.others]
+        for peer in peers.others:
+            peers.send(record, peer, tag)
+        for receipt in receipts:
+            receipt.wait()
+    except RuntimeError as error:
+        peers.abort()
+        raise PeerLostError(f"a peer was lost during an exchange: {error}") from error
+    return out
