@@ -1,0 +1,169 @@
+"""The checks of `holdfast doctor`: each looks at one thing and knows its remedy."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+from holdfast.plan.hardware import Machine, this_machine
+
+State = Literal["good", "weak", "fails"]
+GIB = 2**30
+TORCH = ((2, 11), (2, 13))  # oldest and newest release that is supported
+
+
+@dataclass(frozen=True)
+class Check:
+    """`weak` is worth knowing and stops nothing; `fails` would stop a run."""
+
+    name: str
+    state: State
+    found: str
+    remedy: str = ""
+
+    @property
+    def mark(self) -> str:
+        return {"good": "ok", "weak": "note", "fails": "FAIL"}[self.state]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine(folder: Path | None = None) -> list[Check]:
+    """Every check, in order; `folder` is where runs would be written (default: here)."""
+    machine = this_machine()
+    here = Path() if folder is None else folder
+    with_machine: tuple[Callable[[Machine], Check], ...] = (
+        _system, _cores, _memory, _shared_memory, _accelerators,
+    )  # fmt: skip
+    return [
+        *(check(machine) for check in with_machine),
+        _python(),
+        _torch(),
+        _compiler(),
+        _disk(here),
+        _open_files(),
+        _loopback(),
+        _clock(),
+    ]
+
+
+def _system(machine: Machine) -> Check:
+    if platform.system() == "Linux":
+        return Check("system", "good", machine.system)
+    if platform.system() == "Darwin":
+        return Check("system", "weak", f"{machine.system}, where one worker process is supported",
+                     "set layout.workers=1; use Linux for more")  # fmt: skip
+    return Check("system", "fails", machine.system, "Holdfast runs on Linux")
+
+
+def _cores(machine: Machine) -> Check:
+    return Check("cores", "good", f"{machine.cores} usable")
+
+
+def _memory(machine: Machine) -> Check:
+    found = f"{machine.memory_bytes / GIB:.1f} GiB"
+    if machine.memory_bytes < 2 * GIB:
+        return Check("memory", "fails", found, "two workers need about 2 GiB: raise the limit")
+    return Check("memory", "good", found)
+
+
+def _shared_memory(machine: Machine) -> Check:
+    found = f"{machine.shared_memory_bytes / GIB:.2f} GiB free in /dev/shm"
+    if platform.system() == "Linux" and machine.shared_memory_bytes < GIB // 16:
+        return Check("shared memory", "weak", found,
+                     "in a container, start it with --shm-size=1g")  # fmt: skip
+    return Check("shared memory", "good", found)
+
+
+def _accelerators(machine: Machine) -> Check:
+    if not machine.accelerators:
+        return Check("accelerators", "good", "none: device auto means cpu")
+    names = ", ".join(f"{a.name} ({a.memory_bytes / GIB:.0f} GiB)" for a in machine.accelerators)
+    return Check("accelerators", "good", names)
+
+
+def _python() -> Check:
+    return Check("python", "good", f"{platform.python_version()} at {sys.executable}")
+
+
+def _torch() -> Check:
+    oldest, newest = (".".join(map(str, bound)) for bound in TORCH)
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        return Check("torch", "fails", "not installed", f"pip install 'torch=={newest}.*'")
+    release = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
+    if "dev" in found or not TORCH[0] <= release <= TORCH[1]:
+        return Check("torch", "fails", f"{found}, but {oldest} to {newest} are supported",
+                     f"pip install 'torch=={newest}.*'")  # fmt: skip
+    return Check("torch", "good", found)
+
+
+def _compiler() -> Check:
+    found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    if found is None:
+        return Check("compiler", "weak", "no C++ compiler, which train.compile needs on a CPU",
+                     "install g++, or leave train.compile at false")  # fmt: skip
+    return Check("compiler", "good", found)
+
+
+def _disk(folder: Path) -> Check:
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Check("disk", "fails", f"{folder.resolve()} cannot be written ({error.strerror})",
+                     "change to a folder that you can write")  # fmt: skip
+    found = f"{free / GIB:.1f} GiB free in {folder.resolve()}"
+    if free < GIB:
+        return Check("disk", "weak", found, "a run writes checkpoints: make room")
+    return Check("disk", "good", found)
+
+
+def _open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} (at most {hard})"
+    if soft != resource.RLIM_INFINITY and soft < 1024:
+        return Check("open files", "weak", found, "raise it: ulimit -n 4096")
+    return Check("open files", "good", found)
+
+
+def _loopback() -> Check:
+    """Processes of a run talk over 127.0.0.1: carry one byte across it."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.settimeout(5)
+            with socket.create_connection(server.getsockname(), timeout=5) as near:
+                far, _ = server.accept()
+                with far:
+                    near.sendall(b"x")
+                    far.settimeout(5)
+                    good = far.recv(1) == b"x"
+    except OSError as error:
+        return Check("loopback", "fails", f"127.0.0.1 does not carry bytes ({error})",
+                     "bring it up: ip link set lo up")  # fmt: skip
+    return Check("loopback", "good" if good else "fails", "127.0.0.1 works")
+
+
+def _clock() -> Check:
+    """A clock before the release of the code is wrong; signed requests would look stale."""
+    year = time.gmtime().tm_year
+    found = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    if year < 2026:
+        return Check("clock", "fails", found, "set the date: this one lies in the past")
+    return Check("clock", "good", found)

@@ -1,0 +1,44 @@
+"""`holdfast export`: a folder that `transformers` loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.cli.call import app as make_app
+from holdfast.cli.output import print_json, say
+from holdfast.cli.runs import open_run
+
+app = make_app("Write a folder that transformers loads.")
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    to: Annotated[Path, typer.Option("--to", help="a new or empty folder")],
+    step: Annotated[int | None, typer.Option(help="of the checkpoint; none: the newest")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Write weights, config and tokenizer of a run as safetensors, in Hugging Face's form.
+
+    \b
+    Example:
+      holdfast export runs/quickstart --to model
+      python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('model')"
+    """
+    from holdfast.cli.weights import Weights, choose
+    from holdfast.model.huggingface import export_folder
+
+    found = open_run(run)
+    checkpoint = choose(found, step)
+    tokenizer = found.dataset_folder / "tokenizer.json"
+    known = tokenizer if tokenizer.is_file() else None
+    export_folder(to, found.config.model, Weights(found, checkpoint), known)
+    if known is None:
+        say(f"no tokenizer at {tokenizer}: the folder has none")
+    if json:
+        print_json({"step": checkpoint.step, "folder": str(to), "tokenizer": known is not None})
+    else:
+        say(f"wrote the state after step {checkpoint.step} to {to}")

@@ -1,0 +1,86 @@
+"""A trained decoder out of a run's checkpoint, for the commands that use one.
+
+This is the only part of the command line that works with tensors; it imports the rooms that
+import torch inside its functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from holdfast.checkpoint.restore import Checkpoint, listing, newest_verified, verify
+from holdfast.cli.output import say
+from holdfast.cli.runs import Run
+from holdfast.errors import CheckpointError
+from holdfast.spec.boxes import Box
+
+if TYPE_CHECKING:
+    from holdfast.model.decoder import Decoder
+
+_NUMPY = {"F32": "<f4", "F64": "<f8"}  # what parameters are stored as (spec/state.py)
+
+
+def choose(run: Run, step: int | None) -> Checkpoint:
+    """The checkpoint of `step`, or the newest that is whole; says what it passed over."""
+
+    def passed_over(key: str, reason: str) -> None:
+        say(f"skipped {key}: {reason}")
+
+    if step is None:
+        newest = newest_verified(run.store, passed_over)
+        if newest is None:
+            raise CheckpointError("this run has no checkpoint yet", where=str(run.folder),
+                                  remedy="train it first")  # fmt: skip
+        return newest
+    there: list[int] = []
+    for key in listing(run.store):
+        checkpoint = Checkpoint.open(run.store, key)
+        there.append(checkpoint.step)
+        if checkpoint.step == step:
+            problems = verify(run.store, key, first_only=True)
+            if not problems:
+                return checkpoint
+            passed_over(key, problems[0])
+    steps = ", ".join(map(str, sorted(set(there)))) or "none"
+    raise CheckpointError(f"there is no whole checkpoint of step {step}", where=str(run.folder),
+                          remedy=f"there are: {steps}")  # fmt: skip
+
+
+class Weights(Mapping[str, Any]):
+    """Parameter name -> whole tensor, read when asked for; nothing is kept."""
+
+    def __init__(self, run: Run, checkpoint: Checkpoint):
+        from holdfast.spec.parameters import decoder_parameters
+
+        self._checkpoint = checkpoint
+        self._shapes = {p.name: p.shape for p in decoder_parameters(run.config.model)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def __getitem__(self, name: str) -> Any:
+        import numpy as np
+        import torch
+
+        full, shape = f"model.{name}", tuple(self._shapes[name])
+        array = np.empty(shape, _NUMPY[self._checkpoint.spec(full).dtype])
+        self._checkpoint.read(Box(full, (0,) * len(shape), shape), array.reshape(-1).data)
+        return torch.from_numpy(array)
+
+
+def load_decoder(run: Run, checkpoint: Checkpoint) -> Decoder:
+    """The decoder on the CPU, with the checkpoint's weights."""
+    import torch
+
+    from holdfast.model.decoder import Decoder
+
+    weights = Weights(run, checkpoint)
+    with torch.device("meta"):
+        model = Decoder(run.config.model)
+    state = {name: weights[name] for name in weights}
+    model.load_state_dict(state, strict=True, assign=True)
+    return model.eval()
