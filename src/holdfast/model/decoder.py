@@ -56,8 +56,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size] -> [..., size]"""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        """x: [..., size] -> [..., size], in x's dtype (fused where the gain has it too)"""
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class Attention(nn.Module):
@@ -163,13 +163,14 @@ class Decoder(nn.Module):
         `documents` [B, S] numbers the document of each token: attention then stays inside a
         document, and positions restart with it. `positions` [B, S] overrides the positions. With
         `caches`, one per layer, the tokens follow those already cached, and `mask`
-        [B | 1, 1, S, S'] says which cached or new keys each of them sees (none: as `causal`).
+        [B | 1, 1, S, S'] says which keys each of them sees (none: all of them before it).
         """
+        rows = tokens.shape[1] if positions is None else self.config.max_position
         if documents is not None:
             mask = document_mask(documents)
             positions = document_positions(documents) if positions is None else positions
         x = self.embed(tokens)  # [B, S, D]
-        rotary = self.rotary(tokens.shape[1], positions, x)
+        rotary = self.rotary(rows, positions, x)
         for index, layer in enumerate(self.layers):
             x = layer(x, rotary, mask, caches[index] if caches is not None else None)
         return self.norm(x)  # type: ignore[no-any-return]

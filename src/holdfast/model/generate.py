@@ -43,10 +43,11 @@ class Session:
     """A decoder and the tokens it has read; `read` continues the text of every row."""
 
     def __init__(self, model: Decoder, capacity: int):
-        if capacity > model.config.max_position:
+        limit = model.config.max_position
+        if capacity > limit:
             raise UserError(
-                f"{capacity} tokens are more than the model's {model.config.max_position} positions",
-                remedy=f"ask for at most {model.config.max_position} with the prompt",
+                f"{capacity} tokens are more than the model's {limit} positions",
+                remedy=f"ask for at most {limit}, the prompt's included",
             )
         self._model = model
         self._caches = [KeyValues(capacity) for _ in range(model.config.layers)]

@@ -29,7 +29,7 @@ from holdfast.model.huggingface_config import (
     to_their_generation_config,
 )
 from holdfast.model.huggingface_tokenizer import copy_tokenizer
-from holdfast.spec.names import Entry, NameMap, hf_map
+from holdfast.spec.names import Entry, NameMap, Piece, hf_map
 
 SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
@@ -103,9 +103,8 @@ class FolderTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         """The whole tensor, in the dtype of the file."""
-        piece = self._places[name][1]
-        shape = [n for d, n in enumerate(piece.lengths) if d != piece.new_dim]
-        return self.box(name, (0,) * len(shape), shape)
+        entry, piece = self._places[name]
+        return extract(self._slice(entry.theirs), piece)
 
     def box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """The part [offsets, offsets + lengths) of our tensor `name`, reading only its bytes."""
@@ -114,11 +113,8 @@ class FolderTensors(Mapping[str, Tensor]):
         if piece.new_dim is not None:
             begin.insert(piece.new_dim, 0)
             extent.insert(piece.new_dim, 1)
-        cut = tuple(
-            slice(at + b, at + b + n) for at, b, n in zip(piece.offsets, begin, extent, strict=True)
-        )
-        value: Tensor = self._slice(entry.theirs)[cut]
-        return value if piece.new_dim is None else value.squeeze(piece.new_dim)
+        at = tuple(o + b for o, b in zip(piece.offsets, begin, strict=True))
+        return extract(self._slice(entry.theirs), Piece(name, at, tuple(extent), piece.new_dim))
 
     def _slice(self, theirs: str) -> Any:
         return self._open(self._file_of[theirs]).get_slice(theirs)
@@ -266,6 +262,13 @@ def assemble(entry: Entry, tensors: Mapping[str, Tensor]) -> Tensor:
         cut = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True))
         whole[cut] = value
     return whole
+
+
+def extract(theirs: Any, piece: Piece) -> Tensor:
+    """One of our tensors out of one of theirs (a tensor, or a slice of a file yet to be read)."""
+    cut = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True))
+    value: Tensor = theirs[cut]
+    return value if piece.new_dim is None else value.squeeze(piece.new_dim)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -50,12 +50,11 @@ class RotaryTable:
         self._model = model
         self._tables: dict[tuple[torch.device, torch.dtype], Rotary] = {}
 
-    def __call__(self, length: int, positions: Tensor | None, like: Tensor) -> Rotary:
-        """Rows 0 to length-1, or the rows of `positions` [B, S] (all below max_position)."""
-        rows = length if positions is None else self._model.max_position
+    def __call__(self, rows: int, positions: Tensor | None, like: Tensor) -> Rotary:
+        """Rows 0 to rows-1; or those of `positions` [B, S], all below `rows`."""
         cos, sin = self._table(rows, like)
         if positions is None:
-            return cos[:length], sin[:length]
+            return cos[:rows], sin[:rows]
         return cos[positions], sin[positions]
 
     def _table(self, rows: int, like: Tensor) -> Rotary:
