@@ -1,0 +1,193 @@
+"""The batch of step N as a pure function of (dataset version, seed, N). numpy only.
+
+A *sample* is a window of S+1 tokens of one source's packed stream; windows stand S apart, so
+each token but the stream's first is a target exactly once. Inputs are the window's first S
+tokens and targets its last S:
+
+    stream   a b c # d e f g #         '#' ends a document
+    inputs   a b c # d e f g           S = 8
+    targets  b c # . e f g #           '.' is masked (-100): the end of one document
+                                       says nothing about the next
+
+The last window of a stream is padded with the end token and masked there. Which window stands
+at which position of the run is `spec/order.py`'s to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64
+
+from holdfast.config.data import DataConfig
+from holdfast.config.train import TrainConfig
+from holdfast.data.baselines import bits_per_byte
+from holdfast.data.dataset import Dataset, Stream
+from holdfast.errors import ConfigError, DataError
+from holdfast.spec.order import BatchSchedule, SampleOrder
+
+MASKED = -100  # torch's cross entropy leaves such targets out
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Samples as the model takes them, and what the ledger says of them.
+
+    inputs, targets: int64 [B, S]; documents: int32 [B, S], numbered from 0 in each sample, or
+    None where attention does not stop at documents; tokens: targets that carry loss; entries:
+    ledger entries as in `events.BatchFed`.
+    """
+
+    inputs: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    documents: NDArray[np.int32] | None
+    entries: list[dict[str, Any]]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Validation samples in fixed order, cut into microbatches; tokens: targets with loss."""
+
+    microbatches: list[Microbatch]
+    tokens: int
+    tokens_per_byte: float
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of text that the targets stand for, at the whole split's bytes per token."""
+        return self.tokens / self.tokens_per_byte
+
+    def bits_per_byte(self, nats: float) -> float:
+        """Loss summed over all targets -> bits per byte of text (defined in `baselines`)."""
+        return bits_per_byte(nats / max(self.tokens, 1), self.tokens_per_byte)
+
+
+class Batches:
+    """Every batch of a run, by step number."""
+
+    def __init__(self, dataset: Dataset, data: DataConfig, train: TrainConfig, seed: int):
+        self.dataset = dataset
+        self.sequence_length = data.sequence_length
+        self.microbatch_size = train.microbatch_size
+        self.document_attention = data.attention == "document"
+        stages = [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
+        self.schedule = BatchSchedule(train.batch_size, stages)
+        self._streams = dataset.streams("train")
+        weights = _weights(dataset, data)
+        sizes = [self._samples_of(stream) for stream in self._streams]
+        if min(sizes) < 1:
+            name = dataset.source_names[sizes.index(min(sizes))]
+            raise DataError(
+                f"source {name!r} has less than two tokens of training text",
+                where=str(dataset.folder),
+                remedy="give it more text",
+            )
+        self.order = SampleOrder(seed, sizes, weights)
+
+    def microbatches(self, step: int) -> int:
+        """Logical microbatches of a step."""
+        return self.schedule.size(step) // self.microbatch_size
+
+    def positions(self, step: int, index: int, part: int = 0, parts: int = 1) -> tuple[int, int]:
+        """Positions [start, stop) of part `part` of `parts` of microbatch `index` of a step."""
+        if not 0 <= index < self.microbatches(step):
+            raise IndexError(f"step {step} has no microbatch {index}")
+        if self.microbatch_size % parts:
+            raise ConfigError(
+                f"layout.dp_shard {parts} does not divide train.microbatch_size "
+                f"{self.microbatch_size}"
+            )
+        size = self.microbatch_size // parts
+        start = self.schedule.position(step) + index * self.microbatch_size + part * size
+        return start, start + size
+
+    def microbatch(self, step: int, index: int, part: int = 0, parts: int = 1) -> Microbatch:
+        """Microbatch `index` (from 0) of a step, or the `part`-th of `parts` equal shares of its
+        samples in order (ranks of one dp_shard axis). Its ledger entry holds the hash of its
+        own inputs and targets."""
+        start, stop = self.positions(step, index, part, parts)
+        source, _, sample = self.order.places(start, stop)
+        batch = self._gather(self._streams, source, sample)
+        used = set(source.tolist())
+        name = self.dataset.source_names[used.pop()] if len(used) == 1 else ""
+        entry = {
+            "microbatch": index, "source": name, "start": start, "stop": stop,
+            "hash": fed_hash(batch.inputs, batch.targets), "skipped": "",
+        }  # fmt: skip
+        return Microbatch(batch.inputs, batch.targets, batch.documents, [entry], batch.tokens)
+
+    def hash_of(self, start: int, stop: int) -> str:
+        """The ledger hash that feeding positions [start, stop) must give."""
+        source, _, sample = self.order.places(start, stop)
+        batch = self._gather(self._streams, source, sample)
+        return fed_hash(batch.inputs, batch.targets)
+
+    def validation(self, samples: int) -> Validation:
+        """The same `samples` windows of the validation split each time, evenly spread over it
+        (all of it when it has fewer), in microbatches of `microbatch_size`; the last may be
+        smaller. Empty without a validation split."""
+        if "validation" not in self.dataset.splits:
+            return Validation([], 0, 1.0)
+        streams = self.dataset.streams("validation")
+        sizes = [self._samples_of(stream) for stream in streams]
+        total = sum(sizes)
+        count = min(samples, total)
+        chosen = np.arange(count, dtype=np.int64) * total // max(count, 1)
+        ends = np.cumsum(sizes)
+        source = np.searchsorted(ends, chosen, side="right")
+        sample = (chosen - (ends - sizes)[source]).astype(np.int64)
+        size = self.microbatch_size
+        out = [
+            self._gather(streams, source[at : at + size], sample[at : at + size])
+            for at in range(0, count, size)
+        ]
+        tokens = sum(batch.tokens for batch in out)
+        return Validation(out, tokens, self.dataset.tokens_per_byte("validation"))
+
+    def _samples_of(self, stream: Stream) -> int:
+        return -(-max(stream.tokens - 1, 0) // self.sequence_length)
+
+    def _gather(
+        self, streams: tuple[Stream, ...], source: NDArray[np.int64], sample: NDArray[np.int64]
+    ) -> Microbatch:
+        """Windows [n] -> a Microbatch of n samples without a ledger entry."""
+        length, end = self.sequence_length, self.dataset.end
+        window = np.full((len(source), length + 1), end, dtype=np.int64)
+        held = np.empty(len(source), dtype=np.int64)
+        for row, (s, k) in enumerate(zip(source.tolist(), sample.tolist(), strict=True)):
+            tokens = streams[s].read(k * length, (k + 1) * length + 1)
+            held[row] = len(tokens)
+            window[row, : len(tokens)] = tokens
+        inputs = window[:, :-1].copy()
+        targets = window[:, 1:].copy()
+        ended = inputs == end
+        targets[ended | (np.arange(1, length + 1) >= held[:, None])] = MASKED
+        documents = None
+        if self.document_attention:
+            documents = np.zeros(inputs.shape, dtype=np.int32)
+            np.cumsum(ended[:, :-1], axis=1, out=documents[:, 1:])
+        return Microbatch(inputs, targets, documents, [], int((targets != MASKED).sum()))
+
+
+def fed_hash(inputs: NDArray[np.int64], targets: NDArray[np.int64]) -> str:
+    """xxh3-64 of the tokens as fed: inputs, then targets, int64 little-endian, row by row."""
+    state = xxh3_64(np.ascontiguousarray(inputs, dtype="<i8").data)
+    state.update(np.ascontiguousarray(targets, dtype="<i8").data)
+    return state.hexdigest()
+
+
+def _weights(dataset: Dataset, data: DataConfig) -> list[float]:
+    """Weights in the dataset's order of sources. Raises DataError when the names differ."""
+    by_name = {source.name or source.kind: source.weight for source in data.sources}
+    if set(by_name) != set(dataset.source_names):
+        raise DataError(
+            f"the dataset has the sources {list(dataset.source_names)}, the run file names "
+            f"{list(by_name)}",
+            where="data.sources",
+            remedy="name another data.folder, or remove this one",
+        )
+    return [by_name[name] for name in dataset.source_names]

@@ -1,0 +1,174 @@
+"""A prepared dataset, opened: token streams over memory-mapped shards, and what is known of them.
+
+The manifest is the dataset's identity. Its `version` is the hash of everything else in it, and
+it holds a checksum of every other file, so that one name stands for all bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.data.files import canonical, file_checksum
+from holdfast.data.shards import Shard
+from holdfast.errors import DataError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+REMAKE = "remove the folder and run holdfast data prepare again"
+
+
+class Stream:
+    """Packed tokens of one source and split, over all its shards: shape [tokens]."""
+
+    def __init__(self, folder: Path, shards: Sequence[Shard], dtype: str):
+        self.shards = tuple(shards)
+        self._arrays = [np.memmap(folder / s.path, dtype=dtype, mode="r") for s in shards]
+        self._starts = np.cumsum([0, *(s.tokens for s in shards)])
+        self.tokens = int(self._starts[-1])
+        self.documents = sum(s.documents for s in shards)
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Tokens [start, stop), clipped to the stream, in the shards' own type."""
+        stop = min(stop, self.tokens)
+        first = int(np.searchsorted(self._starts, start, side="right")) - 1
+        pieces = []
+        while start < stop:
+            base = int(self._starts[first])
+            end = min(stop, int(self._starts[first + 1]))
+            pieces.append(self._arrays[first][start - base : end - base])
+            start, first = end, first + 1
+        if len(pieces) == 1:
+            return pieces[0]
+        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=self.dtype)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._arrays[0].dtype if self._arrays else np.dtype("<u2")
+
+
+class Dataset:
+    """What `holdfast data prepare` wrote. Open it with `Dataset.open(folder)`."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]):
+        self.folder = folder
+        self.manifest = manifest
+        self.version: str = manifest["version"]
+        self.vocab_size: int = manifest["tokenizer"]["vocab_size"]
+        self.end: int = manifest["tokenizer"]["end"]
+        self.source_names: tuple[str, ...] = tuple(s["name"] for s in manifest["sources"])
+        self._streams = {
+            split: tuple(
+                Stream(folder, [Shard(**s) for s in shards], manifest["tokenizer"]["dtype"])
+                for shards in by_source
+            )
+            for split, by_source in manifest["shards"].items()
+        }
+
+    @property
+    def tokenizer_path(self) -> Path:
+        return self.folder / "tokenizer.json"
+
+    @property
+    def baselines(self) -> dict[str, Any] | None:
+        """Bits per byte of unigram and bigram counts; None without a validation split."""
+        found: dict[str, Any] | None = self.manifest["baselines"]
+        return found
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(self._streams)
+
+    def streams(self, split: str) -> tuple[Stream, ...]:
+        """One stream per source, in the order of `source_names`."""
+        return self._streams[split]
+
+    def counts(self, split: str) -> dict[str, int]:
+        """documents, tokens (end tokens included) and bytes of text."""
+        found: dict[str, int] = self.manifest["splits"][split]
+        return found
+
+    def tokens_per_byte(self, split: str) -> float:
+        """Text tokens per byte of text: turns nats per token into bits per byte."""
+        counts = self.counts(split)
+        return (counts["tokens"] - counts["documents"]) / max(counts["bytes"], 1)
+
+    def shards(self) -> list[Shard]:
+        return [s for by in self._streams.values() for stream in by for s in stream.shards]
+
+    @staticmethod
+    def open(folder: str | Path) -> Dataset:
+        """Map a dataset. Raises DataError when there is none, when its manifest or tokenizer is
+        not what was written, or when a shard has another size. (Shards' bytes: `verify`.)"""
+        folder = Path(folder)
+        manifest = read_manifest(folder)
+        if file_checksum_or_none(folder / "tokenizer.json") != manifest["tokenizer"]["xxh3"]:
+            raise DataError(
+                "the tokenizer is missing or is not the one the tokens were made with",
+                where=str(folder / "tokenizer.json"),
+                remedy=REMAKE,
+            )
+        width = np.dtype(manifest["tokenizer"]["dtype"]).itemsize
+        for by_source in manifest["shards"].values():
+            for shard in (Shard(**s) for shards in by_source for s in shards):
+                _demand_size(folder / shard.path, shard.tokens * width)
+                _demand_size(folder / shard.index_path, (shard.documents + 1) * 8)
+        return Dataset(folder, manifest)
+
+
+def exists(folder: str | Path) -> bool:
+    return (Path(folder) / MANIFEST).exists()
+
+
+def seal(content: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with its version: sha256 of the canonical JSON of everything else."""
+    bare = {k: v for k, v in content.items() if k != "version"}
+    return {**bare, "version": hashlib.sha256(canonical(bare)).hexdigest()[:32]}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Raises DataError when it is missing, newer than this program, or changed by one byte."""
+    path = folder / MANIFEST
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        raise DataError(
+            "there is no prepared dataset", where=str(folder), remedy="run holdfast data prepare"
+        ) from None
+    try:
+        manifest: dict[str, Any] = json.loads(raw)
+        newer = manifest["format"] > FORMAT
+        sound = seal(manifest) == manifest and canonical(manifest) == raw
+    except (ValueError, KeyError, TypeError, AttributeError):
+        newer, sound = False, False
+    if newer:
+        raise DataError(
+            f"format {manifest['format']} is newer than this program's ({FORMAT})",
+            where=str(path),
+            remedy="use a newer holdfast",
+        )
+    if not sound:
+        raise DataError("the manifest is not what was written", where=str(path), remedy=REMAKE)
+    return manifest
+
+
+def file_checksum_or_none(path: Path) -> str | None:
+    try:
+        return file_checksum(path)
+    except FileNotFoundError:
+        return None
+
+
+def _demand_size(path: Path, size: int) -> None:
+    found = path.stat().st_size if path.exists() else None
+    if found != size:
+        state = "is missing" if found is None else f"has {found:,} bytes"
+        raise DataError(
+            f"the shard {state}, it was written with {size:,}", where=str(path), remedy=REMAKE
+        )

@@ -1,0 +1,155 @@
+"""Batches as tensors, read ahead of the training loop by one thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from holdfast.data.batch import Microbatch, fed_hash
+
+
+class BatchSource(Protocol):
+    """What a Loader reads; `batch.Batches` is one."""
+
+    def microbatch(self, step: int, index: int, part: int = 0, parts: int = 1) -> Microbatch: ...
+
+
+@dataclass(frozen=True)
+class TensorMicrobatch:
+    """A Microbatch on a device. inputs, targets: int64 [B, S]; documents: int32 [B, S] or None."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor | None
+    entries: list[dict[str, Any]]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """This worker's share of one step, in the plan's order."""
+
+    step: int
+    microbatches: list[TensorMicrobatch]
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """The ledger of the step: what `events.BatchFed` takes."""
+        return [entry for microbatch in self.microbatches for entry in microbatch.entries]
+
+    @property
+    def tokens(self) -> int:
+        return sum(microbatch.tokens for microbatch in self.microbatches)
+
+
+class Loader:
+    """Iterates over steps from `first_step` on, at most `depth` steps read ahead.
+
+    `plan(step)` gives the indices of the microbatches that this worker computes, `part` of
+    `parts` its share of their samples. The hash in each ledger entry is computed here, from the
+    memory of the tensors that are handed over, not from what they were meant to hold. An error
+    while reading is raised by the step that it belongs to. When membership changes, close it
+    and make another.
+    """
+
+    def __init__(
+        self, batches: BatchSource, plan: Callable[[int], Sequence[int]], *, part: int = 0,
+        parts: int = 1, first_step: int = 1, last_step: int | None = None,
+        device: torch.device | str = "cpu", depth: int = 2,
+    ):  # fmt: skip
+        self._batches, self._plan = batches, plan
+        self._part, self._parts = part, parts
+        self._device = torch.device(device)
+        self._depth = max(1, depth)
+        self._last = last_step
+        self._ready: deque[StepBatch] = deque()
+        self._error: BaseException | None = None
+        self._ended = False
+        self._closed = False
+        self._changed = threading.Condition()
+        self.seconds_waited = 0.0  # by the training loop, since the start
+        self._thread = threading.Thread(
+            target=self._read, args=(first_step,), name="holdfast-loader", daemon=True
+        )
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        """The next step's share. Raises StopIteration after the last step or `close`, and
+        whatever reading it raised."""
+        begun = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
+            self.seconds_waited += time.perf_counter() - begun
+            if self._closed:
+                raise StopIteration
+            if not self._ready:
+                if self._error is not None:
+                    raise self._error
+                raise StopIteration
+            batch = self._ready.popleft()
+            self._changed.notify_all()
+        return StepBatch(batch.step, [self._hand_over(m) for m in batch.microbatches])
+
+    def close(self) -> None:
+        """Stop reading and wait for the thread to end."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _read(self, step: int) -> None:
+        try:
+            while self._last is None or step <= self._last:
+                batch = StepBatch(step, [self._load(step, index) for index in self._plan(step)])
+                with self._changed:
+                    self._ready.append(batch)
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: len(self._ready) < self._depth or self._closed)
+                    if self._closed:
+                        return
+                step += 1
+        except BaseException as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _load(self, step: int, index: int) -> TensorMicrobatch:
+        """Host tensors, in pinned memory when they will be copied to a device."""
+        read = self._batches.microbatch(step, index, self._part, self._parts)
+        inputs, targets = torch.from_numpy(read.inputs), torch.from_numpy(read.targets)
+        documents = None if read.documents is None else torch.from_numpy(read.documents)
+        if self._device.type == "cuda":
+            inputs, targets = inputs.pin_memory(), targets.pin_memory()
+            documents = None if documents is None else documents.pin_memory()
+        return TensorMicrobatch(inputs, targets, documents, read.entries, read.tokens)
+
+    def _hand_over(self, host: TensorMicrobatch) -> TensorMicrobatch:
+        digest = fed_hash(host.inputs.numpy(), host.targets.numpy())
+        entries = [{**entry, "hash": digest} for entry in host.entries]
+        if self._device.type == "cpu":
+            return TensorMicrobatch(host.inputs, host.targets, host.documents, entries, host.tokens)
+        documents = None if host.documents is None else self._move(host.documents)
+        return TensorMicrobatch(
+            self._move(host.inputs), self._move(host.targets), documents, entries, host.tokens
+        )
+
+    def _move(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Pinned memory is not used again before the copy ends: torch's host allocator sees to it.
+        return tensor.to(self._device, non_blocking=True)

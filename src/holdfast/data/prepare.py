@@ -1,0 +1,366 @@
+"""From sources to a dataset: scan, choose, train the tokenizer, tokenise, join.
+
+    scan       every unit, in parallel: hash each document            .prepare/scan/<unit>
+    choose     drop duplicates, split by hash                         (recomputed, seconds)
+    tokenizer  train a byte-level BPE, or take the one given          .prepare/tokenizer.json
+    tokenise   every unit, in parallel                                .prepare/tokens/<unit>
+    join       unit results into shards; baselines; the manifest      shards/, manifest.json
+
+Each arrow ends in files that are whole or absent, so a preparation that was killed goes on with
+what is missing. The manifest is written last: without it there is no dataset. Texts are read
+twice (tokenising costs fifty times as much as reading), and the unit results need as much disk
+as the shards until the end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_128
+
+from holdfast.config.data import DataConfig
+from holdfast.data import vocabulary
+from holdfast.data.baselines import MAX_TOKENS, baselines
+from holdfast.data.choose import Choice, Rows, choose, tokenizer_sample
+from holdfast.data.dataset import FORMAT, MANIFEST, Dataset, Stream, exists, seal
+from holdfast.data.files import canonical, checksum, explained, file_checksum, write_atomic
+from holdfast.data.pool import Task, run_tasks
+from holdfast.data.shards import Shard, write_shards
+from holdfast.data.sources import SourcePlan, Unit, plan_source, read_unit, source_names
+from holdfast.data.tasks import SPLITS, read_result, read_scan
+from holdfast.errors import CorruptError, DataError
+
+WORK = ".prepare"
+
+Say = Callable[[str], None]
+Progress = Callable[[str, int, int], None]  # (what is being done, units done, units)
+
+
+def _quiet(what: str, done: int, total: int) -> None:
+    """A progress callback that shows nothing."""
+
+
+def prepare(config: DataConfig, say: Say = print, progress: Progress | None = None) -> Dataset:
+    """The dataset of `config.folder`, prepared if it is not there yet.
+
+    The result depends on the sources and the settings alone: not on the number of processes,
+    not on interruptions. Raises DataError for sources or a tokenizer that will not do, for a
+    folder that holds another dataset or is being prepared by someone else, and OutOfSpaceError
+    when the disk is full (finished units stay; the same call goes on).
+    """
+    folder = Path(config.folder)
+    with explained(folder):
+        wanted = settings(config)
+        if exists(folder):
+            dataset = Dataset.open(folder)
+            demand_match(dataset, wanted, config.tokenizer.path)
+            return dataset
+        _make_folder(folder / WORK)
+        with _alone(folder):
+            if not exists(folder):
+                _Preparation(config, folder, wanted, say, progress or _quiet).run()
+            shutil.rmtree(folder / WORK, ignore_errors=True)
+        return Dataset.open(folder)
+
+
+def settings(config: DataConfig) -> dict[str, Any]:
+    """What of the run file decides the content of a dataset (weights, processes and the length
+    of a sample do not)."""
+    tokenizer: dict[str, Any]
+    if config.tokenizer.path is None:
+        tokenizer = {
+            "vocab_size": config.tokenizer.vocab_size,
+            "sample_bytes": config.tokenizer.sample_bytes,
+        }
+    else:
+        path = Path(config.tokenizer.path).expanduser()
+        vocabulary.describe(vocabulary.load(path), path)
+        tokenizer = {"xxh3": file_checksum(path)}
+    names = source_names(config.sources)
+    return {
+        "sources": [
+            {"kind": s.kind, "name": n, "path": s.path, "field": s.field, "split": s.split}
+            for s, n in zip(config.sources, names, strict=True)
+        ],
+        "tokenizer": tokenizer,
+        "validation_fraction": config.validation_fraction,
+    }
+
+
+def demand_match(dataset: Dataset, wanted: dict[str, Any], tokenizer: str | None) -> None:
+    """Raises DataError when a dataset was made from other settings than the run file's."""
+    made = dataset.manifest["settings"]
+    if tokenizer is not None:
+        demand_tokenizer(dataset, Path(tokenizer).expanduser())
+    for key in ("sources", "tokenizer", "validation_fraction"):
+        if key == "tokenizer" and tokenizer is not None:
+            continue
+        if made[key] != wanted[key]:
+            raise DataError(
+                f"the dataset there was prepared with another data.{key} "
+                f"({json.dumps(made[key])}, not {json.dumps(wanted[key])})",
+                where=str(dataset.folder),
+                remedy="name another data.folder, or remove this one",
+            )
+
+
+def demand_tokenizer(dataset: Dataset, path: Path) -> None:
+    """Raises DataError when a tokenizer.json gives tokens other meanings than the dataset's."""
+    if difference := vocabulary.differences(path, dataset.tokenizer_path):
+        raise DataError(
+            f"{path} does not match the dataset in {dataset.folder}: {difference}",
+            where="data.tokenizer.path",
+            remedy=f"use {dataset.tokenizer_path}, or name another data.folder",
+        )
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise DataError(
+            f"{error.filename} is a file, not a folder",
+            where="data.folder",
+            remedy="name another folder",
+        ) from None
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold a folder for one preparation; the kernel lets go when its process ends."""
+    with (folder / WORK / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(
+                "another process is preparing this dataset",
+                where=str(folder),
+                remedy="wait for it, or name another data.folder",
+            ) from None
+        yield
+
+
+@dataclass
+class _Preparation:
+    """One preparation; the methods are its stages in order."""
+
+    config: DataConfig
+    folder: Path
+    wanted: dict[str, Any]
+    say: Say
+    progress: Progress
+
+    def run(self) -> None:
+        self.plans = self._plan()
+        self.units = [unit for plan in self.plans for unit in plan.units]
+        self._begin()
+        raw, rows = self._scan()
+        names = [plan.name for plan in self.plans]
+        choice = choose(
+            rows, [u.source for u in self.units], names, self.config.validation_fraction
+        )
+        self._tell(choice)
+        known = self._tokenizer(rows, choice)
+        self._tokenise(raw, choice, known)
+        self._join(raw, rows, choice, known)
+
+    def _path(self, stage: str, unit: Unit) -> Path:
+        return self.folder / WORK / stage / f"{unit.index:08d}"
+
+    def _plan(self) -> list[SourcePlan]:
+        plans: list[SourcePlan] = []
+        for index, source in enumerate(self.config.sources):
+            plans.append(plan_source(source, index, sum(len(p.units) for p in plans)))
+        return plans
+
+    def _begin(self) -> None:
+        """Go on with the unit results that are there, unless they are of something else."""
+        plan = {"format": FORMAT, "settings": self.wanted, "stamps": [p.stamp for p in self.plans]}
+        path = self.folder / WORK / "plan.json"
+        if path.exists() and path.read_bytes() != canonical(plan):
+            self.say("the sources or settings have changed: starting over")
+            for stage in ("scan", "tokens", "lots"):
+                shutil.rmtree(self.folder / WORK / stage, ignore_errors=True)
+            (self.folder / WORK / "tokenizer.json").unlink(missing_ok=True)
+        for stage in ("scan", "tokens", "lots"):
+            (self.folder / WORK / stage).mkdir(exist_ok=True)
+        (self.folder / "shards").mkdir(exist_ok=True)
+        write_atomic(path, [canonical(plan)])
+
+    def _processes(self, tasks: int) -> int:
+        """0 (right here) for a single unit, else at most one process per unit and core."""
+        cores = self.config.processes or len(os.sched_getaffinity(0))
+        return 0 if len(self.units) == 1 else min(cores, tasks)
+
+    def _each(self, what: str, stage: str, task: Callable[[Unit], Task]) -> None:
+        """Do a stage's task for each unit that has no result yet."""
+        missing = [u for u in self.units if not _is_whole(self._path(stage, u))]
+        done = len(self.units) - len(missing)
+        if done and missing:
+            self.say(f"{what}: {done} of {len(self.units)} pieces were done before")
+        self.progress(what, done, len(self.units))
+
+        def count(_: Task) -> None:
+            nonlocal done
+            done += 1
+            self.progress(what, done, len(self.units))
+
+        run_tasks((task(u) for u in missing), self._processes(len(missing)), count)
+
+    def _scan(self) -> tuple[list[str], list[Rows]]:
+        limit = self.config.max_document_bytes
+        self._each(
+            "reading", "scan",
+            lambda unit: {"do": "scan", "unit": unit.to_json(), "limit": limit,
+                          "out": str(self._path("scan", unit))},
+        )  # fmt: skip
+        found = [read_scan(self._path("scan", unit)) for unit in self.units]
+        return [raw for raw, _ in found], [rows for _, rows in found]
+
+    def _tell(self, choice: Choice) -> None:
+        for plan, count in zip(self.plans, choice.counts, strict=True):
+            left = count.documents - count.empty - count.duplicates
+            self.say(
+                f"{plan.name}: {left:,} documents ({count.empty:,} empty and "
+                f"{count.duplicates:,} duplicate ones left out)"
+            )
+
+    def _tokenizer(self, rows: list[Rows], choice: Choice) -> vocabulary.Vocabulary:
+        path = self.folder / WORK / "tokenizer.json"
+        given = self.config.tokenizer.path
+        if given is not None:
+            write_atomic(path, [Path(given).expanduser().read_bytes()])
+        elif not path.exists():
+            masks = tokenizer_sample(rows, choice.lots, self.config.tokenizer.sample_bytes)
+            size = sum(int(r[m, 2].sum()) for r, m in zip(rows, masks, strict=True))
+            vocab = self.config.tokenizer.vocab_size
+            self.say(f"training a byte-level BPE of {vocab:,} on {size / 1e6:.1f} MB")
+            text = vocabulary.train(self._sample(masks), vocab)
+            write_atomic(path, [text.encode()])
+        return vocabulary.describe(vocabulary.load(path), path)
+
+    def _sample(self, masks: list[np.ndarray[Any, np.dtype[np.bool_]]]) -> Iterator[str]:
+        limit = self.config.max_document_bytes
+        for unit, mask in zip(self.units, masks, strict=True):
+            if mask.any():
+                texts = read_unit(unit, limit, xxh3_128())
+                yield from (t for t, m in zip(islice(texts, len(mask)), mask, strict=True) if m)
+
+    def _tokenise(self, raw: list[str], choice: Choice, known: vocabulary.Vocabulary) -> None:
+        def task(unit: Unit) -> Task:
+            lots = self._path("lots", unit)
+            write_atomic(lots, [choice.lots[unit.index].tobytes()])
+            return {
+                "do": "tokenise", "unit": unit.to_json(), "raw": raw[unit.index],
+                "limit": self.config.max_document_bytes, "lots": str(lots),
+                "tokenizer": str(self.folder / WORK / "tokenizer.json"), "end": known.end,
+                "dtype": known.dtype, "out": str(self._path("tokens", unit)),
+            }  # fmt: skip
+
+        self._each("tokenising", "tokens", task)
+
+    def _join(
+        self, raw: list[str], rows: list[Rows], choice: Choice, known: vocabulary.Vocabulary
+    ) -> None:
+        self.say("writing shards")
+        shards = {
+            split: [
+                write_shards(
+                    self.folder, split, i, [self._path("tokens", u) for u in plan.units],
+                    self.config.shard_tokens,
+                )
+                for i, plan in enumerate(self.plans)
+            ]
+            for split in SPLITS
+        }  # fmt: skip
+        if not any(shards["validation"]):
+            del shards["validation"]
+        tokenizer = (self.folder / WORK / "tokenizer.json").read_bytes()
+        write_atomic(self.folder / "tokenizer.json", [tokenizer], sync=True)
+        splits = _split_counts(shards, rows, choice)
+        content = {
+            "format": FORMAT,
+            "settings": self.wanted,
+            "sources": self._lineage(raw, choice),
+            "tokenizer": {
+                "vocab_size": known.size, "end": known.end, "end_token": known.end_token,
+                "dtype": known.dtype, "xxh3": checksum(tokenizer),
+            },
+            "splits": splits,
+            "shards": {k: [[s.to_json() for s in one] for one in v] for k, v in shards.items()},
+            "baselines": _baselines(self.folder, shards, splits, known),
+        }  # fmt: skip
+        manifest = seal(content)
+        write_atomic(self.folder / MANIFEST, [canonical(manifest)], sync=True)
+        total = splits["train"]["tokens"]
+        self.say(f"dataset {manifest['version']}: {total:,} training tokens in {self.folder}")
+
+    def _lineage(self, raw: list[str], choice: Choice) -> list[dict[str, Any]]:
+        """Where the tokens came from: each source with a hash of every byte read."""
+        out = []
+        sources = zip(self.plans, self.wanted["sources"], choice.counts, strict=True)
+        for plan, wanted, count in sources:
+            digest = checksum("".join(raw[u.index] for u in plan.units).encode())
+            out.append(
+                {**wanted, "files": plan.files, "bytes": plan.bytes, "xxh3": digest,
+                 **asdict(count)}
+            )  # fmt: skip
+        return out
+
+
+def _is_whole(path: Path) -> bool:
+    """Is a unit's result there? One that a power loss tore is removed."""
+    if not path.exists():
+        return False
+    try:
+        read_result(path)
+    except CorruptError:
+        path.unlink()
+        return False
+    return True
+
+
+def _split_counts(
+    shards: dict[str, list[list[Shard]]], rows: list[Rows], choice: Choice
+) -> dict[str, dict[str, int]]:
+    out = {}
+    for lot, split in enumerate(SPLITS, start=1):
+        if split in shards:
+            every = [s for one in shards[split] for s in one]
+            size = sum(
+                int(r[lots == lot, 2].sum()) for r, lots in zip(rows, choice.lots, strict=True)
+            )
+            out[split] = {
+                "documents": sum(s.documents for s in every),
+                "tokens": sum(s.tokens for s in every),
+                "bytes": size,
+            }
+    return out
+
+
+def _baselines(
+    folder: Path, shards: dict[str, list[list[Shard]]], splits: dict[str, dict[str, int]],
+    known: vocabulary.Vocabulary,
+) -> dict[str, Any] | None:  # fmt: skip
+    if "validation" not in shards:
+        return None
+    read = partial(Stream, folder, dtype=known.dtype)
+    train = (read(shards=one) for one in shards["train"])
+    validation = read(shards=[s for one in shards["validation"] for s in one])
+    count = splits["validation"]
+    per_byte = (count["tokens"] - count["documents"]) / max(count["bytes"], 1)
+    return baselines(
+        (stream.read(0, MAX_TOKENS) for stream in train),
+        validation.read(0, MAX_TOKENS), known.size, known.end, per_byte,
+    )  # fmt: skip

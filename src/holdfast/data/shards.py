@@ -1,0 +1,93 @@
+"""Token shards: the results of many units, joined in order into a few large files.
+
+A shard holds whole documents of one source and split, each ended by the end token, as plain
+little-endian integers: shape [tokens]. Beside it stands its index, uint64 [documents + 1]: where
+each document begins in the shard, and the shard's length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.data.files import write_atomic
+from holdfast.data.tasks import UnitTokens, read_tokens
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One pair of files; `path` is relative to the dataset's folder, the index is `.idx`."""
+
+    path: str
+    documents: int
+    tokens: int
+    xxh3: str
+    index_xxh3: str
+
+    @property
+    def index_path(self) -> str:
+        return self.path.removesuffix(".bin") + ".idx"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def write_shards(
+    folder: Path, split: str, source: int, results: Sequence[Path], shard_tokens: int
+) -> list[Shard]:
+    """Join one source's unit results into shards of `shard_tokens` or a little more: a shard
+    ends with the document that reaches the number. Only one unit is in memory at a time beside
+    the shard's index."""
+    shards: list[Shard] = []
+    pieces = _Cutter(results, split, shard_tokens)
+    while pieces.more():
+        path = f"shards/{split}-{source:03d}-{len(shards):05d}.bin"
+        lengths: list[NDArray[np.uint32]] = []
+        digest = write_atomic(folder / path, _tokens(pieces.shard(), lengths), sync=True)
+        starts = np.zeros(1 + sum(len(n) for n in lengths), dtype="<u8")
+        np.cumsum(np.concatenate(lengths), out=starts[1:])
+        index = folder / (path.removesuffix(".bin") + ".idx")
+        index_digest = write_atomic(index, [starts.tobytes()], sync=True)
+        shards.append(Shard(path, len(starts) - 1, int(starts[-1]), digest, index_digest))
+    return shards
+
+
+def _tokens(pieces: Iterator[UnitTokens], lengths: list[NDArray[np.uint32]]) -> Iterator[bytes]:
+    for piece in pieces:
+        lengths.append(piece.lengths)
+        yield piece.tokens.tobytes()
+
+
+class _Cutter:
+    """Hands out the documents of many units, cut where a shard is full."""
+
+    def __init__(self, results: Sequence[Path], split: str, shard_tokens: int):
+        self._results = iter(results)
+        self._split = split
+        self._limit = shard_tokens
+        self._held: UnitTokens | None = None
+
+    def more(self) -> bool:
+        while self._held is None or not len(self._held.lengths):
+            path = next(self._results, None)
+            if path is None:
+                return False
+            self._held = read_tokens(path, self._split)
+        return True
+
+    def shard(self) -> Iterator[UnitTokens]:
+        room = self._limit
+        while room > 0 and self.more():
+            assert self._held is not None
+            lengths, tokens = self._held.lengths, self._held.tokens
+            ends = np.cumsum(lengths, dtype=np.int64)
+            documents = min(int(np.searchsorted(ends, room)) + 1, len(lengths))
+            cut = int(ends[documents - 1])
+            self._held = UnitTokens(lengths[documents:], tokens[cut:])
+            room -= cut
+            yield UnitTokens(lengths[:documents], tokens[:cut])

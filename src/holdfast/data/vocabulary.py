@@ -1,0 +1,115 @@
+"""The tokenizer: a byte-level BPE trained on the corpus, or a tokenizer.json that is there.
+
+Byte-level BPE (Radford et al., 2019, section 2.2) has all 256 bytes as symbols, so that any
+text can be spelt and none needs an unknown token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from holdfast.errors import DataError
+
+END = "<|end|>"
+# End-of-text tokens of tokenizers in use, in the order in which they are looked for.
+KNOWN_ENDS = (
+    END,
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "<end_of_turn>",
+)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a dataset must know of its tokenizer. `size` counts ids, added tokens included."""
+
+    size: int
+    end: int
+    end_token: str
+
+    @property
+    def dtype(self) -> str:
+        """The token shards' element type, little-endian."""
+        return "<u2" if self.size <= 2**16 else "<u4"
+
+
+def train(texts: Iterable[str], vocab_size: int) -> str:
+    """The JSON of a byte-level BPE with `vocab_size` ids, `<|end|>` the first.
+
+    A corpus too small for that many merges gives fewer ids.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    text: str = tokenizer.to_str(pretty=True)
+    return text + "\n"
+
+
+def load(path: Path) -> Tokenizer:
+    """A tokenizer as tokenising needs it: no truncation, no padding, and text that spells a
+    special token is text (a document cannot smuggle in an end of document).
+
+    Raises DataError when the file is no tokenizer.json.
+    """
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(
+            f"{path} does not exist",
+            where="data.tokenizer.path",
+            remedy="name a tokenizer.json, or leave it out to train one",
+        ) from None
+    except Exception as error:  # the library raises bare Exception
+        raise DataError(
+            f"{path} is not a tokenizer.json ({error})",
+            where="data.tokenizer.path",
+            remedy="name a tokenizer.json, or leave it out to train one",
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def describe(tokenizer: Tokenizer, path: Path) -> Vocabulary:
+    """Size and end token. Raises DataError when no end-of-text token is known."""
+    ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    for token in KNOWN_ENDS:
+        if token in ids:
+            return Vocabulary(max(ids.values()) + 1, ids[token], token)
+    raise DataError(
+        f"{path} has no end-of-text token",
+        where="data.tokenizer.path",
+        remedy=f"add one of {', '.join(KNOWN_ENDS)} to its added tokens",
+    )
+
+
+def differences(path: Path, other: Path) -> str | None:
+    """How two tokenizer.json differ in what a token id means, or None when they do not."""
+    a, b = (load(p).get_vocab(with_added_tokens=True) for p in (path, other))
+    if len(a) != len(b):
+        return f"{len(a)} tokens against {len(b)}"
+    moved = [token for token, number in a.items() if b.get(token) != number]
+    if moved:
+        return f"{len(moved)} tokens have another id, {min(moved)!r} among them"
+    models_ = [json.loads(p.read_text(encoding="utf-8")) for p in (path, other)]
+    for part in ("model", "normalizer", "pre_tokenizer"):
+        if models_[0].get(part) != models_[1].get(part):
+            return f"another {part}"
+    return None
