@@ -1,0 +1,312 @@
+"""The story of a run, read back from its journal.
+
+`read(store)` gives one continuous curve (the steps that still count), what was done twice, what
+broke and for how long, and where every second went. It derives from the journal and from nothing
+else, so it can be made at any time, also while the run goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from holdfast.events import (
+    CheckpointCaptured,
+    CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointRejected,
+    CheckpointRemoved,
+    CheckpointSkipped,
+    Evaluated,
+    Event,
+    GenerationStarted,
+    NonFinite,
+    Record,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+    RunStopped,
+    SettingIgnored,
+    StepDone,
+    StopRequested,
+)
+from holdfast.report.incidents import Incident, IncidentBook
+from holdfast.report.timeledger import TimeLedger
+from holdfast.report.timeline import in_order
+from holdfast.spec.lineage import split
+from holdfast.wire import journal
+from holdfast.wire.runstore import RunStore
+
+
+@dataclass(frozen=True)
+class StepPoint:
+    """One step done. `elapsed` is the run's time when the agent heard of it."""
+
+    step: int
+    generation: int
+    elapsed: float
+    loss: float  # nats per token
+    tokens: int
+    total_tokens: int  # of this step and all before it that count
+    grad_norm: float
+    learning_rate: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class EvaluationPoint:
+    step: int
+    generation: int
+    elapsed: float
+    loss: float
+    bits_per_byte: float
+    tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A membership: `first` is the first step it computed, `last` the last (0: none)."""
+
+    number: int
+    reason: str
+    elapsed: float
+    start_step: int
+    restored_from: str | None
+    workers: int
+    first: int = 0
+    last: int = 0
+
+
+@dataclass(frozen=True)
+class Session:
+    """From one start of `holdfast train` to its end; `ended` says how."""
+
+    began: float
+    until: float
+    began_at: float  # seconds since the epoch, on that session's clock
+    ended: str  # running, finished, stopped, failed, lost
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class CheckpointRow:
+    """A committed checkpoint. `blocked` is how long training stood still for it."""
+
+    step: int
+    generation: int
+    elapsed: float
+    key: str
+    bytes: int
+    seconds: float
+    blocked: float
+    restored: int = 0  # generations that began from it
+    removed: bool = False
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something a person should know that is not an incident."""
+
+    elapsed: float
+    generation: int
+    kind: str  # the event's kind
+    text: str
+
+
+@dataclass(frozen=True)
+class History:
+    """Everything that the views show. All `elapsed` are seconds since the first RunStarted."""
+
+    run: str
+    config_hash: str
+    dataset_version: str
+    state: str  # empty, running, finished, stopped, failed, lost
+    steps: tuple[StepPoint, ...]
+    rework: tuple[tuple[StepPoint, ...], ...]  # one piece of lost curve per broken generation
+    evaluations: tuple[EvaluationPoint, ...]
+    generations: tuple[Generation, ...]
+    sessions: tuple[Session, ...]
+    incidents: tuple[Incident, ...]
+    checkpoints: tuple[CheckpointRow, ...]
+    notices: tuple[Notice, ...]
+    time: dict[str, float]  # seconds by class of timeledger.CLASSES
+    wall: float
+
+    @property
+    def last_step(self) -> int:
+        return self.steps[-1].step if self.steps else 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the steps that count."""
+        return self.steps[-1].total_tokens if self.steps else 0
+
+    @property
+    def tokens_again(self) -> int:
+        """Tokens that were computed a second time: the visible cost of failures."""
+        return sum(point.tokens for piece in self.rework for point in piece)
+
+    @property
+    def goodput(self) -> float:
+        """Useful training time / wall time."""
+        return self.time["productive"] / self.wall if self.wall > 0 else 0.0
+
+    @property
+    def goodput_running(self) -> float:
+        """The same, over the time in which something ran."""
+        up = self.wall - self.time["stopped"]
+        return self.time["productive"] / up if up > 0 else 0.0
+
+    @property
+    def best(self) -> EvaluationPoint | None:
+        return min(self.evaluations, key=lambda e: e.loss, default=None)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median over the steps that count, so that a pause does not show."""
+        rates = sorted(p.tokens / p.seconds for p in self.steps if p.seconds > 0)
+        return rates[len(rates) // 2] if rates else 0.0
+
+
+def read(store: RunStore) -> History:
+    """The history of the run in `store`. Raises CorruptError for a journal that was damaged."""
+    return build(journal.read(store))
+
+
+def build(records: Iterable[Record]) -> History:
+    """The history that these records tell, in whatever order they come."""
+    ordered = in_order(records)
+    effective, _ = split(ordered)
+    counted = {id(record) for record in effective}
+    builder = _Builder()
+    for record in ordered:
+        builder.observe(record, id(record) in counted)
+    return builder.history()
+
+
+@dataclass
+class _Builder:
+    ledger: TimeLedger = field(default_factory=TimeLedger)
+    book: IncidentBook = field(default_factory=IncidentBook)
+    started: RunStarted | None = None
+    steps: dict[int, StepPoint] = field(default_factory=dict)
+    rework: dict[int, list[StepPoint]] = field(default_factory=dict)
+    evaluations: dict[int, EvaluationPoint] = field(default_factory=dict)
+    generations: dict[int, Generation] = field(default_factory=dict)
+    sessions: list[Session] = field(default_factory=list)
+    checkpoints: dict[str, CheckpointRow] = field(default_factory=dict)
+    blocked: dict[tuple[int, int], float] = field(default_factory=dict)
+    notices: list[Notice] = field(default_factory=list)
+
+    def observe(self, record: Record, counts: bool) -> None:
+        before = self.ledger.wall
+        self.ledger.observe(record)
+        elapsed = self.ledger.wall
+        self.book.observe(record, elapsed)
+        event = record.event
+        if isinstance(event, RunStarted):
+            self.started = event
+            if self.sessions and self.sessions[-1].ended == "running":
+                self._end_session(before, "lost", "")
+            self.sessions.append(Session(elapsed, elapsed, record.time, "running"))
+        elif isinstance(event, RunFinished):
+            self._end_session(elapsed, "finished", "")
+        elif isinstance(event, RunStopped):
+            self._end_session(elapsed, "stopped", event.reason)
+        elif isinstance(event, RunFailed):
+            self._end_session(elapsed, "failed", event.reason)
+        elif isinstance(event, GenerationStarted):
+            self._generation(record.generation, event, elapsed)
+        elif isinstance(event, StepDone):
+            self._step(record.generation, event, elapsed, counts)
+        elif isinstance(event, Evaluated):
+            if counts:
+                self.evaluations[event.step] = EvaluationPoint(
+                    event.step, record.generation, elapsed, event.loss, event.bits_per_byte,
+                    event.tokens, event.seconds,
+                )  # fmt: skip
+        else:
+            self._checkpoint(record, elapsed)
+            text = notice(event)
+            if text:
+                self.notices.append(Notice(elapsed, record.generation, event.kind, text))
+
+    def _end_session(self, elapsed: float, ended: str, reason: str) -> None:
+        if self.sessions:
+            last = self.sessions[-1]
+            self.sessions[-1] = Session(last.began, elapsed, last.began_at, ended, reason)
+
+    def _generation(self, number: int, event: GenerationStarted, elapsed: float) -> None:
+        key = event.restored_from
+        self.generations[number] = Generation(
+            number, event.reason, elapsed, event.step, key, len(event.topology.get("nodes", ()))
+        )
+        if key in self.checkpoints:
+            row = self.checkpoints[key]
+            self.checkpoints[key] = replace(row, restored=row.restored + 1)
+
+    def _step(self, generation: int, event: StepDone, elapsed: float, counts: bool) -> None:
+        point = StepPoint(
+            event.step, generation, elapsed, event.loss, event.tokens, 0, event.grad_norm,
+            event.learning_rate, event.seconds,
+        )  # fmt: skip
+        if counts:
+            self.steps[event.step] = point
+        else:
+            self.rework.setdefault(generation, []).append(point)
+        if generation in self.generations:
+            g = self.generations[generation]
+            first = g.first or event.step
+            self.generations[generation] = replace(g, first=first, last=max(g.last, event.step))
+
+    def _checkpoint(self, record: Record, elapsed: float) -> None:
+        event, place = record.event, (record.generation, record.event.step)
+        if isinstance(event, CheckpointCaptured):
+            self.blocked[place] = max(self.blocked.get(place, 0.0), event.seconds)
+        elif isinstance(event, CheckpointCommitted):
+            self.checkpoints[event.key] = CheckpointRow(
+                event.step, record.generation, elapsed, event.key, event.bytes, event.seconds,
+                self.blocked.get(place, 0.0),
+            )  # fmt: skip
+        elif isinstance(event, CheckpointRemoved) and event.key in self.checkpoints:
+            self.checkpoints[event.key] = replace(self.checkpoints[event.key], removed=True)
+
+    def history(self) -> History:
+        wall = self.ledger.wall
+        if self.sessions and self.sessions[-1].ended == "running":
+            self._end_session(wall, "running", "")
+        steps, total = [], 0
+        for step in sorted(self.steps):
+            total += self.steps[step].tokens
+            steps.append(replace(self.steps[step], total_tokens=total))
+        last = self.sessions[-1].ended if self.sessions else "empty"
+        started = self.started or RunStarted("", "", "")
+        return History(
+            started.run, started.config_hash, started.dataset_version, last, tuple(steps),
+            tuple(tuple(sorted(piece, key=lambda p: p.step)) for piece in self.rework.values()),
+            tuple(self.evaluations[s] for s in sorted(self.evaluations)),
+            tuple(self.generations[g] for g in sorted(self.generations)),
+            tuple(self.sessions), tuple(self.book.incidents),
+            tuple(sorted(self.checkpoints.values(), key=lambda c: (c.step, c.generation))),
+            tuple(self.notices), self.ledger.totals(), wall,
+        )  # fmt: skip
+
+
+def notice(event: Event) -> str:
+    """What a person should be told about this event, or nothing."""
+    if isinstance(event, CheckpointFailed):
+        return f"the checkpoint of step {event.step} failed: {event.reason}"
+    if isinstance(event, CheckpointSkipped):
+        return f"rank {event.rank} took no snapshot of step {event.step}: {event.reason}"
+    if isinstance(event, CheckpointRejected):
+        return f"checkpoint {event.key} was not trusted: {event.reason}"
+    if isinstance(event, NonFinite):
+        return f"step {event.step}: {event.parameter} is not finite on rank {event.rank}"
+    if isinstance(event, SettingIgnored):
+        return f"{event.key} is not honoured here: {event.reason}"
+    if isinstance(event, StopRequested):
+        return f"asked to stop ({event.reason})"
+    if isinstance(event, RunFailed):
+        return f"the run failed: {event.reason}"
+    return ""

@@ -1,0 +1,161 @@
+"""Incidents: what broke, what it cost, and when the run was itself again.
+
+An incident opens when a worker is lost (or when a session ends without a word) and closes with the
+first step of a newer generation. Its length is the RTO: seconds from the loss, as the agent
+noticed it, to the first new committed step; the steps done again are its RPO.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from holdfast.events import (
+    GenerationStarted,
+    NonFinite,
+    Record,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+    RunStopped,
+    StepDone,
+    WorkerLost,
+    WorkerReady,
+)
+
+_ENDS = (RunStopped, RunFinished, RunFailed)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One worker that was lost."""
+
+    rank: int
+    cause: str  # "SIGKILL", "exit 1", "no progress for 30 s", ...
+    noticed_by: str  # exit, progress, peer
+
+
+@dataclass(frozen=True)
+class Incident:
+    """Times are seconds since the run's start on the agent's clock."""
+
+    generation: int  # the one that broke
+    kind: str  # worker_lost, session_lost, or the reason of the next generation
+    began: float
+    reached: int  # last step done before
+    losses: tuple[Loss, ...] = ()
+    note: str = ""
+    restarted: float | None = None  # the next generation was decided
+    ready: float | None = None  # its last worker had restored its state
+    recovered: float | None = None  # its first step was done
+    restart_step: int | None = None  # it began from the state after this step
+
+    @property
+    def seconds(self) -> float | None:
+        """From the loss to the first new step; None while it lasts."""
+        return None if self.recovered is None else self.recovered - self.began
+
+    @property
+    def steps_lost(self) -> int:
+        """Steps that were done and had to be done again."""
+        return 0 if self.restart_step is None else max(0, self.reached - self.restart_step)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Parts of the recovery: deciding, starting and restoring, the first step."""
+        marks = [("decide", self.restarted), ("restore", self.ready), ("step", self.recovered)]
+        out, last = {}, self.began
+        for name, mark in marks:
+            if mark is not None:
+                out[name], last = mark - last, mark
+        return out
+
+    @property
+    def title(self) -> str:
+        """One line for people."""
+        if self.losses:
+            first = self.losses[0]
+            more = f" and {len(self.losses) - 1} more" if len(self.losses) > 1 else ""
+            return f"rank {first.rank} lost{more} ({first.cause})"
+        if self.kind == "session_lost":
+            return "the session ended without a word"
+        return self.note or self.kind.replace("_", " ")
+
+
+class IncidentBook:
+    """Feed it records in the order they happened, with the run's time; read `incidents`."""
+
+    def __init__(self) -> None:
+        self.incidents: list[Incident] = []
+        self._open: Incident | None = None
+        self._generation = 0
+        self._step = 0
+        self._in_session = False
+        self._last_elapsed = 0.0
+        self._note = ""
+
+    @property
+    def current(self) -> Incident | None:
+        """The incident that is not over, if there is one."""
+        return self._open
+
+    def observe(self, record: Record, elapsed: float) -> Incident | None:
+        """Returns the incident that this record ended, if it did."""
+        event = record.event
+        ended: Incident | None = None
+        if isinstance(event, WorkerLost):
+            self._lose(record.generation, event, elapsed)
+        elif isinstance(event, NonFinite):
+            self._note = f"{event.parameter} not finite on rank {event.rank}, step {event.step}"
+        elif isinstance(event, RunStarted):
+            if self._in_session:  # its agent was killed, or its machine went away
+                self._begin("session_lost", self._generation, self._last_elapsed)
+            self._in_session = True
+        elif isinstance(event, _ENDS):
+            self._in_session = False
+        elif isinstance(event, GenerationStarted):
+            self._restart(record.generation, event, elapsed)
+        elif isinstance(event, WorkerReady):
+            self._update(ready=elapsed)
+        elif isinstance(event, StepDone):
+            self._step = max(self._step, event.step)
+            ended = self._recover(record.generation, elapsed)
+        self._last_elapsed = elapsed
+        return ended
+
+    def _begin(self, kind: str, generation: int, elapsed: float) -> None:
+        if self._open is None:
+            self._open = Incident(generation, kind, elapsed, self._step, note=self._note)
+            self.incidents.append(self._open)
+            self._note = ""
+
+    def _lose(self, generation: int, event: WorkerLost, elapsed: float) -> None:
+        again = self._open is not None and self._open.restarted is not None
+        if again:  # the generation that should have ended the incident broke too: one more
+            self._open = None
+        self._begin("worker_lost", generation, elapsed)
+        assert self._open is not None
+        loss = Loss(event.rank, event.cause, event.noticed_by)
+        self._update(losses=(*self._open.losses, loss))
+
+    def _restart(self, generation: int, event: GenerationStarted, elapsed: float) -> None:
+        if self._open is None and self._generation and event.reason not in ("start", "resume"):
+            self._begin(event.reason, self._generation, elapsed)
+        if self._open is not None and generation > self._open.generation:
+            self._update(restarted=elapsed, restart_step=event.step)
+        self._generation = max(self._generation, generation)
+        self._step = event.step
+
+    def _recover(self, generation: int, elapsed: float) -> Incident | None:
+        if self._open is None or self._open.restarted is None:
+            return None
+        if generation <= self._open.generation:
+            return None
+        self._update(recovered=elapsed)
+        ended, self._open = self._open, None
+        return ended
+
+    def _update(self, **changes: object) -> None:
+        if self._open is None:
+            return
+        self._open = replace(self._open, **changes)  # type: ignore[arg-type]
+        self.incidents[-1] = self._open

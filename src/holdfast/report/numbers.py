@@ -1,0 +1,72 @@
+"""How quantities are written for people: one place, so that every view agrees."""
+
+from __future__ import annotations
+
+import math
+
+_SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def si(value: float, digits: int = 3) -> str:
+    """1234567 -> "1.23 M"; three significant digits, no prefix below a thousand."""
+    for size, prefix in _SI:
+        if abs(value) >= size:
+            return f"{_significant(value / size, digits)} {prefix}"
+    return _significant(value, digits)
+
+
+def count(value: int) -> str:
+    """1234567 -> "1,234,567"."""
+    return f"{value:,}"
+
+
+def size(value: float) -> str:
+    """Bytes in binary units: 5242880 -> "5.0 MiB"."""
+    for unit in _BINARY:
+        if abs(value) < 1024 or unit == _BINARY[-1]:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def duration(seconds: float) -> str:
+    """0.0123 -> "12 ms", 3.21 -> "3.2 s", 75 -> "1 min 15 s", 8000 -> "2 h 13 min"."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds == 0:
+        return "0 s"
+    if abs(seconds) < 0.9995:
+        return f"{seconds * 1e3:.0f} ms" if abs(seconds) >= 0.001 else f"{seconds * 1e6:.0f} µs"
+    if abs(seconds) < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    for big, small, ratio, per in (("d", "h", 86_400, 3_600), ("h", "min", 3_600, 60)):
+        if whole >= ratio:
+            high, low = divmod(whole, ratio)
+            return _pair(high, big, low // per, small)
+    return _pair(whole // 60, "min", whole % 60, "s") if whole >= 60 else f"{whole} s"
+
+
+def percent(ratio: float) -> str:
+    """0.9123 -> "91.2 %"."""
+    return f"{100 * ratio:.1f} %"
+
+
+def plural(number: int, word: str) -> str:
+    """1 step, 2 steps."""
+    return f"{count(number)} {word}" + ("" if number == 1 else "s")
+
+
+def _pair(high: int, big: str, low: int, small: str) -> str:
+    return f"{high} {big} {low} {small}" if low else f"{high} {big}"
+
+
+def _significant(value: float, digits: int) -> str:
+    if value == 0:
+        return "0"
+    if not math.isfinite(value):
+        return str(value)
+    places = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{places}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text

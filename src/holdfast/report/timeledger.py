@@ -1,0 +1,229 @@
+"""Where the time went: every second of a run under one class.
+
+The ledger reads records in the order in which their writer wrote them and keeps, at any moment,
+totals whose sum is the wall time so far. It works on one clock, the agent's: the writer of
+RunStarted and GenerationStarted stamps what it receives. Workers say how long things took, never
+when; their durations are *claims* on a stretch of the agent's time.
+
+    stretch   from the start of a first step to a loss or to the session's end. Steps, validations
+              and captures claim their seconds; what nobody claims is "other"; claims above the
+              stretch (two clocks never agree to the last digit) are scaled down to fit.
+    gap       from the session's start ("startup"), or from the last step before a loss
+              ("recovery"), to the start of the next step.
+    stopped   between the last word of one session and the first of the next.
+
+A step that is done again after a restart moves, whole, from its classes to "rework".
+The classes follow Google's ml-goodput taxonomy, with exposed communication as one of its own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+
+from holdfast.events import (
+    CheckpointCaptured,
+    CheckpointCommitted,
+    Evaluated,
+    Event,
+    GenerationStarted,
+    Record,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+    RunStopped,
+    StepDone,
+    WorkerLost,
+)
+
+CLASSES: dict[str, str] = {
+    "productive": "computing steps that count",
+    "communication": "waiting for the reduction of gradients",
+    "data_wait": "waiting for the next batch",
+    "checkpoint": "blocked by copying or saving state",
+    "evaluation": "validation",
+    "startup": "from the start of a session to its first step",
+    "recovery": "from the last step before a loss to the next step",
+    "rework": "steps that were lost and done again",
+    "stopped": "between two sessions, nothing running",
+    "other": "not claimed by any of these",
+}
+_PHASES = {
+    "compute": 0, "apply": 0, "reduce": 1, "data": 2, "capture": 3,
+}  # fmt: skip
+_COLUMNS = ("productive", "communication", "data_wait", "checkpoint", "other")
+_WIDTH = len(_COLUMNS)
+_ENDS = (RunStopped, RunFinished, RunFailed)
+
+
+class TimeLedger:
+    """Feed it every record with `observe`; read `totals()`, `wall`, `goodput` at any moment."""
+
+    def __init__(self) -> None:
+        self._closed = dict.fromkeys(CLASSES, 0.0)  # everything before the open stretch or gap
+        self._clock: str | None = None  # the writer whose time counts
+        self._now = 0.0
+        self._mark = 0.0  # time up to which `_closed` accounts
+        self._session = False
+        self._gap: str | None = None  # class of the open gap, None in a stretch
+        self._gap_evaluation = 0.0
+        self._rows = array("d")  # claims of each step that still counts, _WIDTH a step
+        self._steps = array("q")  # the step of each row, rising
+        self._stretch_row = 0  # first row of the open stretch
+        self._claims = [0.0] * _WIDTH  # sums of the open stretch's rows
+        self._evaluation = 0.0  # claimed in the open stretch
+        self._capture = 0.0
+        self._capture_in_tail = 0.0  # what of it came after the last claim
+        self._last_claim = 0.0  # time at which the last claim of the stretch was heard
+        self._last_commit = 0.0
+        self._phases_have_capture = False
+
+    # --- reading ----------------------------------------------------------------------------
+    @property
+    def wall(self) -> float:
+        """Seconds since the first RunStarted, sessions and the pauses between them."""
+        open_time = self._now - self._mark if self._session else 0.0
+        return sum(self._closed.values()) + open_time
+
+    @property
+    def goodput(self) -> float:
+        """Useful training time / wall time; 0 before anything happened."""
+        wall = self.wall
+        return self.totals()["productive"] / wall if wall > 0 else 0.0
+
+    def totals(self) -> dict[str, float]:
+        """Seconds by class; their sum is `wall`."""
+        out = dict(self._closed)
+        if self._session:
+            for name, seconds in self._open(self._now).items():
+                out[name] += seconds
+        return out
+
+    # --- feeding ----------------------------------------------------------------------------
+    def observe(self, record: Record) -> None:
+        event = record.event
+        if isinstance(event, RunStarted):
+            self._start_session(record)
+        elif self._clock is None or not self._session:
+            if not isinstance(event, GenerationStarted):
+                return
+            self._start_session(record)  # a journal whose RunStarted is missing
+        if isinstance(event, GenerationStarted):
+            self._clock = record.writer
+        if record.writer == self._clock:
+            self._now = max(self._now, record.time)
+        self._take(event)
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            self._step(event)
+        elif isinstance(event, Evaluated):
+            self._claim_evaluation(event.seconds)
+        elif isinstance(event, CheckpointCaptured):
+            if event.rank == 0 and not self._phases_have_capture and self._gap is None:
+                self._capture += event.seconds
+                self._capture_in_tail += event.seconds
+        elif isinstance(event, CheckpointCommitted):
+            self._last_commit = self._now
+        elif isinstance(event, WorkerLost):
+            self._open_gap("recovery", self._last_claim)
+        elif isinstance(event, GenerationStarted):
+            self._open_gap("recovery", self._last_claim)
+            self._supersede(event.step)
+        elif isinstance(event, _ENDS):
+            self._end_session()
+
+    def _start_session(self, record: Record) -> None:
+        if self._session:
+            self._end_session()  # the session before ended without a word
+        self._clock = record.writer
+        if self._now:
+            # Another machine's clock may be behind; a pause is never negative.
+            self._closed["stopped"] += max(0.0, record.time - self._now)
+        self._now = self._mark = self._last_claim = record.time
+        self._session = True
+        self._gap, self._gap_evaluation = "startup", 0.0
+
+    def _end_session(self) -> None:
+        if self._gap is None and self._last_commit > self._last_claim:
+            # Nothing but the last save kept the session from ending.
+            tail = self._last_commit - self._last_claim
+            self._capture += max(0.0, tail - self._capture_in_tail)
+        self._close(self._now)
+        self._session = False
+
+    def _open_gap(self, name: str, since: float) -> None:
+        if self._gap is None:
+            self._close(max(since, self._mark))
+            self._gap, self._gap_evaluation = name, 0.0
+
+    def _step(self, event: StepDone) -> None:
+        if self._gap is not None:
+            self._close(max(self._mark, self._now - event.seconds))
+            self._gap = None
+        claims = [0.0] * _WIDTH
+        for phase, seconds in event.phases.items():
+            claims[_PHASES.get(phase, _WIDTH - 1)] += max(0.0, seconds)
+        if event.phases:
+            claims[-1] += max(0.0, event.seconds - sum(event.phases.values()))
+        else:
+            claims[0] = event.seconds  # an unbroken total counts as useful
+        self._phases_have_capture |= "capture" in event.phases
+        self._steps.append(event.step)
+        self._rows.extend(claims)
+        self._claims = [total + claim for total, claim in zip(self._claims, claims, strict=True)]
+        self._claimed_now()
+
+    def _claim_evaluation(self, seconds: float) -> None:
+        if self._gap is None:
+            self._evaluation += seconds
+            self._claimed_now()
+        else:
+            self._gap_evaluation += seconds
+
+    def _claimed_now(self) -> None:
+        self._last_claim, self._capture_in_tail = self._now, 0.0
+
+    def _supersede(self, step: int) -> None:
+        """A generation begins from the state after `step`: what counted beyond it is rework."""
+        keep = bisect_right(self._steps, step)
+        for column, name in enumerate(_COLUMNS):
+            lost = sum(self._rows[keep * _WIDTH + column :: _WIDTH])
+            self._closed[name] -= lost
+            self._closed["rework"] += lost
+        del self._rows[keep * _WIDTH :], self._steps[keep:]
+        self._stretch_row = keep
+
+    # --- the open stretch or gap ------------------------------------------------------------
+    def _open(self, until: float) -> dict[str, float]:
+        """Seconds by class of what is not closed yet."""
+        length = max(0.0, until - self._mark)
+        if self._gap is not None:
+            evaluation = min(self._gap_evaluation, length)
+            return {"evaluation": evaluation, self._gap: length - evaluation}
+        out = dict(zip(_COLUMNS, self._claims, strict=True))
+        out["checkpoint"] += self._capture
+        out["evaluation"] = self._evaluation
+        scale = _scale(sum(out.values()), length)
+        out = {name: seconds * scale for name, seconds in out.items()}
+        out["other"] += length - sum(out.values())
+        return out
+
+    def _close(self, until: float) -> None:
+        """Book the open stretch or gap up to `until`, and begin anew there."""
+        if self._gap is None:
+            claimed = sum(self._claims) + self._capture + self._evaluation
+            scale = _scale(claimed, max(0.0, until - self._mark))
+        for name, seconds in self._open(until).items():
+            self._closed[name] += seconds
+        if self._gap is None and scale < 1.0:
+            rows = self._rows[self._stretch_row * _WIDTH :]
+            self._rows[self._stretch_row * _WIDTH :] = array("d", [x * scale for x in rows])
+        self._stretch_row = len(self._steps)
+        self._claims = [0.0] * _WIDTH
+        self._evaluation = self._capture = 0.0
+        self._mark = max(self._mark, until)
+
+
+def _scale(claimed: float, length: float) -> float:
+    return length / claimed if claimed > length else 1.0

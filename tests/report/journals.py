@@ -1,0 +1,131 @@
+"""Journals as an agent would write them, with a clock that the test moves."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.events import (
+    CheckpointCaptured,
+    CheckpointCommitted,
+    CheckpointRestored,
+    Evaluated,
+    Event,
+    GenerationStarted,
+    Record,
+    RunFinished,
+    RunStarted,
+    RunStopped,
+    StepDone,
+    WorkerLost,
+    WorkerReady,
+    WorkerStarted,
+)
+from holdfast.layout import Layout, place
+
+
+@dataclass
+class Scribe:
+    """Plays the agent: `at` is its clock, `records` what it wrote, generation by generation."""
+
+    at: float = 1_000_000.0
+    generation: int = 0
+    workers: int = 2
+    writer: str = "agent"
+    records: list[Record] = field(default_factory=list)
+    sequence: int = 0
+
+    def write(self, event: Event, after: float = 0.0) -> Record:
+        self.at += after
+        record = Record(self.generation, self.writer, self.sequence, self.at, event)
+        self.records.append(record)
+        self.sequence += 1
+        return record
+
+    def open_generation(self) -> None:
+        self.generation += 1
+        self.sequence = 0
+
+    def start(self, *, resumed: bool = False, pause: float = 0.0) -> None:
+        self.at += pause
+        self.open_generation()
+        self.write(RunStarted("demo", "cafe", "d1", resumed))
+
+    def generate(self, step: int = 0, reason: str = "start", key: str | None = None) -> None:
+        topology = place(Layout(self.workers), self.generation, ("a",) * self.workers).to_json()
+        self.write(GenerationStarted(topology, reason, key, step=step), after=0.25)
+        for rank in range(self.workers):
+            self.write(WorkerStarted(rank, 100 + rank, "a", step=step))
+        for rank in range(self.workers):
+            if key:
+                self.write(CheckpointRestored(rank, key, 1000, 0.1, step=step), after=0.25)
+            self.write(WorkerReady(rank, 0.5, step=step), after=0.25)
+
+    def steps(self, first: int, last: int, seconds: float = 1.0, **phases: float) -> None:
+        share = phases or {"data": 0.125, "compute": 0.5, "reduce": 0.25, "apply": 0.125}
+        for step in range(first, last + 1):
+            self.write(step_done(step, seconds, share), after=seconds)
+
+    def commit(self, step: int, blocked: float = 0.125, seconds: float = 0.5) -> str:
+        key = f"commits/{step}-{self.generation}.json"
+        for rank in range(self.workers):
+            wait = blocked if rank == 0 else 0.0
+            self.write(CheckpointCaptured(rank, blocked, 1000, step=step), after=wait)
+        self.write(CheckpointCommitted(key, 5000, seconds, step=step))
+        return key
+
+    def evaluate(self, step: int, seconds: float = 2.0) -> None:
+        self.write(Evaluated(loss_at(step), loss_at(step) / 2.5, 500, seconds, step=step), seconds)
+
+    def lose(self, rank: int, cause: str = "SIGKILL", after: float = 0.25) -> None:
+        self.write(WorkerLost(rank, 100 + rank, cause, "exit"), after)
+
+    def restart(self, step: int, reason: str = "worker_lost", key: str | None = None) -> None:
+        self.open_generation()
+        self.generate(step, reason, key)
+
+    def finish(self, after: float = 0.0) -> None:
+        self.write(RunFinished(step=self.last_step), after)
+
+    def stop(self, reason: str = "SIGINT", after: float = 0.0) -> None:
+        self.write(RunStopped(reason, step=self.last_step), after)
+
+    @property
+    def last_step(self) -> int:
+        return max((r.event.step for r in self.records), default=0)
+
+
+def loss_at(step: int) -> float:
+    return 2.0 + 4.0 * math.exp(-step / 30)
+
+
+def step_done(step: int, seconds: float, phases: dict[str, float]) -> StepDone:
+    return StepDone(
+        loss_at(step), 1024, 1.5, 1e-3, seconds, samples=4, phases=dict(phases), step=step
+    )
+
+
+def lossy_run(**options: Any) -> Scribe:
+    """Steps 1-10, committed at 5 and 10; 11-13 lost; 11-20 again; stopped; resumed to 30."""
+    run = Scribe(**options)
+    run.start()
+    run.generate()
+    run.steps(1, 5)
+    run.commit(5)
+    run.steps(6, 10)
+    key = run.commit(10)
+    run.evaluate(10)
+    run.steps(11, 13)
+    run.lose(1)
+    run.restart(10, key=key)
+    run.steps(11, 20)
+    key = run.commit(20)
+    run.stop(after=1.0)
+    run.start(resumed=True, pause=100.0)
+    run.generate(20, "resume", key)
+    run.steps(21, 30)
+    run.evaluate(30)
+    run.commit(30)
+    run.finish(after=0.5)
+    return run

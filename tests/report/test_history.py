@@ -1,0 +1,184 @@
+"""A run's story from its journal: one continuous curve, and everything that went wrong."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from holdfast.errors import CorruptError
+from holdfast.events import (
+    CheckpointFailed,
+    CheckpointRejected,
+    CheckpointRemoved,
+    NonFinite,
+    Record,
+    RunFailed,
+    SettingIgnored,
+    to_json,
+)
+from holdfast.report.history import build, read
+from holdfast.wire.runstore import MemoryStore
+from tests.report.journals import Scribe, lossy_run
+
+
+def stored(records: list[Record], tail: bytes = b"") -> MemoryStore:
+    """The records in segments, as they lie in a run folder; `tail` ends each segment."""
+    store = MemoryStore()
+    for record in records:
+        line = json.dumps(to_json(record)).encode() + b"\n"
+        store.append(f"journal/{record.generation:010d}/{record.writer}.jsonl", line)
+    for key in store.list("journal/"):
+        store.append(key, tail)
+    return store
+
+
+def test_the_curve_is_continuous_and_rework_stands_beside_it() -> None:
+    history = read(stored(lossy_run().records))
+    assert [p.step for p in history.steps] == list(range(1, 31))
+    assert [[p.step for p in piece] for piece in history.rework] == [[11, 12, 13]]
+    assert [p.generation for p in history.steps] == [1] * 10 + [2] * 10 + [3] * 10
+    assert history.tokens == 30 * 1024
+    assert history.steps[9].total_tokens == 10 * 1024
+    assert history.tokens_again == 3 * 1024
+    assert [e.step for e in history.evaluations] == [10, 30]
+    assert history.state == "finished"
+    elapsed = [p.elapsed for p in history.steps]
+    assert elapsed == sorted(elapsed)
+
+
+def test_the_loss_is_one_incident_with_its_price() -> None:
+    history = read(stored(lossy_run().records))
+    (incident,) = history.incidents
+    assert incident.losses[0].rank == 1
+    assert incident.losses[0].cause == "SIGKILL"
+    assert incident.steps_lost == 3
+    # new generation 0.25, restore and ready 1.0, first step 1.0
+    assert incident.seconds == pytest.approx(2.25)
+    assert incident.phases == pytest.approx({"decide": 0.25, "restore": 1.0, "step": 1.0})
+    assert "rank 1" in incident.title
+    assert "SIGKILL" in incident.title
+
+
+def test_sessions_generations_and_checkpoints() -> None:
+    history = read(stored(lossy_run().records))
+    assert [s.ended for s in history.sessions] == ["stopped", "finished"]
+    assert history.sessions[1].began - history.sessions[0].until == pytest.approx(100.0)
+    assert [(g.number, g.reason, g.first, g.last) for g in history.generations] == [
+        (1, "start", 1, 13), (2, "worker_lost", 11, 20), (3, "resume", 21, 30),
+    ]  # fmt: skip
+    assert [g.workers for g in history.generations] == [2, 2, 2]
+    assert [(c.step, c.restored) for c in history.checkpoints] == [
+        (5, 0),
+        (10, 1),
+        (20, 1),
+        (30, 0),
+    ]
+    assert all(c.blocked == 0.125 for c in history.checkpoints)
+    assert sum(history.time.values()) == pytest.approx(history.wall)
+    assert history.goodput == pytest.approx(30 * 0.625 / history.wall)
+    assert history.goodput_running > history.goodput
+
+
+def test_the_order_in_which_records_come_does_not_matter() -> None:
+    records = lossy_run().records
+    shuffled = records.copy()
+    random.Random(3).shuffle(shuffled)
+    assert build(shuffled) == build(records)
+
+
+def test_two_workers_lost_together_are_one_incident_and_a_loss_in_recovery_another() -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 3)
+    run.lose(0)
+    run.lose(1, "exit 1", after=0.0)
+    run.restart(0)
+    run.lose(1, "SIGSEGV")
+    run.restart(0)
+    run.steps(1, 4)
+    first, second = build(run.records).incidents
+    assert [loss.rank for loss in first.losses] == [0, 1]
+    assert first.seconds is None  # the generation that should have ended it broke itself
+    assert second.losses[0].cause == "SIGSEGV"
+    assert second.seconds == pytest.approx(0.25 + 0.5 + 1.0)
+    assert second.generation == 2
+
+
+def test_an_agent_that_was_killed_is_an_incident_too() -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 4)
+    run.start(resumed=True, pause=50.0)
+    run.generate(2, "resume")
+    run.steps(3, 4)
+    history = build(run.records)
+    (incident,) = history.incidents
+    assert incident.kind == "session_lost"
+    assert incident.steps_lost == 2
+    assert incident.seconds == pytest.approx(50 + 0.25 + 0.5 + 1.0)
+    assert [s.ended for s in history.sessions] == ["lost", "running"]
+    assert history.state == "running"
+
+
+def test_a_stop_and_a_resume_are_no_incident() -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 4)
+    run.stop()
+    run.start(resumed=True, pause=5)
+    run.generate(4, "resume")
+    run.steps(5, 6)
+    run.finish()
+    assert build(run.records).incidents == ()
+
+
+def test_what_a_person_should_know_becomes_a_notice() -> None:
+    run = Scribe()
+    run.start()
+    run.write(SettingIgnored("train.compile", "no compiler"))
+    run.generate()
+    run.steps(1, 4)
+    run.write(CheckpointFailed("the disk is full", step=4))
+    run.write(CheckpointRejected("commits/x", "checksum of extent 3"))
+    run.write(NonFinite(1, "layers.0.ffn.up.weight", step=5))
+    run.write(RunFailed("a gradient is not finite", step=4))
+    history = build(run.records)
+    assert history.state == "failed"
+    assert history.sessions[0].reason == "a gradient is not finite"
+    text = "\n".join(n.text for n in history.notices)
+    for part in ("train.compile", "disk is full", "extent 3", "layers.0.ffn.up.weight on rank"):
+        assert part.replace(" on rank", "") in text
+
+
+def test_removed_checkpoints_are_marked() -> None:
+    run = lossy_run()
+    run.write(CheckpointRemoved("commits/5-1.json"))
+    rows = build(run.records).checkpoints
+    assert [c.step for c in rows if c.removed] == [5]
+
+
+def test_a_torn_last_line_and_unknown_kinds_are_no_obstacle() -> None:
+    records = lossy_run().records
+    unknown = json.dumps(to_json(records[0]) | {"kind": "from_the_future"}).encode() + b"\n"
+    torn = json.dumps(to_json(records[-1])).encode()[:40]
+    assert read(stored(records, tail=unknown + torn)) == build(records)
+
+
+def test_a_damaged_line_is_named() -> None:
+    store = stored(lossy_run().records, tail=b"rubbish\n")
+    with pytest.raises(CorruptError, match=r"agent\.jsonl, line \d+"):
+        read(store)
+
+
+def test_an_empty_journal_has_an_empty_history() -> None:
+    history = read(MemoryStore())
+    assert history.state == "empty"
+    assert history.steps == ()
+    assert history.wall == 0.0
+    assert history.goodput == 0.0
+    assert history.tokens_per_second == 0.0

@@ -1,0 +1,193 @@
+"""Every second has one class, and the classes add up to the wall time, always."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.events import CheckpointCaptured, Evaluated, Record, RunFailed, StepDone
+from holdfast.report.timeledger import CLASSES, TimeLedger
+from tests.report.journals import Scribe, lossy_run, step_done
+
+
+def ledger_of(records: list[Record]) -> TimeLedger:
+    ledger = TimeLedger()
+    for record in records:
+        ledger.observe(record)
+        assert sum(ledger.totals().values()) == pytest.approx(ledger.wall, abs=1e-6)
+    return ledger
+
+
+def test_a_lossy_run_to_the_last_second() -> None:
+    run = lossy_run()
+    ledger = ledger_of(run.records)
+    assert ledger.wall == pytest.approx(run.at - 1_000_000.0)
+    assert ledger.totals() == pytest.approx(
+        {
+            "productive": 30 * 0.625,
+            "communication": 30 * 0.25,
+            "data_wait": 30 * 0.125,
+            "checkpoint": 4 * 0.125,
+            "evaluation": 2 * 2.0,
+            "rework": 3 * 1.0,
+            "startup": (0.25 + 0.5) + (0.25 + 1.0),
+            # from step 13 to the loss, the new generation, two workers that restore
+            "recovery": 0.25 + 0.25 + 1.0,
+            "stopped": 100.0,
+            "other": 1.5,  # what came after the last commit of each session
+        }
+    )
+
+
+def test_a_batch_of_reports_that_arrives_late_is_not_other_time() -> None:
+    """Workers send reports in batches: the agent hears of ten steps in one moment."""
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 1)
+    run.at += 9.0
+    for step in range(2, 11):
+        run.write(step_done(step, 1.0, {"compute": 1.0}))
+    totals = ledger_of(run.records).totals()
+    assert totals["productive"] == pytest.approx(0.625 + 9.0)
+    assert totals["other"] == pytest.approx(0.0)
+
+
+def test_claims_longer_than_the_agent_s_time_are_scaled_to_fit() -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 1, compute=1.0)
+    run.at += 1.0
+    run.write(step_done(2, 3.0, {"compute": 1.5, "reduce": 1.5}))
+    ledger = ledger_of(run.records)
+    totals = ledger.totals()
+    # four claimed seconds in a stretch of two: the proportions stay
+    assert totals["productive"] == pytest.approx(2.5 / 2)
+    assert totals["communication"] == pytest.approx(1.5 / 2)
+    run.lose(0)
+    run.restart(1)
+    after = ledger_of(run.records).totals()
+    assert after["rework"] == pytest.approx(3.0 / 2)
+    assert after["productive"] == pytest.approx(0.5)
+
+
+def test_rework_reaches_back_over_generations() -> None:
+    """The newest checkpoint was rejected: what two generations did is done again."""
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 4)
+    run.lose(0)
+    run.restart(4)
+    run.steps(5, 6)
+    run.lose(0)
+    run.restart(2)
+    run.steps(3, 6)
+    totals = ledger_of(run.records).totals()
+    assert totals["rework"] == pytest.approx(4.0)
+    assert totals["productive"] == pytest.approx(6 * 0.625)
+
+
+def test_a_session_that_ended_without_a_word_ends_at_its_last_record() -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 4)
+    run.start(resumed=True, pause=50.0)
+    run.generate(2, "resume")
+    run.steps(3, 4)
+    totals = ledger_of(run.records).totals()
+    assert totals["stopped"] == pytest.approx(50.0)
+    assert totals["rework"] == pytest.approx(2.0)
+
+
+def test_another_machine_s_clock_that_is_behind_gives_no_negative_pause() -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 4)
+    run.stop()
+    run.start(resumed=True, pause=-500.0)
+    run.generate(4, "resume")
+    run.steps(5, 6)
+    run.finish()
+    ledger = ledger_of(run.records)
+    assert ledger.totals()["stopped"] == 0.0
+    assert ledger.totals()["productive"] == pytest.approx(6 * 0.625)
+
+
+def test_the_last_save_counts_as_blocked_by_the_checkpoint() -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 2)
+    run.at += 3.0
+    run.commit(2, blocked=0.0)
+    run.finish(after=0.5)
+    totals = ledger_of(run.records).totals()
+    assert totals["checkpoint"] == pytest.approx(3.0)
+    assert totals["other"] == pytest.approx(0.5)
+
+
+def test_records_of_other_writers_give_durations_but_no_times() -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 1, compute=1.0)
+    far = run.at + 1e6
+    run.records.append(Record(1, "rank0", 0, far, step_done(2, 1.0, {"compute": 1.0})))
+    run.at += 1.0
+    run.steps(3, 3, compute=1.0)
+    ledger = ledger_of(run.records)
+    assert ledger.wall < 100
+    assert ledger.totals()["productive"] == pytest.approx(3.0)
+
+
+WORDS = "step step step late evaluate capture commit lose restart stop fail vanish clock".split()
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(WORDS), st.floats(0.0, 20.0), st.integers(0, 6)), max_size=60
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(ACTIONS)
+def test_classes_always_add_up_to_the_wall_time(actions: list[tuple[str, float, int]]) -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    step = 0
+    for action, seconds, number in actions:
+        phases: dict[str, Any] = {"compute": seconds * 0.7, "reduce": seconds * 0.5, "odd": 0.1}
+        if action in ("step", "late"):
+            step += 1
+            after = seconds if action == "step" else seconds / 10
+            run.write(StepDone(1.0, 8, 1.0, 0.1, seconds, phases=phases, step=step), after)
+        elif action == "evaluate":
+            run.write(Evaluated(1.0, 1.0, 8, seconds * 2, step=step), seconds)
+        elif action == "capture":
+            run.write(CheckpointCaptured(0, seconds, 8, step=step), seconds / 2)
+        elif action == "commit":
+            run.commit(step, blocked=seconds)
+        elif action == "lose":
+            run.lose(number % 2, after=seconds)
+        elif action == "restart":
+            step = max(0, step - number)
+            run.restart(step)
+        elif action == "stop":
+            run.stop(after=seconds)
+        elif action == "fail":
+            run.write(RunFailed("no", step=step), seconds)
+        elif action == "vanish":
+            step = max(0, step - number)
+            run.start(resumed=True, pause=seconds)
+            run.generate(step, "resume")
+        elif action == "clock":
+            run.at -= seconds
+    ledger = ledger_of(run.records)
+    assert set(ledger.totals()) == set(CLASSES)
+    assert all(seconds >= -1e-6 for seconds in ledger.totals().values())
+    assert 0.0 <= ledger.goodput <= 1.0
