@@ -39,7 +39,11 @@ def writer_name(rank: int) -> str:
 
 
 def blob_key(generation: int, step: int, writer: str, number: int = 0) -> str:
-    return f"data/{generation:010d}/{step:010d}-{writer}-{number}.safetensors"
+    return f"{data_prefix(generation, step)}{writer}-{number}.safetensors"
+
+
+def data_prefix(generation: int, step: int) -> str:
+    return f"data/{generation:010d}/{step:010d}-"
 
 
 def part_prefix(generation: int, step: int) -> str:
@@ -68,6 +72,17 @@ def parse_commit_key(key: str) -> tuple[int, int] | None:
     except ValueError:
         return None
     return parsed if commit_key(parsed[1], parsed[0]) == key else None
+
+
+def parse_save_key(key: str) -> tuple[int, int] | None:
+    """(step, generation) of a blob's or a part manifest's key, None for any other."""
+    kind, _, rest = key.partition("/")
+    generation, slash, name = rest.partition("/")
+    step, dash, _ = name.partition("-")
+    numbers = generation.isdecimal() and step.isdecimal()
+    if kind not in ("data", "parts") or not slash or not dash or not numbers:
+        return None
+    return int(step), int(generation)
 
 
 # --- blobs ----------------------------------------------------------------------------------

@@ -1,0 +1,67 @@
+"""What is removed from the run store: checkpoints past their keep, and what no commit names.
+
+The commit object goes first, the bytes after it: at every moment each commit object that exists
+is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from holdfast.checkpoint.restore import listing
+from holdfast.policy.retention import removable
+from holdfast.spec.manifest import data_prefix, parse_commit_key, parse_save_key, part_prefix
+from holdfast.wire.runstore import RunStore
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Retention as the run file has it."""
+
+    last: int
+    every: int = 0
+
+
+def retain(
+    store: RunStore, keep: Keep, verified: Collection[int], rejected: Collection[str]
+) -> list[str]:
+    """Remove what need not be kept; the keys of the commit objects that went.
+
+    A checkpoint that was rejected counts for nothing; it stays as evidence for as long as an
+    older one that is kept.
+    """
+    keys = [(position, key) for key in listing(store) if (position := parse_commit_key(key))]
+    good = {step for (step, _), key in keys if key not in rejected}
+    gone = set(removable(good, keep.last, keep.every, verified))
+    oldest = min(good - gone, default=0)
+    removed = []
+    for (step, generation), key in keys:
+        if step in gone or (key in rejected and step < oldest):
+            store.delete(key)
+            discard(store, generation, step)
+            removed.append(key)
+    return removed
+
+
+def discard(store: RunStore, generation: int, step: int) -> int:
+    """Remove parts and blobs that no commit object names, manifests first; how many."""
+    keys = [*store.list(part_prefix(generation, step)), *store.list(data_prefix(generation, step))]
+    for key in keys:
+        store.delete(key)
+    return len(keys)
+
+
+def sweep(store: RunStore, generation: int) -> int:
+    """Remove what older generations began and never committed; the number of objects removed.
+
+    They are fenced, so nobody can complete it any more.
+    """
+    committed = {parse_commit_key(key) for key in listing(store)}
+    count = 0
+    for key in (*store.list("parts/"), *store.list("data/")):
+        found = parse_save_key(key)
+        if found and found[1] < generation and found not in committed:
+            store.delete(key)
+            count += 1
+    return count

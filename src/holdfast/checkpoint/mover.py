@@ -1,0 +1,165 @@
+"""The mover's process: `python -m holdfast.checkpoint.mover`.
+
+The agent starts it with one JSON line on stdin (`MoverBoot`): the secret travels there and
+nowhere else. It answers `{"ready": true}` on stdout when its socket listens, and ends with its
+agent: when the lifeline pipe ends, or at SIGTERM, after finishing the writes it is in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint import framing
+from holdfast.checkpoint.framing import LineReader, Request, answer_line, parse_request
+from holdfast.checkpoint.service import Service, Settings
+from holdfast.errors import FencedError, HoldfastError, UserError
+from holdfast.layout import Topology
+from holdfast.spec.state import TensorSpec
+from holdfast.wire import lifeline
+from holdfast.wire.auth import AuthError, Verifier
+from holdfast.wire.runstore import FolderStore
+from holdfast.wire.secret import Secret
+
+IDLE_SECONDS = 60.0
+"""A connection that sends nothing for so long is closed."""
+
+
+@dataclass(frozen=True)
+class MoverBoot:
+    """The line on stdin. `lifeline` is an inherited descriptor, -1 for none (tests)."""
+
+    store: str
+    socket: str
+    settings: Settings
+    secret: str = field(repr=False)
+    lifeline: int = -1
+
+    def to_line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @staticmethod
+    def from_line(line: bytes) -> MoverBoot:
+        value = json.loads(line)
+        return MoverBoot(**(value | {"settings": Settings(**value["settings"])}))
+
+
+class Server:
+    """Answers requests on the unix socket, one thread per connection."""
+
+    def __init__(self, service: Service, secret: Secret, path: str) -> None:
+        self._service = service
+        self._secret = secret
+        self._verifier = Verifier(secret, time.time)
+        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        Path(path).unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(path)
+        os.chmod(path, 0o600)
+        self._listener.listen(128)
+
+    def serve(self) -> None:
+        """Accept for ever; the process ends by its lifeline or by a signal."""
+        while True:
+            connection, _ = self._listener.accept()
+            threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+
+    def _converse(self, connection: socket.socket) -> None:
+        with connection:
+            connection.settimeout(IDLE_SECONDS)
+            if _peer_uid(connection) != os.getuid():
+                return
+            reader = LineReader(connection)
+            try:
+                while (received := reader.line()) is not None:
+                    line, fds = received
+                    for fd in fds:  # nobody sends us any
+                        os.close(fd)
+                    answer, passed = self._answer(line)
+                    try:
+                        framing.send(connection, answer, passed)
+                    finally:
+                        for fd in passed:
+                            os.close(fd)
+            except (OSError, ValueError, AuthError):
+                return  # a stray or a broken connection: nothing was done for it
+
+    def _answer(self, line: bytes) -> tuple[bytes, list[int]]:
+        request = parse_request(line)
+        self._verifier.check(framing.METHOD, request.verb, request.raw, request.proof)
+        fds: list[int] = []
+        try:
+            status, body = framing.OK, self._serve(request, fds)
+        except FencedError as error:
+            status, body = framing.FENCED, framing.describe(error)
+        except (UserError, HoldfastError) as error:
+            status, body = framing.REFUSED, framing.describe(error)
+        except Exception as error:  # our own bug, or a malformed body: say so, and go on
+            text = f"{type(error).__name__}: {error}"
+            status, body = framing.FAILED, {"error": "HoldfastError", "message": text}
+        return answer_line(self._secret, request.proof.nonce, status, body), fds
+
+    def _serve(self, request: Request, fds: list[int]) -> dict[str, Any]:
+        """One verb: its body's keys are the arguments of the service's method."""
+        service, body, generation = self._service, request.body, request.proof.generation
+        match request.verb:
+            case "expect":
+                table = tuple(TensorSpec.from_json(row) for row in body["table"])
+                service.expect(generation, Topology.from_json(body["topology"]), table)
+            case "arena":
+                fds.append(service.arena(generation, **body))
+            case "captured":
+                service.captured(generation, **body)
+            case "wait_free":
+                return {"free": service.wait_free(generation, **body)}
+            case "settle":
+                return {"reason": service.outcomes.settle((generation, body["step"]), body["wait"])}
+            case "newest":
+                return service.newest(**body)
+            case "events":
+                events, mark = service.outcomes.since(body["since"], body["wait"])
+                return {"events": events, "next": mark}
+            case "status":
+                return service.status()
+            case verb:
+                raise HoldfastError(f"the mover has no verb {verb!r}")
+        return {}
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    """The user at the other end (SO_PEERCRED: pid, uid, gid)."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", raw)[1])
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the agent's
+    boot = MoverBoot.from_line(sys.stdin.buffer.readline())
+    if boot.lifeline >= 0:
+        lifeline.watch(boot.lifeline)
+    service = Service(FolderStore(boot.store), boot.settings)
+    server = Server(service, Secret.from_hex(boot.secret), boot.socket)
+
+    def leave(*_: object) -> None:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+    print(json.dumps({"ready": True, "pid": os.getpid()}), flush=True)
+    try:
+        server.serve()
+    finally:
+        service.close()
+        Path(boot.socket).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()

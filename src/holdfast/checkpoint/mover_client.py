@@ -1,0 +1,141 @@
+"""How workers and the agent talk to their node's mover. No torch.
+
+Every call makes its own connection, so a client may be shared between threads, and a call that
+waits (events, settle) keeps nobody else from being served.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.checkpoint.framing import LineReader, parse_answer, request_line, send
+from holdfast.errors import HoldfastError
+from holdfast.events import Event, event_from_json
+from holdfast.layout import Topology
+from holdfast.spec.state import StateTable
+from holdfast.wire.secret import Secret
+
+ANSWER_SECONDS = 30.0
+
+
+class MoverGoneError(HoldfastError):
+    """The mover does not answer: it has ended, or is about to."""
+
+
+@dataclass(frozen=True)
+class Newest:
+    """What a restart begins from. `key` is None when no checkpoint has ever been committed."""
+
+    key: str | None
+    step: int
+    generation: int
+    meta: Mapping[str, Any]
+    rejected: tuple[tuple[str, str], ...]  # (key, reason), newest first
+
+
+class MoverClient:
+    """Requests of one process in one generation.
+
+    Every method raises MoverGoneError when nobody answers, FencedError when the mover serves a
+    newer generation, CheckpointError and CorruptError as the mover does.
+    """
+
+    def __init__(
+        self,
+        socket_path: str,
+        secret: Secret,
+        generation: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.socket_path = socket_path
+        self.generation = generation
+        self._secret = secret
+        self._clock = clock
+
+    # --- the agent's calls ------------------------------------------------------------------
+    def expect(self, topology: Topology, table: StateTable) -> None:
+        """Begin this client's generation: who will write, and what. Arenas of older generations
+        are given up, unfinished saves of them are refused."""
+        rows = [spec.to_json() for spec in table]
+        self._call("expect", {"topology": topology.to_json(), "table": rows})
+
+    def newest(self, drain: float = 30.0, timeout: float = 600.0) -> Newest:
+        """The newest checkpoint whose every byte has just been read and checked.
+
+        Waits up to `drain` seconds for saves under way, so ask before the next generation is
+        opened: that fences them.
+
+        Raises CheckpointError when there are checkpoints but none can be trusted.
+        """
+        body = self._call("newest", {"drain": drain}, timeout)
+        return Newest(
+            body["key"], body["step"], body["generation"], body["meta"],
+            tuple((key, reason) for key, reason in body["rejected"]),
+        )  # fmt: skip
+
+    def events(self, since: int, wait: float = 0.0) -> tuple[list[Event], int]:
+        """What has happened since mark `since` (0 at first), and the next mark.
+
+        Waits up to `wait` seconds for something to happen. Events: CheckpointCommitted,
+        CheckpointFailed, CheckpointRejected, CheckpointRemoved.
+        """
+        body = self._call("events", {"since": since, "wait": wait}, wait + ANSWER_SECONDS)
+        events = [event_from_json(kind, value) for kind, value in body["events"]]
+        return events, int(body["next"])
+
+    def status(self) -> dict[str, Any]:
+        """Counts and the state of every arena, for people and metrics."""
+        return self._call("status", {})
+
+    # --- the workers' calls -----------------------------------------------------------------
+    def arena(self, rank: int, blob_bytes: int, slots: int) -> int:
+        """The descriptor of an arena made for this rank; the caller closes it."""
+        body = {"rank": rank, "blob_bytes": blob_bytes, "slots": slots}
+        _, fds = self._exchange("arena", body, 4 * ANSWER_SECONDS)
+        if len(fds) != 1:
+            raise MoverGoneError("the mover sent no arena")
+        return fds[0]
+
+    def captured(
+        self, rank: int, step: int, slot: int, sequence: int, meta: Mapping[str, Any]
+    ) -> None:
+        """Slot `slot` holds the state after `step`: save it. Returns before that is done."""
+        body = {"rank": rank, "step": step, "slot": slot, "sequence": sequence, "meta": dict(meta)}
+        self._call("captured", body)
+
+    def wait_free(self, rank: int, timeout: float) -> bool:
+        """Whether a slot of the rank's arena became free within `timeout` seconds."""
+        body = {"rank": rank, "wait": timeout}
+        return bool(self._call("wait_free", body, timeout + ANSWER_SECONDS)["free"])
+
+    def settle(self, step: int, timeout: float) -> str | None:
+        """Wait until the checkpoint of `step` is committed; None then, else why it is not."""
+        body = self._call("settle", {"step": step, "wait": timeout}, timeout + ANSWER_SECONDS)
+        reason = body["reason"]
+        return None if reason is None else str(reason)
+
+    # --- the exchange -----------------------------------------------------------------------
+    def _call(
+        self, verb: str, body: dict[str, Any], timeout: float = ANSWER_SECONDS
+    ) -> dict[str, Any]:
+        return self._exchange(verb, body, timeout)[0]
+
+    def _exchange(
+        self, verb: str, body: dict[str, Any], timeout: float
+    ) -> tuple[dict[str, Any], list[int]]:
+        line, nonce = request_line(self._secret, verb, body, self.generation, self._clock())
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(timeout)
+                connection.connect(self.socket_path)
+                send(connection, line)
+                received = LineReader(connection).line()
+        except (OSError, ValueError) as error:
+            raise MoverGoneError(f"the mover does not answer: {error}") from error
+        if received is None:
+            raise MoverGoneError("the mover ended before it answered")
+        return parse_answer(self._secret, nonce, received[0]), received[1]

@@ -1,0 +1,101 @@
+"""What became of every save, and the events that say so."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from holdfast.events import CheckpointCommitted, CheckpointFailed, Event
+
+EVENTS_KEPT = 4096
+"""The agent reads events within a tick; this many are kept for one that is late."""
+
+
+Save = tuple[int, int]
+"""(generation, step)."""
+
+
+class Outcomes:
+    """Thread-safe. A save is under way, committed (its key) or failed (the reason)."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._change = threading.Condition()
+        self._events: deque[tuple[int, Event]] = deque(maxlen=EVENTS_KEPT)
+        self._next = 0
+        self._started: dict[Save, float] = {}
+        self._keys: dict[Save, str] = {}
+        self._reasons: dict[Save, str] = {}
+        self._warnings: deque[str] = deque(maxlen=16)
+
+    def captured(self, save: Save) -> None:
+        with self._change:
+            self._started.setdefault(save, self._clock())
+
+    def succeed(self, save: Save, key: str, nbytes: int) -> None:
+        with self._change:
+            seconds = self._clock() - self._started.get(save, self._clock())
+            self._keys[save] = key
+            self._put(CheckpointCommitted(key, nbytes, seconds, step=save[1]))
+
+    def fail(self, save: Save, reason: str) -> None:
+        """The first reason counts; one event per save."""
+        with self._change:
+            if save not in self._reasons and save not in self._keys:
+                self._reasons[save] = reason
+                self._put(CheckpointFailed(reason, step=save[1]))
+
+    def committed(self, save: Save) -> bool:
+        with self._change:
+            return save in self._keys
+
+    def failure(self, save: Save) -> str | None:
+        with self._change:
+            return self._reasons.get(save)
+
+    def open_steps(self, generation: int) -> list[int]:
+        """Steps that have neither been committed nor failed, oldest first."""
+        with self._change:
+            ended = set(self._keys) | set(self._reasons)
+            return sorted(s for g, s in set(self._started) - ended if g == generation)
+
+    def warn(self, text: str) -> None:
+        with self._change:
+            self._warnings.append(text)
+
+    def add(self, event: Event) -> None:
+        with self._change:
+            self._put(event)
+
+    def settle(self, save: Save, wait: float) -> str | None:
+        """Wait for a save's end: None when it is committed, else why it is not."""
+        with self._change:
+            done = self._change.wait_for(lambda: save in self._keys or save in self._reasons, wait)
+            if not done:
+                return f"not committed after {wait:g} s"
+            return None if save in self._keys else self._reasons[save]
+
+    def since(self, mark: int, wait: float) -> tuple[list[list[Any]], int]:
+        """Events after `mark` as [kind, fields], and the next mark; waits for the first."""
+        with self._change:
+            self._change.wait_for(lambda: self._next > mark, wait)
+            found = [[e.kind, asdict(e)] for number, e in self._events if number >= mark]
+            return found, self._next
+
+    def counts(self) -> dict[str, Any]:
+        with self._change:
+            open_steps = set(self._started) - set(self._keys) - set(self._reasons)
+            return {
+                "committed": len(self._keys),
+                "failed": len(self._reasons),
+                "open": sorted(step for _, step in open_steps),
+                "warnings": list(self._warnings),
+            }
+
+    def _put(self, event: Event) -> None:
+        self._events.append((self._next, event))
+        self._next += 1
+        self._change.notify_all()
