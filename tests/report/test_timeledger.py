@@ -147,7 +147,21 @@ def test_records_of_other_writers_give_durations_but_no_times() -> None:
     assert ledger.totals()["productive"] == pytest.approx(3.0)
 
 
-WORDS = "step step step late evaluate capture commit lose restart stop fail vanish clock".split()
+WORDS = [
+    "step",
+    "step",
+    "step",
+    "late",
+    "evaluate",
+    "capture",
+    "commit",
+    "lose",
+    "restart",
+    "stop",
+    "fail",
+    "vanish",
+    "clock",
+]
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(WORDS), st.floats(0.0, 20.0), st.integers(0, 6)), max_size=60
 )

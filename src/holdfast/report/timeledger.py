@@ -189,6 +189,7 @@ class TimeLedger:
         keep = bisect_right(self._steps, step)
         for column, name in enumerate(_COLUMNS):
             lost = sum(self._rows[keep * _WIDTH + column :: _WIDTH])
+            lost = min(lost, self._closed[name])  # sums in two orders differ in the last digit
             self._closed[name] -= lost
             self._closed["rework"] += lost
         del self._rows[keep * _WIDTH :], self._steps[keep:]
