@@ -1,0 +1,69 @@
+# make install      a virtual environment in .venv, with the versions of constraints.txt
+# make quickstart   train a small model on real text, kill a worker, resume, report, sample
+# make test         every check that a change has to pass
+# make test-torch   the tests on another release of torch: make test-torch TORCH=2.11
+# make campaign     the long tests (marker slow)
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+SIZE ?= small
+TORCH ?= 2.11
+JOBS ?= auto
+# A worker gets the cores that the agent gives it; tests get one each.
+ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: install install-dev quickstart test lint pytest test-torch campaign docs clean
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "Holdfast needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: whatever build of the release is at hand (for a CPU, for one CUDA
+# version) is taken, and nothing after it changes that.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python examples/quickstart/run.py --size $(SIZE)
+
+test: lint pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+pytest: $(VENV)/.installed-dev
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) -m 'not slow'
+
+campaign: $(VENV)/.installed-dev
+	$(ONE_THREAD) $(BIN)/python -m pytest -m slow
+
+# Another release of torch gets an environment of its own and every other constraint.
+test-torch: $(VENV)-torch$(TORCH)/.installed
+	$(ONE_THREAD) $(VENV)-torch$(TORCH)/bin/python -m pytest -n $(JOBS) -m 'not slow'
+
+$(VENV)-torch$(TORCH)/.installed: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet 'torch==$(TORCH).*'
+	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt -e '.[dev]'
+	@touch $@
+
+docs: $(VENV)/.installed
+	$(BIN)/holdfast config schema --markdown > docs/run-file.md
+
+clean:
+	rm -rf $(VENV) $(VENV)-torch* build dist

@@ -1,0 +1,96 @@
+"""Which modules load torch: those of its rooms, and nobody else's.
+
+Each module is imported in a process of its own. The processes are forked from one interpreter
+that has loaded third-party packages (none of which may load torch) and nothing of ours, which
+makes the whole take seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import holdfast
+
+TORCH_ROOMS = (
+    "holdfast.model", "holdfast.parallel", "holdfast.train", "holdfast.data.loader",
+    "holdfast.checkpoint.capture", "holdfast.elastic.worker",
+)  # fmt: skip
+
+# Reads module names, forks once for each, prints {module: what was wrong}.
+SERVER = """
+import importlib, json, os, sys, traceback
+for name in ("numpy", "pydantic", "yaml", "xxhash", "typer", "rich.console", "starlette.applications"):
+    importlib.import_module(name)
+assert "torch" not in sys.modules and "holdfast" not in sys.modules
+found = {}
+for module in json.load(sys.stdin):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        try:
+            importlib.import_module(module)
+            answer = "loads torch" if "torch" in sys.modules else ""
+        except BaseException:
+            answer = traceback.format_exc()
+        os.write(writer, answer.encode()[:60000])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        answer = file.read().decode()
+    _, status = os.waitpid(child, 0)
+    if answer or status:
+        found[module] = answer or f"ended with status {status}"
+print(json.dumps(found))
+"""
+
+
+def modules() -> list[str]:
+    return sorted(m.name for m in pkgutil.walk_packages(holdfast.__path__, "holdfast."))
+
+
+def in_torch_room(module: str) -> bool:
+    return any(module == room or module.startswith(room + ".") for room in TORCH_ROOMS)
+
+
+def examine(names: list[str]) -> dict[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", SERVER], input=json.dumps(names), text=True, capture_output=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def test_modules_outside_of_torch_rooms_do_not_load_torch() -> None:
+    names = [name for name in modules() if not in_torch_room(name)]
+    assert len(names) > 40
+    assert examine(names) == {}
+
+
+def test_the_examination_sees_torch() -> None:
+    assert examine(["holdfast.model.decoder"]) == {"holdfast.model.decoder": "loads torch"}
+
+
+@pytest.mark.parametrize("room", TORCH_ROOMS)
+def test_rooms_named_here_exist(room: str) -> None:
+    assert room in modules()
+
+
+def test_init_files_are_empty() -> None:
+    root = Path(holdfast.__path__[0])
+    assert [str(p) for p in root.rglob("__init__.py") if p.read_text().strip()] == []
+
+
+def test_every_module_can_be_found_by_its_folder() -> None:
+    """A folder without __init__.py would be missed by the walk above."""
+    root = Path(holdfast.__path__[0])
+    folders = {p.parent for p in root.rglob("*.py")}
+    assert [str(f) for f in folders if not (f / "__init__.py").exists()] == []
