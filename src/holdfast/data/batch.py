@@ -122,9 +122,13 @@ class Batches:
 
     def hash_of(self, start: int, stop: int) -> str:
         """The ledger hash that feeding positions [start, stop) must give."""
-        source, _, sample = self.order.places(start, stop)
-        batch = self._gather(self._streams, source, sample)
+        batch = self.read(start, stop)
         return fed_hash(batch.inputs, batch.targets)
+
+    def read(self, start: int, stop: int) -> Microbatch:
+        """The samples at positions [start, stop), whatever step they belong to; no ledger."""
+        source, _, sample = self.order.places(start, stop)
+        return self._gather(self._streams, source, sample)
 
     def validation(self, samples: int) -> Validation:
         """The same `samples` windows of the validation split each time, evenly spread over it

@@ -65,6 +65,7 @@ def prepare(config: DataConfig, say: Say = print, progress: Progress | None = No
         if exists(folder):
             dataset = Dataset.open(folder)
             demand_match(dataset, wanted, config.tokenizer.path)
+            shutil.rmtree(folder / WORK, ignore_errors=True)  # left by a kill after the manifest
             return dataset
         _make_folder(folder / WORK)
         with _alone(folder):

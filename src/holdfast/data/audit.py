@@ -1,0 +1,215 @@
+"""Proof from the journal that each sample was used exactly once.
+
+Three things are shown for every step up to the last committed one:
+
+1. its ledger entries cover the positions [position(N), position(N+1)) once, without gap;
+2. the hash in each entry, taken of the tokens that the worker really handed to the model, is
+   the one that (dataset version, seed, N) gives: a microbatch that was dropped, fed twice or
+   exchanged has other tokens than its place calls for;
+3. the samples that those positions lead to, counted one by one, occur once in each epoch.
+
+Only the effective lineage counts: what a lost generation fed beyond the step from which the
+next one began was undone with it (`spec/lineage.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.data.batch import Batches
+from holdfast.events import BatchFed, CheckpointCommitted, Record, RunFinished, RunStarted
+from holdfast.spec import ledger, lineage
+from holdfast.spec.ledger import Entry
+
+CHUNK = 1 << 16  # positions looked up at a time
+NEIGHBOURS = 2  # steps before and after in which wrong tokens are looked for
+
+
+@dataclass(frozen=True)
+class Problem:
+    """kind: missing, repeated, swapped, wrong, outside or dataset. step 0: of the whole run."""
+
+    kind: str
+    step: int
+    microbatch: int
+    message: str
+
+
+@dataclass(frozen=True)
+class EpochUse:
+    """How often the samples of one epoch of one source were used."""
+
+    source: str
+    epoch: int  # from 0
+    samples: int  # that the source has
+    used: int  # different ones that were used
+    repeated: int  # used more than once
+
+
+@dataclass
+class AuditResult:
+    """What the audit found; `ok` when every sample up to `last_step` was used exactly once."""
+
+    last_step: int
+    samples: int = 0  # positions of the steps audited
+    skipped: dict[str, int] = field(default_factory=dict)  # reason -> samples
+    superseded: int = 0  # ledger records of work that was lost and done again
+    problems: list[Problem] = field(default_factory=list)
+    epochs: list[EpochUse] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+    @property
+    def first(self) -> Problem | None:
+        """The earliest problem."""
+        return min(self.problems, key=lambda p: (p.step, p.microbatch), default=None)
+
+    def sentence(self) -> str:
+        if not self.last_step:
+            return "nothing is committed yet, so there is nothing to audit"
+        if self.first is not None:
+            return f"{len(self.problems)} problems; the first: {self.first.message}"
+        return (
+            f"{self.samples:,} samples in {self.last_step:,} steps: none missing, none twice, "
+            "each fed as the dataset and the seed say"
+        )
+
+
+def audit(records: Iterable[Record], batches: Batches, last_step: int | None = None) -> AuditResult:
+    """Audit a run's journal against the dataset and the settings in `batches`.
+
+    `last_step` is the last step to audit; None: the last that a checkpoint committed, or that
+    the run finished with.
+    """
+    effective, superseded = lineage.split(records)
+    if last_step is None:
+        done = (CheckpointCommitted, RunFinished)
+        last_step = max((r.event.step for r in effective if isinstance(r.event, done)), default=0)
+    result = AuditResult(last_step)
+    result.superseded = sum(isinstance(r.event, BatchFed) for r in superseded)
+    result.problems += _other_datasets(effective, batches.dataset.version)
+    steps: dict[int, list[Entry]] = {}
+    fed: dict[int, list[Entry]] = {}  # by first position
+    for record in effective:
+        event = record.event
+        if isinstance(event, BatchFed) and 1 <= event.step <= last_step:
+            for entry in (Entry.from_json(event.step, event.rank, v) for v in event.entries):
+                steps.setdefault(event.step, []).append(entry)
+                fed.setdefault(entry.start, []).append(entry)
+    for step in range(1, last_step + 1):
+        _audit_step(step, steps.get(step, []), fed, batches, result)
+    result.samples = batches.schedule.position(last_step + 1) if last_step else 0
+    bounds = {n: (batches.schedule.position(n), batches.schedule.position(n + 1)) for n in steps}
+    inside = [
+        e for n, found in steps.items() for e in found
+        if bounds[n][0] <= e.start < e.stop <= bounds[n][1]
+    ]  # fmt: skip
+    result.epochs = _epochs(inside, batches)
+    for use in result.epochs:
+        if use.repeated and result.ok:
+            result.problems.append(
+                Problem("repeated", 0, 0, f"{use.repeated} samples of {use.source!r} were used "
+                        f"more than once in epoch {use.epoch}")
+            )  # fmt: skip
+    return result
+
+
+def _other_datasets(records: Sequence[Record], version: str) -> list[Problem]:
+    used = {r.event.dataset_version for r in records if isinstance(r.event, RunStarted)}
+    return [
+        Problem("dataset", 0, 0, f"the run used dataset {other}, this is {version}")
+        for other in sorted(used - {version})
+    ]
+
+
+def _audit_step(step: int, entries: list[Entry], fed: dict[int, list[Entry]], batches: Batches,
+                result: AuditResult) -> None:  # fmt: skip
+    start, stop = batches.schedule.position(step), batches.schedule.position(step + 1)
+    size = batches.microbatch_size
+    ranges = [e.range for e in entries]
+
+    def note(kind: str, position: int, message: str) -> None:
+        microbatch = (position - start) // size
+        text = f"step {step}, microbatch {microbatch}: {message}"
+        result.problems.append(Problem(kind, step, microbatch, text))
+
+    for low, high in ledger.outside(ranges, start, stop):
+        note("outside", low, f"positions {low} to {high - 1} are not of this step")
+    for low, high in ledger.gaps(ranges, start, stop):
+        for at in range(low, high, size):
+            edge = min(high, start + ((at - start) // size + 1) * size)
+            note("missing", at, f"positions {at} to {edge - 1} were never fed")
+    for low, high in ledger.overlaps(ranges):
+        ranks = sorted({e.rank for e in ledger.covering(entries, (low, high))})
+        note("repeated", low, f"positions {low} to {high - 1} were fed more than once (ranks "
+             f"{', '.join(map(str, ranks))})")  # fmt: skip
+    for entry in sorted(entries, key=lambda e: (e.start, e.rank)):
+        if entry.skipped:
+            held = result.skipped.get(entry.skipped, 0)
+            result.skipped[entry.skipped] = held + entry.stop - entry.start
+        elif start <= entry.start < entry.stop <= stop:
+            _audit_tokens(entry, fed, batches, result)
+
+
+def _audit_tokens(
+    entry: Entry, fed: dict[int, list[Entry]], batches: Batches, result: AuditResult
+) -> None:
+    """Were the tokens of an entry those of its positions? If not, whose were they?"""
+    begin = batches.schedule.position(entry.step)
+    where = (entry.start - begin) // batches.microbatch_size
+    label = f"step {entry.step}, microbatch {where} (rank {entry.rank})"
+    if entry.microbatch != where:
+        text = f"{label}: the ledger calls its positions microbatch {entry.microbatch}"
+        result.problems.append(Problem("wrong", entry.step, where, text))
+    if entry.hash == batches.hash_of(entry.start, entry.stop):
+        return
+    owner = _owner(entry, batches)
+    if owner is None:
+        kind, text = "wrong", f"{label}: the tokens fed are those of no microbatch nearby"
+    else:
+        step, microbatch, start = owner
+        right = batches.hash_of(entry.start, entry.stop)
+        exchanged = any(e.hash == right for e in fed.get(start, []))
+        kind = "swapped" if exchanged else "repeated"
+        verb = "exchanged with" if exchanged else "fed the tokens of"
+        text = f"{label}: {verb} microbatch {microbatch} of step {step}"
+        text += "" if exchanged else "; its own were never fed"
+    result.problems.append(Problem(kind, entry.step, where, text))
+
+
+def _owner(entry: Entry, batches: Batches) -> tuple[int, int, int] | None:
+    """(step, microbatch, start) of the range nearby, cut alike, whose tokens have this hash."""
+    length = entry.stop - entry.start
+    nearest = sorted(range(-NEIGHBOURS, NEIGHBOURS + 1), key=abs)
+    for step in (entry.step + away for away in nearest if entry.step + away >= 1):
+        begin, end = batches.schedule.position(step), batches.schedule.position(step + 1)
+        for start in range(begin, end - length + 1, length):
+            if batches.hash_of(start, start + length) == entry.hash:
+                return step, (start - begin) // batches.microbatch_size, start
+    return None
+
+
+def _epochs(entries: Sequence[Entry], batches: Batches) -> list[EpochUse]:
+    """Count every sample that the positions fed lead to, entry by entry."""
+    used: dict[tuple[int, int], NDArray[np.uint8]] = {}
+    ranges = sorted(e.range for e in entries)
+    for low, high in ranges if ledger.overlaps(ranges) else ledger.merge(ranges):
+        for at in range(low, high, CHUNK):
+            source, epoch, sample = batches.order.places(at, min(at + CHUNK, high))
+            for pair in set(zip(source.tolist(), epoch.tolist(), strict=True)):
+                size = batches.order.sizes[pair[0]]
+                count = used.setdefault(pair, np.zeros(size, dtype=np.uint8))
+                hit, times = np.unique(
+                    sample[(source == pair[0]) & (epoch == pair[1])], return_counts=True
+                )
+                count[hit] = np.minimum(count[hit] + times, 255)
+    return [
+        EpochUse(batches.dataset.source_names[s], e, len(c), int((c > 0).sum()), int((c > 1).sum()))
+        for (s, e), c in sorted(used.items())
+    ]

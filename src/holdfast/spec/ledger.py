@@ -1,0 +1,96 @@
+"""Arithmetic of the data ledger: which positions were used, how often, by whom.
+
+The ledger of a run is a set of entries, each a range of positions of the global sample order
+with the hash of the tokens that were fed for it. If the entries of step N cover
+[position(N), position(N+1)) once, and the sample order is a permutation in every epoch, then
+each sample was used exactly once. Nothing here reads a file or a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Range = tuple[int, int]  # [start, stop)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One range that one rank fed (or skipped, with a reason) in one step."""
+
+    step: int
+    rank: int
+    microbatch: int
+    start: int
+    stop: int
+    source: str = ""
+    hash: str = ""
+    skipped: str = ""
+
+    @property
+    def range(self) -> Range:
+        return (self.start, self.stop)
+
+    @staticmethod
+    def from_json(step: int, rank: int, value: Mapping[str, Any]) -> Entry:
+        """An entry of `events.BatchFed`; keys of a newer version are left aside."""
+        return Entry(
+            step,
+            rank,
+            int(value["microbatch"]),
+            int(value["start"]),
+            int(value["stop"]),
+            str(value.get("source", "")),
+            str(value.get("hash", "")),
+            str(value.get("skipped", "")),
+        )
+
+
+def merge(ranges: Iterable[Range]) -> list[Range]:
+    """The union, as ranges that neither touch nor overlap, in order; empty ones vanish."""
+    out: list[Range] = []
+    for start, stop in sorted(r for r in ranges if r[0] < r[1]):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], stop))
+        else:
+            out.append((start, stop))
+    return out
+
+
+def gaps(ranges: Iterable[Range], start: int, stop: int) -> list[Range]:
+    """The parts of [start, stop) that no range covers."""
+    out: list[Range] = []
+    at = start
+    for low, high in merge(ranges):
+        if low > at and at < stop:
+            out.append((at, min(low, stop)))
+        at = max(at, high)
+    if at < stop:
+        out.append((at, stop))
+    return out
+
+
+def outside(ranges: Iterable[Range], start: int, stop: int) -> list[Range]:
+    """The parts of the ranges that lie beyond [start, stop)."""
+    out: list[Range] = []
+    for low, high in merge(ranges):
+        out += [r for r in ((low, min(high, start)), (max(low, stop), high)) if r[0] < r[1]]
+    return out
+
+
+def overlaps(ranges: Iterable[Range]) -> list[Range]:
+    """The positions that more than one range covers, merged."""
+    out: list[Range] = []
+    reached = None
+    for start, stop in sorted(r for r in ranges if r[0] < r[1]):
+        if reached is not None and start < reached:
+            out.append((start, min(stop, reached)))
+        reached = stop if reached is None else max(reached, stop)
+    return merge(out)
+
+
+def covering(entries: Sequence[Entry], part: Range) -> list[Entry]:
+    """The entries that touch a range, in order of position, then rank."""
+    found = [e for e in entries if e.start < part[1] and part[0] < e.stop]
+    return sorted(found, key=lambda e: (e.start, e.stop, e.rank))
