@@ -1,0 +1,108 @@
+"""Box arithmetic on random layouts: any tiling written, any tiling wanted, the same array."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.spec.boxes import Box, coverage, runs, whole
+
+SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
+
+
+@st.composite
+def grid_tiling(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """A tensor cut by a random grid; lengths of 0 are among the pieces."""
+    edges = []
+    for size in shape:
+        inner = draw(st.lists(st.integers(0, size), max_size=3))
+        edges.append([0, *sorted(inner), size])
+    spans = [list(pairwise(e)) for e in edges]
+    return [
+        Box("t", tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+        for cell in product(*spans)
+    ]
+
+
+@st.composite
+def split_tiling(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """A tensor cut again and again, each piece on a dim of its own: no grid."""
+    boxes = [whole("t", shape)]
+    for _ in range(draw(st.integers(0, 5)) if shape else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, box.lengths[dim]))
+        for start, length in ((0, at), (at, box.lengths[dim] - at)):
+            offsets, lengths = list(box.offsets), list(box.lengths)
+            offsets[dim] += start
+            lengths[dim] = length
+            boxes.append(Box("t", tuple(offsets), tuple(lengths)))
+    return boxes
+
+
+def tilings(shape: tuple[int, ...]) -> st.SearchStrategy[list[Box]]:
+    return st.one_of(grid_tiling(shape), split_tiling(shape))
+
+
+def cut(array: np.ndarray, box: Box) -> np.ndarray:
+    return array[tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))]
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_tiling_is_restored_from_any_other(data: st.DataObject) -> None:
+    shape = data.draw(SHAPES)
+    array = np.arange(int(np.prod(shape, dtype=int))).reshape(shape)
+    stored = [(b, cut(array, b).ravel().copy()) for b in data.draw(tilings(shape))]
+    for box in data.draw(tilings(shape)):
+        out = np.full(box.size, -1)
+        for source, flat in stored:
+            last = -1
+            for run in runs(source, box):
+                assert run.length > 0
+                assert run.source > last  # rising, so that a reader may stream
+                last = run.source
+                out[run.target : run.target + run.length] = flat[
+                    run.source : run.source + run.length
+                ]
+        assert np.array_equal(out, cut(array, box).ravel())
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_coverage_accepts_exactly_the_tilings(data: st.DataObject) -> None:
+    shape = data.draw(SHAPES)
+    boxes = data.draw(tilings(shape))
+    assert coverage(shape, boxes) is None
+    held = [b for b in boxes if b.size]
+    victim = data.draw(st.sampled_from(held))
+    without = list(held)
+    without.remove(victim)
+    assert "missing" in (coverage(shape, without) or "")
+    assert "twice" in (coverage(shape, [*held, victim]) or "")
+
+
+def test_coverage_finds_an_overlap_that_hides_a_hole() -> None:
+    # As many elements as the tensor has, but rows 2 are held twice and row 3 not at all.
+    boxes = [Box("t", (0, 0), (3, 2)), Box("t", (2, 0), (1, 2))]
+    assert "twice" in (coverage((4, 2), boxes) or "")
+
+
+def test_coverage_refuses_what_leaves_the_shape() -> None:
+    assert "outside" in (coverage((4,), [Box("t", (1,), (4,))]) or "")
+    assert "outside" in (coverage((4,), [Box("t", (0, 0), (4, 1))]) or "")
+
+
+def test_rows_of_a_matrix_are_one_run_and_columns_one_per_row() -> None:
+    full = whole("t", (6, 5))
+    assert [tuple(r) for r in runs(full, Box("t", (2, 0), (3, 5)))] == [(10, 0, 15)]
+    assert [r.length for r in runs(full, Box("t", (0, 1), (6, 2)))] == [2] * 6
+
+
+def test_boxes_of_different_tensors_have_nothing_in_common() -> None:
+    assert whole("a", (2,)).intersect(whole("b", (2,))) is None
+    assert whole("a", (2,)).intersect(Box("a", (2,), (3,))) is None
+    assert list(runs(whole("a", (2,)), whole("b", (2,)))) == []

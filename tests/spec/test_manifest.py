@@ -1,0 +1,146 @@
+"""Keys and manifests: they order, they survive, and no byte can change unnoticed."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.errors import CheckpointError, CorruptError
+from holdfast.layout import Layout, place
+from holdfast.spec.boxes import Box
+from holdfast.spec.manifest import (
+    Blob,
+    Commit,
+    Part,
+    Placed,
+    blob_key,
+    commit_key,
+    merge,
+    parse_commit_key,
+    parse_save_key,
+    part_key,
+    placed,
+    seal,
+    unseal,
+    writer_name,
+)
+from holdfast.spec.ownership import owned_boxes
+from holdfast.spec.state import TensorSpec
+
+TABLE = (
+    TensorSpec("half", "BF16", (3,), None),
+    TensorSpec("w", "F32", (8, 2), 0),
+    TensorSpec("wide", "F64", (2,), None),
+)
+TOPOLOGY = place(Layout(dp_replicate=2), 3, ("a", "b"))
+
+
+def part(rank: int, step: int = 9, **changes: object) -> Part:
+    tensors = placed(owned_boxes(TOPOLOGY, TABLE, rank), TABLE)
+    size = 4096 + sum(p.nbytes for p in tensors)
+    blob = Blob(blob_key(3, step, writer_name(rank)), size, 4096, 1 << 20, ("0" * 32,))
+    values = {"tensors": tensors, "blob": blob, "meta": {"position": 5}} | changes
+    return Part(3, step, rank, **values)  # type: ignore[arg-type]
+
+
+def merged(*parts: Part) -> Commit:
+    return merge({p.rank: (p, p.to_bytes()) for p in parts}, TOPOLOGY, TABLE, "hash", "version")
+
+
+def test_newest_step_is_the_first_key() -> None:
+    keys = [commit_key(1, step) for step in (0, 1, 9, 10, 123456)]
+    assert sorted(keys) == keys[::-1]
+    assert [parse_commit_key(key) for key in keys] == [(s, 1) for s in (0, 1, 9, 10, 123456)]
+
+
+def test_other_keys_are_not_commits() -> None:
+    for key in ("commits/x.json", "commits/1-2.json", "parts/1/2-r.json", commit_key(1, 2) + "x"):
+        assert parse_commit_key(key) is None
+    assert parse_save_key(blob_key(4, 7, "rank00001")) == (7, 4)
+    assert parse_save_key(part_key(4, 7, "rank00001")) == (7, 4)
+    assert parse_save_key("journal/0000000004/agent.jsonl") is None
+    assert parse_save_key(commit_key(4, 7)) is None
+
+
+def test_tensors_are_aligned_to_their_elements_without_gaps() -> None:
+    boxes = [Box("half", (0,), (3,)), Box("w", (0, 0), (3, 2)), Box("wide", (0,), (2,))]
+    layout = placed(boxes, TABLE)
+    assert [(p.box.name, p.start) for p in layout] == [("wide", 0), ("w", 16), ("half", 40)]
+
+
+def test_manifests_survive_the_trip() -> None:
+    one = part(1)
+    again = Part.from_bytes(one.to_bytes(), "p")
+    assert again.blob == one.blob
+    assert set(again.tensors) == set(one.tensors)
+    assert again.meta == one.meta
+    commit = merged(part(0), part(1))
+    assert Commit.from_bytes(commit.to_bytes(), commit.key) == commit
+    assert commit.meta == {"position": 5}
+
+
+def test_any_changed_byte_is_found() -> None:
+    commit = merged(part(0), part(1))
+    data = commit.to_bytes()
+    for at in range(len(data)):
+        bad = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        with pytest.raises((CorruptError, CheckpointError)):
+            Commit.from_bytes(bad, commit.key)
+    for bad in (b"", data[:-1], data + b" ", b"[]", b"null", b"\xff"):
+        with pytest.raises(CorruptError):
+            Commit.from_bytes(bad, commit.key)
+
+
+def test_a_commit_under_another_key_is_found() -> None:
+    commit = merged(part(0), part(1))
+    with pytest.raises(CorruptError, match="holds the commit object"):
+        Commit.from_bytes(commit.to_bytes(), commit_key(3, 10))
+
+
+def test_a_part_is_no_commit_and_a_newer_format_is_refused() -> None:
+    with pytest.raises(CorruptError, match="part manifest"):
+        Commit.from_bytes(part(0).to_bytes(), commit_key(3, 9))
+    import holdfast.spec.manifest as module
+
+    newer = seal("commit", {}).replace(b'"format":1', b'"format":2')
+    content = newer[: newer.index(b',"xxh3"')] + b"}"
+    newer = newer.replace(
+        newer[newer.index(b'"xxh3":"') + 8 :][:32],
+        module.xxh3_128_hexdigest(content).encode(),
+    )
+    with pytest.raises(CheckpointError, match="newer than 1"):
+        unseal("commit", newer, "x")
+
+
+def test_an_incomplete_checkpoint_cannot_be_merged() -> None:
+    with pytest.raises(CheckpointError, match=r"ranks \[1\] are missing"):
+        merged(part(0))
+    tensors = part(1).tensors
+    with pytest.raises(CheckpointError, match="does not hold what the rank owns"):
+        merged(part(0), part(1, tensors=tensors[1:]))
+    moved = (Placed(tensors[0].box, tensors[0].dtype, 4), *tensors[1:])
+    with pytest.raises(CheckpointError, match="does not hold what the rank owns"):
+        merged(part(0), part(1, tensors=moved))
+    short = Blob(blob_key(3, 9, writer_name(1)), 4097, 4096, 1 << 20, ("0" * 32,))
+    with pytest.raises(CheckpointError, match="are due"):
+        merged(part(0), part(1, blob=short))
+    with pytest.raises(CheckpointError, match="different steps"):
+        merged(part(0), part(1, step=8))
+
+
+def test_manifest_stays_small_for_many_writers() -> None:
+    """Bound: 100 MB for 1 T parameters on 16,384 ranks; per writer and per extent this is it."""
+    few = len(merged(part(0), part(1)).to_bytes())
+    big = place(Layout(dp_shard=64), 3, ("a",) * 64)
+    table = tuple(TensorSpec(f"w{i}", "F32", (128, 2), 0) for i in range(50))
+    parts = {}
+    for rank in range(64):
+        tensors = placed(owned_boxes(big, table, rank), table)
+        size = 4096 + sum(p.nbytes for p in tensors)
+        blob = Blob(blob_key(3, 9, writer_name(rank)), size, 4096, 1 << 20, ("0" * 32,))
+        one = Part(3, 9, rank, blob, tensors)
+        parts[rank] = (one, one.to_bytes())
+    many = len(merge(parts, big, table, "hash", "version").to_bytes())
+    per_writer = (many - few - 50 * 30) / 64
+    assert per_writer < 350  # bytes; boxes are derived, so 50 tensors cost a writer nothing
+    # 1 T parameters with AdamW in fp32 are 12 TB: 715,256 extents of 16 MiB, 35 bytes each.
+    assert 16_384 * per_writer + 715_256 * 35 < 100e6
