@@ -7,6 +7,9 @@ from typing import Any
 
 from holdfast.layout import Topology
 
+DEFAULT_ENTRY = "holdfast.elastic.worker.main:run"
+"""A worker's main function, `module:function`."""
+
 
 @dataclass(frozen=True)
 class WorkerBoot:

@@ -28,6 +28,7 @@ TRANSITIONS: dict[RunState, frozenset[RunState]] = {
             RunState.RECOVERING,
             RunState.LEAVING,
             RunState.FINISHED,  # nothing was left to do
+            RunState.STOPPED,
             RunState.FAILED,
         }
     ),

@@ -28,13 +28,11 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.elastic import exits
-from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.boot import DEFAULT_ENTRY, WorkerBoot
 from holdfast.elastic.control import Lines, encode, receive
 from holdfast.errors import UserError
 from holdfast.wire import lifeline
 from holdfast.wire.secret import Secret
-
-DEFAULT_ENTRY = "holdfast.elastic.worker.main:run"
 
 Entry = Callable[[WorkerBoot, Secret], int]
 """A worker's main function: returns its exit code (`elastic.exits`)."""

@@ -1,0 +1,75 @@
+"""The agent's side of the journal: one segment per writer, and those who look on.
+
+Workers send their events here; the agent numbers and stamps them with its own clock, so that all
+times of a generation come from one clock. Whoever looks on (the live view, metrics) is told of
+every record, and one that fails is dropped rather than let it disturb training.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from holdfast.errors import HoldfastError
+from holdfast.events import Event, Record
+from holdfast.wire.journal import JournalWriter
+from holdfast.wire.runstore import RunStore
+
+Observer = Callable[[Record], None]
+Say = Callable[[str], None]
+
+
+class Board:
+    """Takes events of the newest generation. Lives in one event loop."""
+
+    def __init__(self, store: RunStore, observers: Sequence[Observer], say: Say) -> None:
+        self._store = store
+        self._observers = list(observers)
+        self._say = say
+        self._generation = 0
+        self._writers: dict[str, JournalWriter] = {}
+        self._complained = False
+
+    def begin(self, generation: int) -> None:
+        """Further events are of `generation`. What older segments still hold was flushed."""
+        self._generation = generation
+        self._writers = {}
+
+    def emit(self, writer: str, event: Event) -> Record:
+        """Number, stamp and show an event; `flush` stores it."""
+        if writer not in self._writers:
+            self._writers[writer] = JournalWriter(self._store, writer, self._generation)
+        record = self._writers[writer].emit(event)
+        for observer in tuple(self._observers):
+            try:
+                observer(record)
+            except Exception as error:
+                self._observers.remove(observer)
+                self._say(f"a view of the run failed and is left out from here on: {error!r}")
+        return record
+
+    async def flush(self, writer: str | None = None, sync: bool = False) -> bool:
+        """Store what was emitted (by `writer`, or by all); whether that worked.
+
+        A full disk stops neither training nor this board: the records wait for the next flush.
+        """
+        chosen = [self._writers[writer]] if writer in self._writers else []
+        if writer is None:
+            chosen = [w for w in self._writers.values() if w.pending or sync]
+        if not chosen:
+            return True
+        try:
+            # Off the loop: a disk that is busy with a checkpoint may keep a write waiting.
+            await asyncio.to_thread(_flush, chosen, sync)
+        except HoldfastError as error:
+            if not self._complained:
+                self._say(f"the journal cannot be written, its records are kept: {error}")
+            self._complained = True
+            return False
+        self._complained = False
+        return True
+
+
+def _flush(writers: Sequence[JournalWriter], sync: bool) -> None:
+    for writer in writers:
+        writer.flush(sync)

@@ -1,0 +1,60 @@
+"""What a generation is opened with: its Topology, and what each worker is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.config.run import RunConfig
+from holdfast.elastic.boot import WorkerBoot
+from holdfast.layout import Layout, Topology, place
+
+
+def plan_topology(config: RunConfig, generation: int, node: str) -> Topology:
+    """All workers on this node. Raises LayoutError when the degrees do not fit the workers."""
+    shard = config.layout.dp_shard
+    layout = Layout(dp_replicate=max(1, config.layout.workers // shard), dp_shard=shard)
+    return place(layout, generation, (node,) * config.layout.workers)
+
+
+def threads_per_worker(config: RunConfig, cores: int) -> int:
+    return config.cluster.threads_per_worker or max(1, cores // config.layout.workers)
+
+
+def worker_log(folder: Path, generation: int, rank: int) -> Path:
+    return folder / "logs" / f"{generation:010d}" / f"rank{rank}.log"
+
+
+def boots(
+    config: RunConfig,
+    topology: Topology,
+    *,
+    folder: Path,
+    agent: str,
+    mover_socket: str,
+    cores: int,
+    restore_key: str | None,
+    start_step: int,
+) -> list[WorkerBoot]:
+    """One WorkerBoot a rank; makes the folder of their logs."""
+    worker_log(folder, topology.generation, 0).parent.mkdir(parents=True, exist_ok=True)
+    dumped = config.model_dump(mode="json")
+    return [
+        WorkerBoot(
+            config=dumped,
+            topology=topology.to_json(),
+            generation=topology.generation,
+            rank=rank,
+            threads=threads_per_worker(config, cores),
+            agent=agent,
+            mover_socket=mover_socket,
+            run_folder=str(folder),
+            dataset=config.data.folder,
+            restore_key=restore_key,
+            start_step=start_step,
+            device="cpu" if config.device == "cpu" else f"{config.device}:{rank}",
+            log=str(worker_log(folder, topology.generation, rank)),
+            gloo_interface=config.cluster.gloo_interface,
+            heartbeat_seconds=config.cluster.heartbeat_seconds,
+        )
+        for rank in range(topology.world_size)
+    ]

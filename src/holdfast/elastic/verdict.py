@@ -1,0 +1,38 @@
+"""How a generation ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Every step of the run file is done and committed."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Left:
+    """The workers saved and left, as they were asked to."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Something died or hung that a restart may mend."""
+
+    reason: str  # of the next GenerationStarted: worker_lost, hang, mover_lost, template_lost
+    cause: str  # a phrase for people
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Something that a restart would not mend."""
+
+    sentence: str
+    exit_code: int = 1
+
+
+Verdict = Finished | Left | Lost | Failed

@@ -1,0 +1,74 @@
+"""Training on this machine: one agent, in the process that the person started."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from holdfast.config.identity import config_hash
+from holdfast.config.load import Loaded
+from holdfast.data.dataset import Dataset
+from holdfast.elastic.agent import Agent
+from holdfast.elastic.board import Observer, Say
+from holdfast.elastic.boot import DEFAULT_ENTRY
+from holdfast.errors import RunFolderError
+from holdfast.wire.runstore import FolderStore, RunStore
+from holdfast.wire.secret import open_secret
+from holdfast.wire.server import address_of, bind
+from holdfast.wire.term import open_term
+
+
+def run(
+    loaded: Loaded,
+    *,
+    observers: Sequence[Observer] = (),
+    render_metrics: Callable[[], bytes] = lambda: b"",
+    say: Say = print,
+    dataset_version: str | None = None,
+    entry: str = DEFAULT_ENTRY,
+) -> int:
+    """Train in the run folder of a planned configuration; the exit code (0, 1, 130).
+
+    `observers` see every record of the journal as it is written, `render_metrics` answers
+    `/metrics`, `say` prints one line. The dataset's version is read from its folder unless given.
+    Raises UserError: the folder is in use, not writable, holds no trustworthy checkpoint, ...
+    """
+    config = loaded.config
+    folder = Path(config.run_folder)
+    if not config.layout.workers or config.device == "auto":
+        raise RunFolderError(
+            "the number of workers and the device have not been planned", where="layout.workers"
+        )
+    version = (
+        Dataset.open(config.data.folder).version if dataset_version is None else dataset_version
+    )
+    store: RunStore = FolderStore(folder)
+    secret = open_secret(folder)
+    # The agent listens before the term names its address: whoever finds the term can ask.
+    control = bind(config.cluster.interface, 0, "cluster.interface")
+    with control:
+        term = open_term(store, address_of(control), secret)
+        try:
+            return Agent(
+                config,
+                store,
+                secret,
+                term,
+                control,
+                folder=folder,
+                config_hash=config_hash(config),
+                dataset_version=version,
+                observers=observers,
+                render_metrics=render_metrics,
+                say=say,
+                resume=resume_command(loaded),
+                entry=entry,
+            ).run()
+        finally:
+            term.close()
+
+
+def resume_command(loaded: Loaded) -> str:
+    """What to type to go on with this run."""
+    return shlex.join(["holdfast", "train", loaded.name, *loaded.overrides])
