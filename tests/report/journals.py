@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,25 +28,25 @@ from holdfast.layout import Layout, place
 
 @dataclass
 class Scribe:
-    """Plays the agent: `at` is its clock, `records` what it wrote, generation by generation."""
+    """Plays the agent: `at` is its clock, with which it stamps its own and the workers' events."""
 
     at: float = 1_000_000.0
     generation: int = 0
     workers: int = 2
-    writer: str = "agent"
     records: list[Record] = field(default_factory=list)
-    sequence: int = 0
+    sequences: Counter[str] = field(default_factory=Counter)
 
     def write(self, event: Event, after: float = 0.0) -> Record:
         self.at += after
-        record = Record(self.generation, self.writer, self.sequence, self.at, event)
+        writer = "rank0" if isinstance(event, StepDone | Evaluated | WorkerReady) else "agent"
+        record = Record(self.generation, writer, self.sequences[writer], self.at, event)
         self.records.append(record)
-        self.sequence += 1
+        self.sequences[writer] += 1
         return record
 
     def open_generation(self) -> None:
         self.generation += 1
-        self.sequence = 0
+        self.sequences.clear()
 
     def start(self, *, resumed: bool = False, pause: float = 0.0) -> None:
         self.at += pause

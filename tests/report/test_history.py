@@ -19,6 +19,7 @@ from holdfast.events import (
     to_json,
 )
 from holdfast.report.history import build, read
+from holdfast.report.timeline import in_order
 from holdfast.wire.runstore import MemoryStore
 from tests.report.journals import Scribe, lossy_run
 
@@ -173,6 +174,19 @@ def test_a_damaged_line_is_named() -> None:
     store = stored(lossy_run().records, tail=b"rubbish\n")
     with pytest.raises(CorruptError, match=r"agent\.jsonl, line \d+"):
         read(store)
+
+
+def test_a_clock_that_was_set_back_does_not_mix_up_a_writer_s_records() -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 3)
+    run.at -= 100
+    run.steps(4, 6)
+    assert [r.event.step for r in in_order(run.records) if r.writer == "rank0"][2:] == [
+        1, 2, 3, 4, 5, 6,
+    ]  # fmt: skip
+    assert sum(build(run.records).time.values()) == pytest.approx(build(run.records).wall)
 
 
 def test_an_empty_journal_has_an_empty_history() -> None:

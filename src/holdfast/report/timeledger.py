@@ -1,9 +1,9 @@
 """Where the time went: every second of a run under one class.
 
-The ledger reads records in the order in which their writer wrote them and keeps, at any moment,
-totals whose sum is the wall time so far. It works on one clock, the agent's: the writer of
-RunStarted and GenerationStarted stamps what it receives. Workers say how long things took, never
-when; their durations are *claims* on a stretch of the agent's time.
+The ledger reads records in the order in which they happened and keeps, at any moment, totals
+whose sum is the wall time so far. It works on one clock, the agent's, who stamps every record when
+it receives it. Workers say how long things took, never when; their durations are *claims* on a
+stretch of the agent's time.
 
     stretch   from the start of a first step to a loss or to the session's end. Steps, validations
               and captures claim their seconds; what nobody claims is "other"; claims above the
@@ -61,7 +61,6 @@ class TimeLedger:
 
     def __init__(self) -> None:
         self._closed = dict.fromkeys(CLASSES, 0.0)  # everything before the open stretch or gap
-        self._clock: str | None = None  # the writer whose time counts
         self._now = 0.0
         self._mark = 0.0  # time up to which `_closed` accounts
         self._session = False
@@ -104,14 +103,11 @@ class TimeLedger:
         event = record.event
         if isinstance(event, RunStarted):
             self._start_session(record)
-        elif self._clock is None or not self._session:
+        elif not self._session:
             if not isinstance(event, GenerationStarted):
                 return
             self._start_session(record)  # a journal whose RunStarted is missing
-        if isinstance(event, GenerationStarted):
-            self._clock = record.writer
-        if record.writer == self._clock:
-            self._now = max(self._now, record.time)
+        self._now = max(self._now, record.time)
         self._take(event)
 
     def _take(self, event: Event) -> None:
@@ -136,7 +132,6 @@ class TimeLedger:
     def _start_session(self, record: Record) -> None:
         if self._session:
             self._end_session()  # the session before ended without a word
-        self._clock = record.writer
         if self._now:
             # Another machine's clock may be behind; a pause is never negative.
             self._closed["stopped"] += max(0.0, record.time - self._now)
