@@ -27,12 +27,3 @@ def print_table(rows: Sequence[Sequence[object]], head: Sequence[str] = ()) -> N
         padded = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         print("  ".join([*padded, row[-1]]).rstrip())
     sys.stdout.flush()
-
-
-def size(count: float) -> str:
-    """Bytes for people, in powers of 1,000."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    raise AssertionError

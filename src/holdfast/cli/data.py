@@ -1,0 +1,151 @@
+"""`holdfast data`: from text to tokens, and what became of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.cli.call import app as make_app
+from holdfast.cli.output import print_json, print_table, say
+from holdfast.cli.progress import Progress
+from holdfast.cli.runs import open_run
+from holdfast.config.load import load
+from holdfast.config.run import RunConfig
+from holdfast.errors import DataError
+from holdfast.report.numbers import count, size
+
+app = make_app("Prepare, inspect, verify and audit the training data.")
+
+RunFile = Annotated[Path, typer.Argument(help="the run file")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value ...")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+@app.command()
+def prepare(run_file: RunFile, overrides: Overrides = None, json: Json = False) -> None:
+    """Tokenise the sources of a run file. Killed half-way, it goes on where it was.
+
+    \b
+    Example:
+      holdfast data prepare run.yaml
+      holdfast data prepare run.yaml data.processes=8
+    """
+    from holdfast.data.inspect import numbers
+    from holdfast.data.prepare import prepare as make
+
+    with Progress() as progress:
+        dataset = make(load(run_file, overrides or []).config.data, progress.say, progress.show)
+    if json:
+        print_json(numbers(dataset))
+    else:
+        say(f"dataset {dataset.version} is ready in {dataset.folder}")
+
+
+@app.command()
+def inspect(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    position: Annotated[int, typer.Option(min=0, help="which sample of the run to show")] = 0,
+    json: Json = False,
+) -> None:
+    """Show the numbers of a prepared dataset, and one sample as the model sees it.
+
+    \b
+    Example:
+      holdfast data inspect run.yaml --position 1000
+    """
+    from holdfast.data.batch import Batches
+    from holdfast.data.dataset import Dataset
+    from holdfast.data.inspect import masks, numbers, render
+
+    config = load(run_file, overrides or []).config
+    dataset = Dataset.open(_prepared(config))
+    batches = Batches(dataset, config.data, config.train, config.seed)
+    found = numbers(dataset) | {"samples": masks(batches)}
+    if json:
+        print_json(found | {"position": position, "sample": render(batches, position)})
+        return
+    rows: list[tuple[str, str]] = [("version", dataset.version)]
+    rows += [("vocabulary", f"{count(dataset.vocab_size)} tokens")]
+    for split, counts in found["splits"].items():
+        rows.append(
+            (split, f"{count(counts['documents'])} documents, {count(counts['tokens'])} tokens, "
+             f"{size(counts['bytes'])}, {counts['bytes_per_token']:.2f} bytes per token")
+        )  # fmt: skip
+    samples = found["samples"]
+    rows += [
+        (f"source {name}", f"{count(number)} samples of {samples['sequence_length']} tokens")
+        for name, number in samples["samples"].items()
+    ]
+    rows.append(("without loss", f"{samples['masked_share']:.1%} of the targets"))
+    for name, value in (dataset.baselines or {}).items():
+        rows.append((f"baseline {name}", f"{value:.3f}" if isinstance(value, float) else value))
+    print_table(rows)
+    print(f"\nsample {position}:\n{render(batches, position)}", flush=True)
+
+
+@app.command()
+def verify(run_file: RunFile, overrides: Overrides = None, json: Json = False) -> int:
+    """Check every byte of a prepared dataset against its checksums. Exit code 1 if one differs.
+
+    \b
+    Example:
+      holdfast data verify run.yaml
+    """
+    from holdfast.data.dataset import Dataset
+    from holdfast.data.verify import verify as problems_of
+
+    folder = _prepared(load(run_file, overrides or []).config)
+    problems = problems_of(folder)
+    if json:
+        print_json({"folder": str(folder), "problems": problems})
+    elif problems:
+        print("\n".join(problems), flush=True)
+    else:
+        say(f"dataset {Dataset.open(folder).version}: every byte is what was written")
+    return 1 if problems else 0
+
+
+@app.command()
+def audit(
+    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    json: Json = False,
+) -> int:
+    """Prove from a run's ledger that each sample was used exactly once. Exit code 1 if not.
+
+    \b
+    Example:
+      holdfast data audit runs/quickstart
+    """
+    from dataclasses import asdict
+
+    from holdfast.data.audit import audit as audit_journal
+    from holdfast.data.batch import Batches
+    from holdfast.data.dataset import Dataset
+    from holdfast.wire.journal import read
+
+    found = open_run(run)
+    config = found.config
+    batches = Batches(Dataset.open(found.dataset_folder), config.data, config.train, config.seed)
+    result = audit_journal(read(found.store), batches)
+    if json:
+        print_json(asdict(result) | {"ok": result.ok, "sentence": result.sentence()})
+    else:
+        print(result.sentence())
+        for problem in result.problems:
+            print(f"  {problem.message}")
+        if result.superseded:
+            print(f"  ({result.superseded} ledger records are of work that was lost and redone)")
+    return 0 if result.ok else 1
+
+
+def _prepared(config: RunConfig) -> Path:
+    from holdfast.data.dataset import exists
+
+    folder = Path(config.data.folder)
+    if not exists(folder):
+        raise DataError("there is no prepared dataset", where=str(folder),
+                        remedy="make it: holdfast data prepare RUN.yaml")  # fmt: skip
+    return folder

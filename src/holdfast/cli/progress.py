@@ -1,0 +1,51 @@
+"""A line of progress on stderr: redrawn in place on a terminal; elsewhere a line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+QUIET_SECONDS = 5.0  # between two lines where there is no terminal
+
+
+class Progress:
+    """Shows how far a stage is. `say` prints a line of its own, above the moving one."""
+
+    def __init__(self) -> None:
+        self._moving = sys.stderr.isatty()
+        self._open = False  # a moving line is on the screen
+        self._last = time.monotonic()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._end_line()
+
+    def say(self, text: str) -> None:
+        self._end_line()
+        print(text, file=sys.stderr, flush=True)
+
+    def show(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` pieces of the stage `what`."""
+        tenth = 10 * done // max(total, 1)
+        if self._moving:
+            bar = "#" * tenth + "." * (10 - tenth)
+            print(f"\r\x1b[K{what} [{bar}] {done}/{total}", end="", file=sys.stderr, flush=True)
+            self._open = True
+            if done == total:
+                self._end_line()
+        elif done == total or time.monotonic() - self._last > QUIET_SECONDS:
+            print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+            self._last = time.monotonic()
+
+    def _end_line(self) -> None:
+        if self._open:
+            print(file=sys.stderr, flush=True)
+            self._open = False

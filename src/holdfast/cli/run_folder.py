@@ -1,0 +1,148 @@
+"""What `train` writes into a run folder before a run starts, and what it refuses to start on.
+
+run.yaml           the run file as it was read
+resolved.json      every value, its origin, the overrides, the dataset
+environment.json   versions, git state, hardware
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import holdfast.errors
+from holdfast.cli.runs import RESOLVED, read_resolved
+from holdfast.config.identity import config_hash, refuse_other_run
+from holdfast.config.load import Loaded
+from holdfast.errors import RunFolderError
+from holdfast.plan.hardware import Machine
+
+PACKAGES = ("holdfast", "torch", "numpy", "pydantic", "tokenizers", "safetensors", "xxhash",
+            "starlette", "uvicorn", "psutil", "rich", "typer")  # fmt: skip
+
+
+def refuse_other(folder: Path, loaded: Loaded, dataset_version: str) -> None:
+    """Raises RunFolderError when the folder belongs to a run that computes something else, or is
+    a folder with other things in it."""
+    stored = read_resolved(folder)
+    if stored is None:
+        foreign = [] if not folder.is_dir() else sorted(p.name for p in folder.iterdir())
+        if foreign:
+            raise RunFolderError(
+                f"this folder is not a run folder and has things in it ({', '.join(foreign[:3])})",
+                where=str(folder),
+                remedy="choose another with folder=..., or empty it",
+            )
+        return
+    refuse_other_run(stored["config"], loaded.config, str(folder))
+    before = stored.get("dataset", {}).get("version", dataset_version)
+    if before != dataset_version:
+        raise RunFolderError(
+            f"the run was trained on dataset {before}, and data.folder holds {dataset_version}",
+            where=str(folder),
+            remedy="name the folder of that dataset, or start over with --fresh",
+        )
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move a run folder to `<folder>.old-<n>`; None when there was nothing to move."""
+    if not folder.exists():
+        return None
+    number = 1
+    while True:
+        target = folder.with_name(f"{folder.name}.old-{number}")
+        if not target.exists():
+            break
+        number += 1
+    try:
+        folder.rename(target)
+    except OSError as error:
+        raise RunFolderError(
+            f"cannot be moved to {target} ({error.strerror})",
+            where=str(folder),
+            remedy="move it yourself, or choose another folder",
+        ) from None
+    return target
+
+
+def describe(
+    folder: Path, loaded: Loaded, machine: Machine, dataset: Path, dataset_version: str
+) -> None:
+    """Write the three files. Later starts replace them: the journal keeps what was before.
+
+    Raises RunFolderError when the folder cannot be made or written.
+    """
+    resolved = loaded.to_json() | {
+        "format": 1,
+        "config_hash": config_hash(loaded.config),
+        "dataset": {"folder": str(dataset.resolve()), "version": dataset_version},
+    }
+    files = {
+        "run.yaml": loaded.text,
+        RESOLVED: _json(resolved),
+        "environment.json": _json(environment(machine)),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            temporary = folder / f".tmp-{name}-{os.getpid()}"
+            temporary.write_text(text, "utf-8")
+            temporary.replace(folder / name)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise RunFolderError(f"{error.filename} is a file, not a folder", where=str(folder),
+                             remedy="choose another with folder=...") from None  # fmt: skip
+    except PermissionError:
+        raise RunFolderError("the run folder cannot be written", where=str(folder),
+                             remedy="choose another with folder=..., or change its permissions",
+                             ) from None  # fmt: skip
+
+
+def environment(machine: Machine) -> dict[str, Any]:
+    """Versions, git state, hardware: enough to tell later what this was."""
+    return {
+        "time": time.time(),
+        "command": sys.argv,
+        "folder": os.getcwd(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "git": {
+            "holdfast": git_state(Path(holdfast.errors.__file__).parent),
+            "here": git_state(Path.cwd()),
+        },
+        "hardware": machine.to_json(),
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """The commit of the work tree around `folder` and whether it has changes; None outside one."""
+    try:
+        commit = _git(folder, "rev-parse", "HEAD")
+        changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit.strip(), "changed": bool(changes.strip())}
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(folder), *arguments],
+        capture_output=True, text=True, timeout=10, check=True,
+    ).stdout  # fmt: skip
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
