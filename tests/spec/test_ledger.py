@@ -1,0 +1,50 @@
+"""Range arithmetic against sets of positions."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.spec.ledger import Entry, Range, covering, gaps, merge, outside, overlaps
+
+RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
+
+
+def positions(ranges: list[Range]) -> Counter[int]:
+    return Counter(p for start, stop in ranges for p in range(start, stop))
+
+
+@given(ranges=RANGES)
+def test_merge_is_the_union(ranges: list[Range]) -> None:
+    merged = merge(ranges)
+    assert set(positions(merged)) == set(positions(ranges))
+    assert all(a[1] < b[0] for a, b in zip(merged, merged[1:], strict=False))
+
+
+@given(ranges=RANGES, start=st.integers(0, 40), stop=st.integers(0, 40))
+def test_gaps_and_outside_split_the_line(ranges: list[Range], start: int, stop: int) -> None:
+    stop = max(start, stop)
+    fed = set(positions(ranges))
+    assert positions(gaps(ranges, start, stop)) == Counter(set(range(start, stop)) - fed)
+    assert set(positions(outside(ranges, start, stop))) == fed - set(range(start, stop))
+
+
+@given(ranges=RANGES)
+def test_overlaps_are_positions_covered_twice(ranges: list[Range]) -> None:
+    twice = {p for p, count in positions(ranges).items() if count > 1}
+    assert positions(overlaps(ranges)) == Counter(twice)
+
+
+def test_covering_orders_by_position_then_rank() -> None:
+    entries = [Entry(1, 2, 0, 0, 4), Entry(1, 0, 1, 4, 8), Entry(1, 1, 0, 0, 4)]
+    assert [e.rank for e in covering(entries, (0, 5))] == [1, 2, 0]
+    assert covering(entries, (8, 9)) == []
+
+
+def test_entry_reads_older_and_newer_json() -> None:
+    old = {"microbatch": 1, "start": 2, "stop": 4}
+    assert Entry.from_json(3, 0, old) == Entry(3, 0, 1, 2, 4)
+    new = old | {"source": "a", "hash": "ff", "skipped": "spike", "invented": 1}
+    assert Entry.from_json(3, 0, new) == Entry(3, 0, 1, 2, 4, "a", "ff", "spike")

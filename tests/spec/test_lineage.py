@@ -1,0 +1,62 @@
+"""Which records count after restarts."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.events import GenerationStarted, Record, StepDone, StopRequested
+from holdfast.spec.lineage import split
+
+
+def record(generation: int, event: object, sequence: int = 0) -> Record:
+    return Record(generation, "w", sequence, 0.0, event)  # type: ignore[arg-type]
+
+
+def step(generation: int, number: int) -> Record:
+    return record(generation, StepDone(1.0, 1, 1.0, 1.0, 1.0, step=number))
+
+
+def start(generation: int, after: int) -> Record:
+    return record(generation, GenerationStarted({}, "start", step=after))
+
+
+def test_work_beyond_the_restart_is_superseded() -> None:
+    records = [start(1, 0), *(step(1, n) for n in range(1, 8)), start(2, 5), step(2, 6)]
+    effective, superseded = split(records)
+    assert superseded == [step(1, 6), step(1, 7)]
+    assert effective == [r for r in records if r not in superseded]
+
+
+def test_a_later_restart_from_further_back_cuts_every_older_generation() -> None:
+    records = [
+        start(1, 0), step(1, 1), step(1, 2), step(1, 3), step(1, 4),
+        start(2, 3), step(2, 4), step(2, 5),
+        start(3, 1), step(3, 2),
+    ]  # fmt: skip
+    effective, _ = split(records)
+    assert [(r.generation, r.event.step) for r in effective if isinstance(r.event, StepDone)] == [
+        (1, 1), (3, 2),
+    ]  # fmt: skip
+
+
+def test_records_of_no_generation_stay() -> None:
+    loose = record(0, StopRequested("SIGINT", step=9))
+    assert split([loose, start(1, 0), step(1, 1)])[0][0] == loose
+
+
+@given(st.lists(st.tuples(st.integers(0, 10), st.integers(0, 5)), min_size=1, max_size=6))
+def test_every_step_counts_once_however_often_it_was_done(
+    restarts: list[tuple[int, int]],
+) -> None:
+    """Each generation begins at a step that the history has reached, and goes on some steps."""
+    records, reached = [], 0
+    for generation, (back, forward) in enumerate(restarts, start=1):
+        begin = max(0, reached - back)
+        records.append(start(generation, begin))
+        records += [step(generation, n) for n in range(begin + 1, begin + forward + 1)]
+        reached = begin + forward
+    effective, superseded = split(records)
+    done = [r.event.step for r in effective if isinstance(r.event, StepDone)]
+    assert sorted(done) == list(range(1, reached + 1))
+    assert len(effective) + len(superseded) == len(records)
