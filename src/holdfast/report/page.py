@@ -1,0 +1,219 @@
+"""One self-contained HTML page about a run: nothing is fetched, nothing is executed but tooltips.
+
+page.write(history.read(store), resolved, path, baselines={"unigram": 3.4, "bigram": 1.94})
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from holdfast.errors import RunFolderError
+from holdfast.report import charts, tables
+from holdfast.report.history import History
+from holdfast.report.numbers import count, duration, percent, plural, si, size
+from holdfast.report.speed import utilisations
+from holdfast.report.style import SCRIPT, style_sheet
+
+_STATES = {
+    "empty": "not started", "running": "running", "finished": "finished", "stopped": "stopped",
+    "failed": "failed", "lost": "interrupted",
+}  # fmt: skip
+
+
+def write(
+    history: History,
+    resolved: Mapping[str, Any],
+    path: Path,
+    *,
+    baselines: Mapping[str, float] | None = None,
+    samples: Sequence[str] = (),
+    device: str | None = None,
+) -> None:
+    """Write the page to `path`, whole or not at all.
+
+    resolved: what `resolved.json` holds (config, origins); empty is allowed.
+    baselines: name -> bits per byte of counting alone, drawn beside the curve.
+    samples: text that the model wrote. device: the accelerator's name, for its utilisation.
+    Raises RunFolderError when the path cannot be written.
+    """
+    content = render(history, resolved, baselines=baselines, samples=samples, device=device)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(content, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise RunFolderError(
+            f"the report cannot be written ({error.strerror})", where=str(path),
+            remedy="name another place with --output",
+        ) from error  # fmt: skip
+
+
+def render(
+    history: History,
+    resolved: Mapping[str, Any],
+    *,
+    baselines: Mapping[str, float] | None = None,
+    samples: Sequence[str] = (),
+    device: str | None = None,
+) -> str:
+    """The page as text; see `write`."""
+    counts = dict(baselines or {})
+    title = history.run or "run"
+    parts = [_header(history), _tiles(history, counts, resolved, device)]
+    if history.steps:
+        parts.append(_section(
+            "Loss", "Mean over each global batch, and the validation text. A step that was lost "
+            "and done again appears once in the curve, and as a ghost where it was lost.",
+            charts.curve(history, counts),
+        ))  # fmt: skip
+    if history.generations:
+        parts.append(_section(
+            "What happened when", "Throughput, and beneath it each generation, incident, "
+            "checkpoint and validation. Pauses between sessions are cut out.",
+            charts.timeline(history),
+        ))  # fmt: skip
+    if history.wall > 0:
+        parts.append(_section("Where the time went", _goodput_note(history),
+                              tables.time_spent(history)))  # fmt: skip
+    parts += _records(history)
+    parts += _samples(samples)
+    if resolved.get("config"):
+        body = f"<details><summary>all values</summary>{tables.configuration(resolved)}</details>"
+        parts.append(_section("Configuration", _config_note(history), f'<div class="card">{body}'
+                              "</div>"))  # fmt: skip
+    parts.append(_footer())
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)} · Holdfast</title><style>{style_sheet()}</style></head>"
+        f'<body><main>{"".join(parts)}</main><div id="tip"></div>'
+        f"<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _section(title: str, note: str, body: str) -> str:
+    about = f'<p class="note">{note}</p>' if note else ""
+    return f"<section><h2>{title}</h2>{about}{body}</section>"
+
+
+def _header(history: History) -> str:
+    state = _STATES[history.state]
+    began = ""
+    if history.sessions:
+        at = datetime.fromtimestamp(history.sessions[0].began_at, UTC)
+        began = f"began {at:%d %B %Y, %H:%M} UTC"
+    reason = history.sessions[-1].reason if history.sessions else ""
+    words = [began, plural(len(history.sessions), "session"),
+             plural(len(history.generations), "generation"), escape(reason)]  # fmt: skip
+    return (
+        f'<header><h1>{escape(history.run or "run")}<span class="state {history.state}">{state}'
+        f'</span></h1><p class="lead">{" · ".join(w for w in words if w)}</p></header>'
+    )
+
+
+def _tiles(
+    history: History, baselines: Mapping[str, float], resolved: Mapping[str, Any],
+    device: str | None,
+) -> str:  # fmt: skip
+    tiles = [_quality(history, baselines)] if history.evaluations else []
+    again = f"{si(history.tokens_again)} more done again" if history.tokens_again else ""
+    tiles += [
+        (plural(history.last_step, "step"), f"{si(history.tokens)} tokens", again),
+        (duration(history.wall - history.time["stopped"]), "running time",
+         f"and {duration(history.time['stopped'])} stopped" if history.time["stopped"] else ""),
+        (f"{si(history.tokens_per_second)}<small> tokens/s</small>", "median over the steps",
+         "<br>".join(f"{percent(u.ratio)} of peak, {u.convention}: {escape(u.formula)}"
+                     for u in utilisations(history, resolved, device))),
+        (percent(history.goodput_running), "goodput",
+         f"{percent(history.goodput)} with the pauses" if history.time["stopped"] else ""),
+        _trouble(history),
+    ]  # fmt: skip
+    boxes = "".join(
+        f'<div class="tile"><b>{value}</b><span>{label}</span>'
+        + (f"<i>{more}</i>" if more else "")
+        + "</div>"
+        for value, label, more in tiles
+    )
+    return f'<div class="tiles">{boxes}</div>'
+
+
+def _quality(history: History, baselines: Mapping[str, float]) -> tuple[str, str, str]:
+    last, best = history.evaluations[-1], history.best
+    notes = [f"{name} counts {bits:.2f}" for name, bits in baselines.items()]
+    if best is not None and best.step != last.step:
+        notes.append(f"best {best.bits_per_byte:.3f} after step {count(best.step)}")
+    value = f"{last.bits_per_byte:.3f}<small> bits/byte</small>"
+    return value, f"validation after step {count(last.step)}", "<br>".join(notes)
+
+
+def _trouble(history: History) -> tuple[str, str, str]:
+    times = [i.seconds for i in history.incidents if i.seconds is not None]
+    lost = sum(i.steps_lost for i in history.incidents)
+    number = len(history.incidents)
+    more = f"{duration(median(times))} to recover (median)<br>" if times else ""
+    more += f"{plural(lost, 'step')} done again" if number else ""
+    return count(number), "incident" if number == 1 else "incidents", more
+
+
+def _goodput_note(history: History) -> str:
+    again = history.time["rework"] + history.time["recovery"]
+    if not history.incidents:
+        return "Every second of the run stands in one class; the classes add up to the wall time."
+    return (
+        "Every second stands in one class; the classes add up to the wall time. What broke cost "
+        f"{duration(again)}: {duration(history.time['recovery'])} of recovery and "
+        f"{duration(history.time['rework'])} of steps done again."
+    )
+
+
+def _records(history: History) -> list[str]:
+    out = []
+    if history.incidents:
+        out.append(_card("Incidents", "From the moment the agent noticed to the first new step.",
+                         tables.incidents(history)))  # fmt: skip
+    if history.checkpoints:
+        total = sum(c.blocked for c in history.checkpoints)
+        note = (f"{plural(len(history.checkpoints), 'checkpoint')} of "
+                f"{size(history.checkpoints[-1].bytes)}; training was blocked for "
+                f"{duration(total)} in all.")  # fmt: skip
+        out.append(_card("Checkpoints", note, tables.checkpoints(history)))
+    if history.generations:
+        out.append(_card("Generations", "", tables.generations(history)))
+    if history.notices:
+        out.append(_card("Notices", "", tables.notices(history)))
+    return out
+
+
+def _card(title: str, note: str, body: str) -> str:
+    return _section(title, note, f'<div class="card">{body}</div>')
+
+
+def _samples(samples: Sequence[str]) -> list[str]:
+    if not samples:
+        return []
+    cards = "".join(f'<div class="card sample"><pre>{escape(s)}</pre></div>' for s in samples)
+    return [_section("Samples", "Written by the model as it stands.", cards)]
+
+
+def _config_note(history: History) -> str:
+    words = []
+    if history.dataset_version:
+        words.append(f"dataset <code>{escape(history.dataset_version)}</code>")
+    if history.config_hash:
+        words.append(f"configuration <code>{escape(history.config_hash)}</code>")
+    return ", ".join(words)
+
+
+def _footer() -> str:
+    return (
+        "<footer>Made by Holdfast from the run's journal alone. Times are on the agent's clock. "
+        "Goodput: time spent computing steps that count, divided by the wall time. Tokens/s: "
+        "median over the steps that count.</footer>"
+    )

@@ -1,0 +1,105 @@
+"""Small pieces of hand-made SVG: scales, ticks, paths. No state, no style (that is in the CSS)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps values [low, high] onto pixels [start, stop], linearly."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+
+    def __call__(self, value: float) -> float:
+        span = self.high - self.low
+        share = (value - self.low) / span if span else 0.5
+        return self.start + share * (self.stop - self.start)
+
+
+def ticks(low: float, high: float, about: int = 6) -> list[float]:
+    """Round values inside [low, high], roughly `about` of them: steps of 1, 2 or 5 x 10^k."""
+    if not (math.isfinite(low) and math.isfinite(high)) or high <= low:
+        return [low]
+    raw = (high - low) / max(1, about)
+    size = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * size for m in (1, 2, 5, 10) if m * size >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def time_ticks(seconds: float, about: int = 7) -> list[float]:
+    """Round moments in [0, seconds]: whole seconds, minutes, hours or days."""
+    units = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200,
+             86_400, 172_800, 604_800)  # fmt: skip
+    step = next((u for u in units if seconds / u <= about), units[-1])
+    return [float(index * step) for index in range(int(seconds / step) + 1)]
+
+
+def tag(name: str, content: str = "", /, **attributes: Any) -> str:
+    """One element. `class_` is class, underscores are hyphens, floats get one decimal, None is
+    left out. The content is markup already; `text` escapes."""
+    parts = [name]
+    for key, value in attributes.items():
+        if value is None:
+            continue
+        shown = f"{value:.1f}" if isinstance(value, float) else str(value)
+        parts.append(f'{key.rstrip("_").replace("_", "-")}="{escape(shown)}"')
+    return f"<{' '.join(parts)}>{content}</{name}>"
+
+
+def text(x: float, y: float, content: str, **attributes: Any) -> str:
+    return tag("text", escape(content), x=float(x), y=float(y), **attributes)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, **attributes: Any) -> str:
+    return tag("line", x1=float(x1), y1=float(y1), x2=float(x2), y2=float(y2), **attributes)
+
+
+def path(points: Iterable[tuple[float, float]], **attributes: Any) -> str:
+    """A line through the points; a point that is not finite breaks it."""
+    words, pen_down = [], False
+    for x, y in points:
+        if not (math.isfinite(x) and math.isfinite(y)):
+            pen_down = False
+            continue
+        words.append(f"{'L' if pen_down else 'M'}{x:.1f} {y:.1f}")
+        pen_down = True
+    return tag("path", d="".join(words), **attributes) if words else ""
+
+
+def thin(points: Sequence[T], most: int, value: Callable[[T], float]) -> list[T]:
+    """At most about `most` of the points, the lowest and the highest of each bin kept, so that a
+    spike is never thinned away."""
+    if len(points) <= most:
+        return list(points)
+    bins = max(1, most // 2)
+    kept: list[T] = []
+    for index in range(bins):
+        part = points[index * len(points) // bins : (index + 1) * len(points) // bins]
+        ends = {id(p): p for p in (min(part, key=value), max(part, key=value))}
+        kept += [p for p in part if id(p) in ends]
+    return kept
+
+
+def smooth(values: Sequence[float], window: float) -> list[float]:
+    """Exponential mean over about `window` values, without the pull to zero at the start
+    (Kingma and Ba, 2015, section 3); values that are not finite are passed over."""
+    decay = 1 - 2 / (window + 1) if window > 1 else 0.0
+    mean, weight, out = 0.0, 0.0, []
+    for value in values:
+        if math.isfinite(value):
+            mean = decay * mean + (1 - decay) * value
+            weight = decay * weight + (1 - decay)
+        out.append(mean / weight if weight else math.nan)
+    return out

@@ -1,0 +1,157 @@
+"""The page's tables, each a pure function from history to HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from holdfast.report.history import History
+from holdfast.report.numbers import count, duration, percent, plural, size
+from holdfast.report.style import class_colour
+from holdfast.report.timeledger import CLASSES
+
+_SHOWN = 12  # rows of a long table that stand open
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
+    """Cells are markup already. `numbers`: columns that are set to the right."""
+    right = set(numbers)
+
+    def row(cells: Sequence[str], cell: str) -> str:
+        return "".join(
+            f'<{cell} class="n">{c}</{cell}>' if i in right else f"<{cell}>{c}</{cell}>"
+            for i, c in enumerate(cells)
+        )
+
+    body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in rows)
+    return (
+        f'<div class="scroll"><table><thead><tr>{row(head, "th")}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def time_spent(history: History) -> str:
+    """A bar, and the same as a table; classes without a second are left out."""
+    wall = history.wall or 1.0
+    shown = [(n, s) for n, s in history.time.items() if s / wall >= 5e-5]
+    bar = "".join(
+        f'<div style="flex:{max(seconds / wall, 0.002):.4f};background:{class_colour(name)}" '
+        f'data-tip="{name.replace("_", " ")}: {duration(seconds)}, {percent(seconds / wall)}">'
+        "</div>"
+        for name, seconds in shown
+    )
+    rows = [
+        (
+            f'<span class="swatch" style="background:{class_colour(name)}"></span>'
+            + name.replace("_", " "),
+            duration(seconds),
+            percent(seconds / wall),
+            f'<span class="soft">{CLASSES[name]}</span>',
+        )
+        for name, seconds in shown
+    ]
+    rows.append(("<b>wall time</b>", f"<b>{duration(history.wall)}</b>", "<b>100 %</b>", ""))
+    return (
+        f'<div class="bar">{bar}</div><div class="card">'
+        + table(("", "time", "share", "spent on"), rows, (1, 2))
+        + "</div>"
+    )
+
+
+def incidents(history: History) -> str:
+    rows = []
+    for i in history.incidents:
+        phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in i.phases.items())
+        rows.append((
+            duration(i.began), escape(i.title), count(i.reached), count(i.steps_lost),
+            duration(i.seconds) if i.seconds is not None else "never",
+            f'<span class="soft">{phases}</span>',
+        ))  # fmt: skip
+    head = ("at", "what broke", "after step", "steps done again", "until a new step", "of which")
+    return table(head, rows, (0, 2, 3, 4))
+
+
+def checkpoints(history: History) -> str:
+    rows = []
+    for c in reversed(history.checkpoints):
+        fate = [f"restored {plural(c.restored, 'time')}"] if c.restored else []
+        fate += ["removed"] if c.removed else []
+        rows.append((
+            count(c.step), str(c.generation), size(c.bytes), duration(c.blocked),
+            duration(c.seconds), f'<span class="soft">{", ".join(fate)}</span>',
+        ))  # fmt: skip
+    head = ("step", "generation", "size", "training blocked", "until committed", "")
+    return _folded(head, rows, (0, 1, 2, 3, 4))
+
+
+def generations(history: History) -> str:
+    rows = [
+        (
+            str(g.number), escape(g.reason.replace("_", " ")), str(g.workers),
+            f"{count(g.first)} to {count(g.last)}" if g.last else "none",
+            f'<span class="soft">{escape(g.restored_from or "initial weights")}</span>',
+        )
+        for g in reversed(history.generations)
+    ]  # fmt: skip
+    head = ("generation", "because of", "workers", "steps", "began from")
+    return _folded(head, rows, (0, 2))
+
+
+def notices(history: History) -> str:
+    rows = [(duration(n.elapsed), str(n.generation), escape(n.text)) for n in history.notices]
+    return _folded(("at", "generation", "what"), rows, (0, 1))
+
+
+def configuration(resolved: Mapping[str, Any]) -> str:
+    """Every value with who decided it; those that a person gave stand out."""
+    origins: Mapping[str, Mapping[str, str]] = resolved.get("origins", {})
+    rows = []
+    for key, value in flatten(resolved.get("config", {})):
+        origin = origins.get(key) or _parent_origin(key, origins)
+        kind, place = origin.get("kind", ""), origin.get("place", "")
+        given = kind in ("file", "command line")
+        shown = f"{kind} ({place})" if place else kind
+        rows.append(
+            f"<tr{' class=given' if given else ''}><td><code>{escape(key)}</code></td>"
+            f"<td><code>{escape(str(value))}</code></td>"
+            f'<td class="soft">{escape(shown)}</td></tr>'
+        )
+    return (
+        '<div class="scroll"><table><thead><tr><th>key</th><th>value</th><th>decided by</th></tr>'
+        f"</thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def flatten(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Dotted keys and their values; lists stay whole."""
+    out: list[tuple[str, Any]] = []
+    for name, inner in value.items():
+        key = f"{prefix}{name}"
+        if isinstance(inner, Mapping) and inner:
+            out += flatten(inner, f"{key}.")
+        else:
+            out.append((key, inner))
+    return out
+
+
+def _parent_origin(key: str, origins: Mapping[str, Mapping[str, str]]) -> Mapping[str, str]:
+    """A list or an empty section has the origin of its first part, or of what holds it."""
+    for name, origin in origins.items():
+        if name.startswith((f"{key}.", f"{key}[")):
+            return origin
+    while "." in key:
+        key = key.rpartition(".")[0]
+        if key in origins:
+            return origins[key]
+    return {}
+
+
+def _folded(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Iterable[int]) -> str:
+    """The first rows open, the rest behind a click."""
+    numbers = tuple(numbers)
+    out = table(head, rows[:_SHOWN], numbers)
+    if len(rows) > _SHOWN:
+        rest = table(head, rows[_SHOWN:], numbers)
+        out += f"<details><summary>{len(rows) - _SHOWN} more</summary>{rest}</details>"
+    return out
