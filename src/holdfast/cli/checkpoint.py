@@ -71,3 +71,49 @@ def verify(run: RunArgument, json: Json = False) -> int:
         if not problems:
             say(f"{found.folder} has no checkpoint")
     return 1 if any(problems.values()) else 0
+
+
+@app.command("import")
+def import_(
+    run_file: Annotated[Path, typer.Argument(help="the run file of a run that has not begun")],
+    source: Annotated[Path, typer.Option("--from", help="folder as transformers writes it")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    json: Json = False,
+) -> None:
+    """Begin a run from the weights of a Hugging Face folder instead of random ones.
+
+    The folder's weights become the state after step 0; 'holdfast train' then starts from it.
+    The dataset must have been tokenised with the folder's tokenizer.
+
+    \b
+    Example:
+      holdfast checkpoint import run.yaml --from Llama-3.2-1B \\
+          data.tokenizer.path=Llama-3.2-1B/tokenizer.json model.preset=llama3.2-1b
+    """
+    from holdfast.checkpoint.importing import import_checkpoint
+    from holdfast.cli.run_folder import describe, refuse_in_use, refuse_other
+    from holdfast.cli.train import plan, ready_dataset, with_vocabulary
+    from holdfast.config.identity import config_hash
+    from holdfast.config.load import load
+    from holdfast.plan.hardware import this_machine
+    from holdfast.wire.runstore import FolderStore
+
+    machine = this_machine()
+    loaded = plan(load(run_file, overrides or []), machine)
+    folder = Path(loaded.config.run_folder)
+    refuse_in_use(folder)
+    dataset = ready_dataset(loaded)
+    loaded = with_vocabulary(loaded, dataset.vocab_size)
+    refuse_other(folder, loaded, dataset.version)
+    describe(folder, loaded, machine, dataset.folder, dataset.version)
+    config = loaded.config
+    commit = import_checkpoint(
+        FolderStore(folder), source, config.model, config.train.precision,
+        config_hash=config_hash(config), dataset_version=dataset.version,
+    )  # fmt: skip
+    if json:
+        print_json({"key": commit.key, "bytes": commit.bytes, "folder": str(folder)})
+    else:
+        say(
+            f"imported {size(commit.bytes)} into {folder}; train it with: holdfast train {run_file}"
+        )

@@ -17,15 +17,33 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import holdfast.errors
 from holdfast.cli.runs import RESOLVED, read_resolved
 from holdfast.config.identity import config_hash, refuse_other_run
 from holdfast.config.load import Loaded
 from holdfast.errors import RunFolderError
 from holdfast.plan.hardware import Machine
+from holdfast.wire.runstore import FolderStore
+from holdfast.wire.secret import read_secret
+from holdfast.wire.term import asks, newest_term
 
 PACKAGES = ("holdfast", "torch", "numpy", "pydantic", "tokenizers", "safetensors", "xxhash",
             "starlette", "uvicorn", "psutil", "rich", "typer")  # fmt: skip
+
+
+def refuse_in_use(folder: Path) -> None:
+    """Raises RunFolderError when a trainer of this run folder answers. (The term that a trainer
+    opens is what decides; this asks before anything in the folder is touched.)"""
+    store = FolderStore(folder)
+    if not (folder / "secret").exists():
+        return
+    _, holder = newest_term(store)
+    if holder is not None and asks(read_secret(folder / "secret"))(str(holder.get("address", ""))):
+        raise RunFolderError(
+            f"another trainer uses this run folder: process {holder.get('pid')} on "
+            f"{holder.get('node')}",
+            where=str(folder),
+            remedy="stop it, or choose another with folder=...",
+        )
 
 
 def refuse_other(folder: Path, loaded: Loaded, dataset_version: str) -> None:
@@ -113,7 +131,7 @@ def environment(machine: Machine) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "git": {
-            "holdfast": git_state(Path(holdfast.errors.__file__).parent),
+            "holdfast": git_state(Path(__file__).parent),
             "here": git_state(Path.cwd()),
         },
         "hardware": machine.to_json(),

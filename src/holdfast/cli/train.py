@@ -1,0 +1,158 @@
+"""`holdfast train`: from a run file to a trained model."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.call import app as make_app
+from holdfast.cli.call import crash_log_in
+from holdfast.cli.output import print_json, say
+from holdfast.cli.progress import Progress
+from holdfast.cli.run_folder import describe, refuse_in_use, refuse_other, set_aside
+from holdfast.config.load import Loaded, load
+from holdfast.errors import ConfigError
+from holdfast.plan.hardware import Machine, this_machine
+
+if TYPE_CHECKING:
+    from holdfast.data.dataset import Dataset
+
+app = make_app("Train, or go on training, what a run file describes.")
+
+
+@app.command()
+def train(
+    run_file: Annotated[Path, typer.Argument(help="the run file")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="start over; the old folder is moved aside")
+    ] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="print the journal as JSON lines instead of a view")
+    ] = False,
+) -> int:
+    """Train what a run file describes. The same command again goes on where it was.
+
+    The dataset is prepared first if it is not there. Ctrl-C saves and leaves (exit code 0);
+    a second Ctrl-C leaves at once.
+
+    \b
+    Example:
+      holdfast train run.yaml
+      holdfast train run.yaml train.steps=200 layout.workers=4
+      holdfast train run.yaml --fresh
+    """
+    machine = this_machine()
+    loaded = plan(load(run_file, overrides or []), machine)
+    folder = Path(loaded.config.run_folder)
+    with crash_log_in(folder):
+        return _train(loaded, machine, folder, fresh=fresh, json=json)
+
+
+def _train(loaded: Loaded, machine: Machine, folder: Path, *, fresh: bool, json: bool) -> int:
+    from holdfast.cli.views import Views
+    from holdfast.launch.local import run
+
+    refuse_in_use(folder)
+    dataset = ready_dataset(loaded)
+    loaded = with_vocabulary(loaded, dataset.vocab_size)
+    if fresh and (old := set_aside(folder)) is not None:
+        say(f"the old run folder is now {old}")
+    refuse_other(folder, loaded, dataset.version)
+    if (last := finished(folder, loaded.config.train.steps)) is not None:
+        say(f"this run is finished: all {last} steps are done; see it with: holdfast report "
+            f"{folder}, or start over with --fresh")  # fmt: skip
+        if json:
+            print_json({"finished": True, "step": last, "folder": str(folder)})
+        return 0
+    describe(folder, loaded, machine, dataset.folder, dataset.version)
+    with Views(loaded.config, folder, dataset, machine, json=json) as views:
+        code = run(
+            loaded,
+            observers=views.observers,
+            render_metrics=views.render_metrics,
+            say=views.say,
+            dataset_version=dataset.version,
+        )
+    if code == 0 and finished(folder, loaded.config.train.steps) is not None:
+        say(f"finished; the report: holdfast report {folder}")
+    return code
+
+
+def ready_dataset(loaded: Loaded) -> Dataset:
+    """The run's dataset, prepared where it is not there, and checked against its checksums."""
+    from holdfast.data.prepare import prepare
+    from holdfast.data.verify import check
+
+    with Progress() as progress:
+        dataset = prepare(loaded.config.data, progress.say, progress.show)
+    check(dataset)
+    return dataset
+
+
+def plan(loaded: Loaded, machine: Machine) -> Loaded:
+    """Fill in what the run file leaves to the machine: device and number of workers.
+
+    Raises ConfigError for what this machine cannot do.
+    """
+    config, found = loaded.config, len(machine.accelerators)
+    if config.device == "auto":
+        device = "cuda" if found else "cpu"
+        loaded = loaded.planned({"device": device}, f"{found} accelerators on {machine.node}")
+    if config.layout.workers == 0:
+        on_gpu = loaded.config.device == "cuda" and found
+        why = "one per accelerator" if on_gpu else "one on a CPU"
+        workers = max(config.layout.dp_shard, found if on_gpu else 1)
+        loaded = loaded.planned({"layout.workers": workers}, why)
+    workers = loaded.config.layout.workers
+    if loaded.config.device == "cuda" and workers > found:
+        raise ConfigError(
+            f"layout.workers is {workers}, but this machine has {found} accelerators",
+            where=_place(loaded, "layout.workers"),
+            remedy=f"use {found}, or device=cpu" if found else "use device=cpu",
+        )
+    if platform.system() == "Darwin" and workers > 1:
+        raise ConfigError("on macOS one worker is supported",
+                          where=_place(loaded, "layout.workers"), remedy="use 1")  # fmt: skip
+    return loaded
+
+
+def with_vocabulary(loaded: Loaded, size: int) -> Loaded:
+    """The dataset's vocabulary where the model has none of its own.
+
+    Raises ConfigError for a model that does not know all of the dataset's tokens.
+    """
+    given = loaded.config.model.vocab_size
+    if given == 0:
+        return loaded.planned({"model.vocab_size": size}, "the dataset's")
+    if given < size:
+        raise ConfigError(
+            f"model.vocab_size {given} is smaller than the dataset's vocabulary of {size}",
+            where=_place(loaded, "model.vocab_size"),
+            remedy=f"use {size}, or 0 for the dataset's",
+        )
+    return loaded
+
+
+def finished(folder: Path, steps: int) -> int | None:
+    """The last step, when the journal says that the run is finished and counts up to there."""
+    from holdfast.events import RunFinished
+    from holdfast.spec.lineage import split
+    from holdfast.wire.journal import read
+    from holdfast.wire.runstore import FolderStore
+
+    if not folder.is_dir():
+        return None
+    effective, _ = split(read(FolderStore(folder)))
+    done = [r.event.step for r in effective if isinstance(r.event, RunFinished)]
+    return max((step for step in done if step >= steps), default=None)
+
+
+def _place(loaded: Loaded, key: str) -> str:
+    origin = loaded.origins[key]
+    return f"command line: {origin.place}" if origin.kind == "command line" else (
+        origin.place if origin.kind == "file" else loaded.name
+    )  # fmt: skip
