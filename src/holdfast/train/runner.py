@@ -1,0 +1,175 @@
+"""The loop that drives a StepEngine from one step boundary to the next.
+
+It decides nothing of its own: what a step is stands in the engine, when to save in
+`policy/save.py`, who takes part in a Membership. Wishes (stop, save) ride in the vote of the
+step, so all ranks act on them after the same step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from holdfast.config.run import RunConfig
+from holdfast.errors import NonFiniteError
+from holdfast.events import BatchFed, Evaluated, NonFinite, StepDone
+from holdfast.policy.save import due
+from holdfast.train.engine import StepEngine
+from holdfast.train.evaluate import Evaluator
+from holdfast.train.protocols import Feed, Membership, Reporter, Saver, StepBatch
+from holdfast.train.vote import Verdict, Wishes
+
+_LAST_WAIT = 60.0  # seconds for a free slot, where a capture must not be skipped
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the loop ended after `step`. `unsaved`: why that state is not durable, or None."""
+
+    kind: Literal["finished", "left"]
+    step: int
+    unsaved: str | None = None
+
+
+@dataclass
+class _Watch:
+    """Seconds of one step, by phase."""
+
+    clock: Callable[[], float]
+    phases: dict[str, float] = field(default_factory=dict)
+    _since: float = 0.0
+
+    def start(self) -> None:
+        self.phases = {}
+        self._since = self.clock()
+
+    def lap(self, phase: str) -> None:
+        now = self.clock()
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._since
+        self._since = now
+
+
+def run(
+    engine: StepEngine, loader: Feed, membership: Membership, reporter: Reporter, saver: Saver,
+    evaluator: Evaluator, config: RunConfig, *, rank: int, start_step: int,
+    settle_seconds: float = 600.0, clock: Callable[[], float] = time.monotonic,
+) -> Outcome:  # fmt: skip
+    """Train from the state after `start_step` to the last step, or until somebody wishes to stop.
+
+    loader: this rank's shares, beginning with step `start_step` + 1.
+    Raises PeerLostError when a rank is gone, and NonFiniteError on every rank alike, journalled
+    by rank 0; in both cases the step was not applied.
+    """
+    loop = _Loop(engine, membership, reporter, saver, evaluator, config, rank, start_step, clock)
+    if start_step >= config.train.steps:
+        return Outcome("finished", start_step)
+    for batch in loader:
+        stopping = loop.step(batch)
+        if batch.step >= config.train.steps or stopping:
+            unsaved = saver.settle(batch.step, settle_seconds)
+            finished = batch.step >= config.train.steps
+            return Outcome("finished" if finished else "left", batch.step, unsaved)
+    raise RuntimeError(f"batches ended before step {config.train.steps}")
+
+
+class _Loop:
+    """One rank's loop; its only memory beyond the engine is when it saved last."""
+
+    def __init__(
+        self, engine: StepEngine, membership: Membership, reporter: Reporter, saver: Saver,
+        evaluator: Evaluator, config: RunConfig, rank: int, start_step: int,
+        clock: Callable[[], float],
+    ):  # fmt: skip
+        self.engine, self.membership, self.reporter = engine, membership, reporter
+        self.saver, self.evaluator, self.config, self.rank = saver, evaluator, config, rank
+        self.clock = clock
+        self.watch = _Watch(clock)
+        self.watch.start()
+        self.saved_step, self.saved_at = start_step, clock()
+
+    def step(self, batch: StepBatch) -> bool:
+        """One step from the arrival of its batch to its boundary; whether to leave after it."""
+        step, watch = batch.step, self.watch
+        watch.lap("data")
+        self.reporter.progress(step, "compute")
+        self.engine.begin(step)
+        self.engine.compute(batch.microbatches)
+        watch.lap("compute")
+        self.reporter.progress(step, "reduce")
+        verdict = self._reduce(step)
+        watch.lap("reduce")
+        rate = self.engine.apply(verdict)
+        watch.lap("apply")
+        captured = self._capture(step, verdict)
+        self._report(batch, verdict, rate)
+        self._evaluate(step)
+        if captured:
+            self.saver.announce(step, {"loss": verdict.mean_loss, "tokens": verdict.tokens})
+        watch.start()
+        return verdict.wishes.stop
+
+    def _reduce(self, step: int) -> Verdict:
+        wishes = self.membership.wishes(step)
+        if self.rank == 0 and self._due_by_time(step):
+            wishes = Wishes(wishes.stop, True)
+        try:
+            return self.engine.reduce(wishes)
+        except NonFiniteError as error:
+            if self.rank == 0:
+                self.reporter.emit(NonFinite(error.rank, error.parameter, step=step))
+            raise
+
+    def _due_by_time(self, step: int) -> bool:
+        """Seconds are one rank's to judge; its answer travels with the vote."""
+        rules = self.config.checkpoint
+        waited = self.clock() - self.saved_at
+        reason = due(
+            step, self.config.train.steps, every_steps=0, every_seconds=rules.every_seconds,
+            seconds_since_save=waited, last_saved=self.saved_step,
+        )  # fmt: skip
+        return reason is not None
+
+    def _capture(self, step: int, verdict: Verdict) -> bool:
+        """Copy the state if the policy or somebody's wish says so: the same on all ranks."""
+        reason = due(
+            step, self.config.train.steps, every_steps=self.config.checkpoint.every_steps,
+            stopping=verdict.wishes.stop, last_saved=self.saved_step,
+        )  # fmt: skip
+        if reason is None and not verdict.wishes.save:
+            return False
+        self.reporter.progress(step, "capture")
+        last = reason in ("end", "stop")
+        captured = self.saver.capture(step, self.engine.state(), _LAST_WAIT if last else 0.0)
+        if captured:
+            self.saved_step = step
+        self.saved_at = self.clock()
+        self.watch.lap("capture")
+        return captured
+
+    def _report(self, batch: StepBatch, verdict: Verdict, rate: float) -> None:
+        self.reporter.emit(BatchFed(self.rank, batch.entries, step=batch.step))
+        if self.rank != 0:
+            return
+        phases = self.watch.phases
+        self.reporter.emit(
+            StepDone(
+                loss=verdict.mean_loss, tokens=verdict.tokens, grad_norm=verdict.mean_norm,
+                learning_rate=rate, seconds=sum(phases.values()),
+                samples=self.engine.samples(batch.step), phases=phases, step=batch.step,
+            )
+        )  # fmt: skip
+
+    def _evaluate(self, step: int) -> None:
+        every, last = self.config.train.evaluate.every, step >= self.config.train.steps
+        if not last and not (every and step % every == 0):
+            return
+        self.reporter.progress(step, "evaluate")
+        begun = self.clock()
+        found = self.evaluator.run()
+        if found is not None and self.rank == 0:
+            seconds = self.clock() - begun
+            self.reporter.emit(
+                Evaluated(found.loss, found.bits_per_byte, found.tokens, seconds, step=step)
+            )

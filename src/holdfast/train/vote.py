@@ -1,0 +1,141 @@
+"""The vote of a step: one small exchange after the reduction, before anything is applied.
+
+Every rank says how many tokens its share held, the loss of each microbatch, the sum of squares
+of the gradient it holds, whether all of it is whole and finite, and what is wished (stop, save).
+All ranks then know the same and decide the same. Who votes "whole" can apply the step without
+anybody's help; so if anyone applied it, everyone can, and replicated state needs no copy of the
+state before.
+
+Token counts are integers; losses add up in float64 in tree order and squares in shard order, so
+the reported loss and norm have the same bits for any dealing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+
+from holdfast.parallel.groups import Groups
+from holdfast.parallel.norm import combine
+from holdfast.parallel.transport import exchange
+from holdfast.spec.tree import ReductionTree, Shares
+
+_TAG, _TAG_LOSSES = 1, 3
+_HEAD = 3  # tokens, flags, sum of squares
+_WHOLE, _FINITE, _STOP, _SAVE = 1, 2, 4, 8
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a rank would like to happen at the end of the step."""
+
+    stop: bool = False
+    save: bool = False
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """What one rank says. `losses`: one loss sum per leaf of its share, in rising order."""
+
+    tokens: int
+    squares: float
+    losses: tuple[float, ...]
+    wishes: Wishes
+    whole: bool = True
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks know after the vote: the same on each of them.
+
+    loss: sum over the tokens of the global batch. norm: of the summed gradient, before it is
+    divided by `tokens`.
+    """
+
+    tokens: int
+    loss: float
+    norm: float
+    whole: bool
+    finite: bool
+    wishes: Wishes
+
+    @property
+    def mean_loss(self) -> float:
+        """Nats per token."""
+        return self.loss / max(self.tokens, 1)
+
+    @property
+    def mean_norm(self) -> float:
+        """Norm of the gradient of the mean loss."""
+        return self.norm / max(self.tokens, 1)
+
+
+def vote(groups: Groups, tree: ReductionTree, shares: Shares, ballot: Ballot) -> Verdict:
+    """Exchange ballots and combine them. Raises PeerLostError when a peer is gone."""
+    size = groups.replica_size
+    lengths = [_HEAD + len(shares[rank // size]) for rank in range(groups.control.size)]
+    records = exchange(groups.control, _encode(ballot), lengths, _TAG)
+    ballots = [_decode(record) for record in records]
+    leaf_losses = _by_leaf([ballot.losses for ballot, _ in ballots], shares, size)
+    own = groups.coordinate.replica * size
+    norm = combine([b.squares for b, _ in ballots[own : own + size]])
+    finite = all(flags & _FINITE for _, flags in ballots)
+    return Verdict(
+        tokens=sum(b.tokens for b, _ in ballots),
+        loss=tree.sum(leaf_losses),
+        norm=norm,
+        whole=all(b.whole for b, _ in ballots),
+        finite=finite and isfinite(norm),
+        wishes=Wishes(
+            any(b.wishes.stop for b, _ in ballots), any(b.wishes.save for b, _ in ballots)
+        ),
+    )
+
+
+def gather_losses(groups: Groups, shares: Shares, losses: Sequence[float]) -> list[float]:
+    """Everybody's losses, by leaf. losses: of my share, in rising order. Raises PeerLostError."""
+    size = groups.replica_size
+    lengths = [len(shares[rank // size]) for rank in range(groups.control.size)]
+    record = torch.tensor(_bits(losses), dtype=torch.int64)
+    records = exchange(groups.control, record, lengths, _TAG_LOSSES)
+    return _by_leaf([_floats(r.tolist()) for r in records], shares, size)
+
+
+def _by_leaf(losses: Sequence[Sequence[float]], shares: Shares, size: int) -> list[float]:
+    """The loss of each leaf: the parts that the shards of its replica held, in shard order."""
+    total = [0.0] * sum(len(share) for share in shares)
+    for replica, share in enumerate(shares):
+        for own in losses[replica * size : (replica + 1) * size]:
+            for leaf, loss in zip(sorted(share), own, strict=True):
+                total[leaf] += loss
+    return total
+
+
+def _encode(ballot: Ballot) -> torch.Tensor:
+    """[3 + leaves] int64; floats as their bits."""
+    finite = isfinite(ballot.squares) and all(isfinite(loss) for loss in ballot.losses)
+    flags = (
+        _WHOLE * ballot.whole | _FINITE * finite
+        | _STOP * ballot.wishes.stop | _SAVE * ballot.wishes.save
+    )  # fmt: skip
+    words = [ballot.tokens, flags, *_bits((ballot.squares, *ballot.losses))]
+    return torch.tensor(words, dtype=torch.int64)
+
+
+def _decode(record: torch.Tensor) -> tuple[Ballot, int]:
+    tokens, flags, *rest = record.tolist()
+    squares, *losses = _floats(rest)
+    wishes = Wishes(bool(flags & _STOP), bool(flags & _SAVE))
+    return Ballot(tokens, squares, tuple(losses), wishes, bool(flags & _WHOLE)), flags
+
+
+def _bits(values: Sequence[float]) -> tuple[int, ...]:
+    return struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values))
+
+
+def _floats(words: Sequence[int]) -> tuple[float, ...]:
+    return struct.unpack(f"{len(words)}d", struct.pack(f"{len(words)}q", *words))
