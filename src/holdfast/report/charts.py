@@ -297,10 +297,13 @@ def _incident_lane(history: History, clock: _Clock, x: Scale, y: float) -> str:
         box = tag("rect", x=start, y=y - 4, width=max(3.0, stop - start), height=14.0, rx=2,
                   class_="span")  # fmt: skip
         label = f"{incident.title}, {how_long}" if how_long else incident.title
-        room = start > free and stop + 6 + 6.2 * len(label) < WIDTH
-        if room:
+        wide = 6.2 * len(label)
+        if start > free and stop + 6 + wide < WIDTH:
             box += text(stop + 6, y + 7, label)
-            free = stop + 12 + 6.2 * len(label)
+            free = stop + 12 + wide
+        elif start - 6 - wide > free:
+            box += text(start - 6, y + 7, label, class_="end")
+            free = stop
         parts.append(tag("g", box, data_tip=tip))
     return "".join(parts)
 

@@ -37,7 +37,7 @@ p.lead{color:var(--soft);margin:0;font-size:16px}
 .state{display:inline-block;border-radius:999px;padding:1px 11px;font-size:13px;font-weight:600;
  vertical-align:4px;margin-left:10px;border:1px solid currentColor;color:var(--accent)}
 .state.failed,.state.lost{color:var(--bad)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:1px;
+.tiles{display:grid;grid-template-columns:repeat(3,1fr);gap:1px;
  background:var(--rule);border:1px solid var(--rule);border-radius:10px;overflow:hidden}
 .tile{background:var(--card);padding:15px 18px 13px}
 .tile b{display:block;font-size:24px;line-height:1.2;font-weight:620;letter-spacing:-.02em}
@@ -99,7 +99,8 @@ tr.given td{font-weight:600}
 tr.given td.soft{font-weight:400;color:var(--accent)}
 footer{margin-top:56px;color:var(--faint);font-size:12.5px;border-top:1px solid var(--rule);
  padding-top:14px}
-@media (max-width:640px){main{padding:26px 14px 50px}h1{font-size:24px}.tile b{font-size:20px}}
+@media (max-width:700px){.tiles{grid-template-columns:repeat(2,1fr)}
+main{padding:26px 14px 50px}h1{font-size:24px}.tile b{font-size:20px}}
 @media print{body{background:#fff}figure,.tile,.card{break-inside:avoid}}
 """
 

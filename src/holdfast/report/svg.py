@@ -93,8 +93,15 @@ def thin(points: Sequence[T], most: int, value: Callable[[T], float]) -> list[T]
 
 
 def smooth(values: Sequence[float], window: float) -> list[float]:
-    """Exponential mean over about `window` values, without the pull to zero at the start
-    (Kingma and Ba, 2015, section 3); values that are not finite are passed over."""
+    """Mean over about `window` values around each: exponential means from both ends, averaged,
+    so that the line does not lag behind the curve. Values that are not finite are passed over."""
+    ahead = _exponential(values, window)
+    behind = _exponential(values[::-1], window)[::-1]
+    return [(a + b) / 2 for a, b in zip(ahead, behind, strict=True)]
+
+
+def _exponential(values: Sequence[float], window: float) -> list[float]:
+    """Exponential mean without the pull to zero at its start (Kingma and Ba, 2015, section 3)."""
     decay = 1 - 2 / (window + 1) if window > 1 else 0.0
     mean, weight, out = 0.0, 0.0, []
     for value in values:

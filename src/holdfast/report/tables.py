@@ -32,31 +32,44 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[
 
 
 def time_spent(history: History) -> str:
-    """A bar, and the same as a table; classes without a second are left out."""
-    wall = history.wall or 1.0
-    shown = [(n, s) for n, s in history.time.items() if s / wall >= 5e-5]
+    """A bar of the running time, and a table of all of it; classes without a second are left out.
+
+    Shares are of the running time: a night between two sessions would hide everything else.
+    """
+    stopped = history.time["stopped"]
+    running = max(history.wall - stopped, 1e-9)
+    shown = [
+        (name, seconds)
+        for name, seconds in history.time.items()
+        if name != "stopped" and seconds / running >= 5e-5
+    ]
     bar = "".join(
-        f'<div style="flex:{max(seconds / wall, 0.002):.4f};background:{class_colour(name)}" '
-        f'data-tip="{name.replace("_", " ")}: {duration(seconds)}, {percent(seconds / wall)}">'
+        f'<div style="flex:{max(seconds / running, 0.002):.4f};background:{class_colour(name)}" '
+        f'data-tip="{name.replace("_", " ")}: {duration(seconds)}, {percent(seconds / running)}">'
         "</div>"
         for name, seconds in shown
     )
-    rows = [
-        (
-            f'<span class="swatch" style="background:{class_colour(name)}"></span>'
-            + name.replace("_", " "),
-            duration(seconds),
-            percent(seconds / wall),
-            f'<span class="soft">{CLASSES[name]}</span>',
-        )
-        for name, seconds in shown
+    rows = [_time_row(name, seconds, percent(seconds / running)) for name, seconds in shown] + [
+        (_bold("running time"), _bold(duration(running)), _bold("100 %"), "")
     ]
-    rows.append(("<b>wall time</b>", f"<b>{duration(history.wall)}</b>", "<b>100 %</b>", ""))
+    if stopped > 0:
+        rows.append(_time_row("stopped", stopped, ""))
+        rows.append((_bold("wall time"), _bold(duration(history.wall)), "", ""))
     return (
         f'<div class="bar">{bar}</div><div class="card">'
         + table(("", "time", "share", "spent on"), rows, (1, 2))
         + "</div>"
     )
+
+
+def _time_row(name: str, seconds: float, share: str) -> tuple[str, str, str, str]:
+    swatch = f'<span class="swatch" style="background:{class_colour(name)}"></span>'
+    about = f'<span class="soft">{CLASSES[name]}</span>'
+    return swatch + name.replace("_", " "), duration(seconds), share, about
+
+
+def _bold(content: str) -> str:
+    return f"<b>{content}</b>"
 
 
 def incidents(history: History) -> str:
