@@ -1,0 +1,111 @@
+"""What the tests of the train room share: a tiny run file, text-free batches, a short training."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.config.run import RunConfig
+from holdfast.layout import Layout, place
+from holdfast.parallel.groups import connect
+from holdfast.parallel.torch_compat import Store
+from holdfast.spec.random import key_seed
+from holdfast.spec.tree import Shares, deal
+from holdfast.train.build import build_engine
+from holdfast.train.engine import StepEngine
+from holdfast.train.vote import Verdict
+
+CPU = torch.device("cpu")
+VOCABULARY, LENGTH = 64, 12
+
+
+def tiny(**changes: Any) -> RunConfig:
+    """12 microbatches of 2 samples a step; clipping is active in each (`clip_norm` 0.05)."""
+    value: dict[str, Any] = {
+        "data": {"sequence_length": LENGTH},
+        "model": {
+            "preset": None, "layers": 2, "dim": 16, "heads": 2, "kv_heads": 1, "ffn_dim": 24,
+            "vocab_size": VOCABULARY, "tied_embeddings": True,
+        },
+        "train": {
+            "steps": 20, "batch_size": 24, "microbatch_size": 2,
+            "optimizer": {"learning_rate": 0.01, "clip_norm": 0.05},
+            "schedule": {"warmup_steps": 4},
+        },
+        "layout": {"bucket_mb": 0.004},
+    }  # fmt: skip
+    for key, inner in changes.items():
+        section, _, name = key.partition("__")
+        value.setdefault(section, {})[name] = inner
+    return RunConfig.model_validate(value)
+
+
+@dataclass(frozen=True)
+class Fed:
+    """One microbatch of random tokens, or its `part`-th of `parts` rows."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor | None
+    tokens: int
+
+
+def feed(step: int, leaf: int, size: int = 2, part: int = 0, parts: int = 1) -> Fed:
+    """Tokens are a function of (step, leaf). A few targets are masked, differently per leaf."""
+    generator = np.random.default_rng(key_seed(7, "test", step, leaf))
+    tokens = generator.integers(0, VOCABULARY, (size, LENGTH + 1))
+    tokens[:, 1::3] = tokens[:, 0:-1:3][:, : tokens[:, 1::3].shape[1]]  # something to learn
+    targets = tokens[:, 1:].copy()
+    targets[0, : leaf % 5] = -100
+    rows = slice(part * size // parts, (part + 1) * size // parts)
+    inputs, targets = tokens[rows, :-1].copy(), targets[rows]
+    return Fed(
+        torch.from_numpy(inputs), torch.from_numpy(targets), None, int((targets != -100).sum())
+    )
+
+
+def engine(
+    config: RunConfig, rank: int, store: Store, *, replicas: int = 1, dp_shard: int = 1,
+    shares: Sequence[Shares] | None = None, generation: int = 1, seconds: float = 60.0,
+) -> StepEngine:  # fmt: skip
+    """Connected and initialised. shares: dealings taken in turn, a call at a time."""
+    layout = Layout(dp_replicate=replicas, dp_shard=dp_shard)
+    topology = place(layout, generation, ("node",) * layout.world_size)
+    groups = connect(topology, rank, store, CPU, seconds=seconds)
+    dealer = deal
+    if shares is not None:
+        by_leaves = {sum(len(s) for s in dealing): dealing for dealing in shares}
+        dealer = lambda leaves, n: by_leaves[leaves]  # noqa: E731
+    made = build_engine(config, groups, CPU, dealer=dealer)
+    made.initialise(config.seed)
+    return made
+
+
+def one_step(made: StepEngine, step: int) -> Verdict:
+    place = made.groups.coordinate
+    share = made.begin(step)
+    size = made.train.microbatch_size
+    made.compute(
+        [feed(step, leaf, size, place.dp_shard, made.groups.replica_size) for leaf in share]
+    )
+    verdict = made.reduce()
+    made.apply(verdict)
+    return verdict
+
+
+def train(made: StepEngine, steps: int, first: int = 1) -> list[Verdict]:
+    return [one_step(made, step) for step in range(first, first + steps)]
+
+
+def digest(made: StepEngine) -> str:
+    """Of all state that this rank holds, bit by bit."""
+    state = hashlib.sha256()
+    for local in made.state():
+        state.update(local.name.encode())
+        state.update(local.tensor.contiguous().numpy().tobytes())
+    return state.hexdigest()
