@@ -9,17 +9,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from holdfast.checkpoint.capture import Capturer, Captured, view_of
+from holdfast.checkpoint.capture import Captured, Capturer, view_of
 from holdfast.checkpoint.mover import MoverBoot
 from holdfast.checkpoint.mover_client import MoverClient
 from holdfast.checkpoint.restore import Checkpoint
 from holdfast.checkpoint.service import Settings
+from holdfast.events import Event
 from holdfast.layout import Layout, Topology, place
 from holdfast.spec.boxes import Box, whole
 from holdfast.spec.state import StateTable, TensorSpec, local_boxes
@@ -138,6 +140,17 @@ class Mover:
         if self.process.stdout is not None:
             self.process.stdout.close()
         shutil.rmtree(self.private, ignore_errors=True)
+
+
+def events_until(client: MoverClient, last: Callable[[Event], bool]) -> list[Event]:
+    """All events up to the one that is waited for."""
+    events: list[Event] = []
+    mark, deadline = 0, time.monotonic() + 20
+    while not any(map(last, events)):
+        assert time.monotonic() < deadline, events
+        new, mark = client.events(mark, 20)
+        events += new
+    return events
 
 
 def read_box(checkpoint: Checkpoint, box: Box) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 from holdfast.checkpoint.arena import Arena, SlotHeader, digest, slot_capacity
 from holdfast.checkpoint.blob import header, total_size
 from holdfast.checkpoint.mover_client import MoverClient, MoverGoneError
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, FencedError, HoldfastError
 from holdfast.layout import Topology
 from holdfast.spec.boxes import Box
 from holdfast.spec.manifest import Placed, placed
@@ -145,8 +145,8 @@ class Capturer:
     def announce(self, step: int, meta: Mapping[str, Any]) -> Skipped | None:
         """Have the mover save what was captured; None when it has taken it over.
 
-        A mover that is gone is no reason to stop training. Raises FencedError when a newer
-        generation has begun.
+        A mover that is gone or refuses is no reason to stop training. Raises FencedError when a
+        newer generation has begun.
         """
         with self._lock:
             held = self._held.pop(step, None)
@@ -155,7 +155,9 @@ class Capturer:
         slot, made = held
         try:
             self._mover.captured(self._rank, step, slot, made.sequence, meta)
-        except MoverGoneError as error:
+        except FencedError:
+            raise
+        except HoldfastError as error:
             return Skipped(step, str(error))
         return None
 

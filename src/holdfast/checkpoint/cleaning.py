@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 from holdfast.checkpoint.restore import listing
 from holdfast.policy.retention import removable
-from holdfast.spec.manifest import data_prefix, parse_commit_key, parse_save_key, part_prefix
+from holdfast.spec.manifest import (
+    commit_key,
+    data_prefix,
+    parse_commit_key,
+    parse_save_key,
+    part_prefix,
+)
 from holdfast.wire.runstore import RunStore
 
 
@@ -45,7 +51,12 @@ def retain(
 
 
 def discard(store: RunStore, generation: int, step: int) -> int:
-    """Remove parts and blobs that no commit object names, manifests first; how many."""
+    """Remove parts and blobs that no commit object names, manifests first; how many.
+
+    Those of a committed checkpoint are left alone, whoever asks.
+    """
+    if commit_key(generation, step) in listing(store):
+        return 0
     keys = [*store.list(part_prefix(generation, step)), *store.list(data_prefix(generation, step))]
     for key in keys:
         store.delete(key)

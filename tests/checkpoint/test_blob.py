@@ -1,0 +1,93 @@
+"""A blob is a valid safetensors file, for stock readers too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from holdfast.checkpoint.blob import ExtentHasher, header, parse_header
+from holdfast.checkpoint.restore import Checkpoint
+from holdfast.errors import CorruptError
+from holdfast.spec.boxes import Box
+from holdfast.spec.manifest import commit_key, placed
+from holdfast.spec.state import TensorSpec
+from tests.checkpoint.support import DTYPE, TABLE, Mover, Workers, state, topology
+
+
+def test_stock_readers_understand_a_checkpoint_of_several_writers(
+    start: Callable[..., Mover], tmp_path: Path
+) -> None:
+    """safetensors reads each blob; PyTorch's own Hugging Face reader puts the boxes together."""
+    mover = start()
+    topo = topology(2, 2)
+    Workers(mover.begin(topo), topo).commit(4)
+    commit = Checkpoint.open(mover.store, commit_key(1, 4)).commit
+    folder = tmp_path / "stock"
+    folder.mkdir()
+    for writer in commit.writers:
+        blob = writer.blob
+        assert blob.data_start % 4096 == 0
+        path = folder / Path(blob.key).name
+        path.write_bytes((mover.store.folder / blob.key).read_bytes())
+        for name, tensor in load_file(path).items():
+            assert tensor.dtype == DTYPE[next(s.dtype for s in TABLE if s.name == name)]
+    full = state(4)
+    loaded = {name: torch.full_like(tensor, 77) for name, tensor in full.items()}
+    dcp.load(loaded, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    for name, tensor in full.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+def test_a_blob_without_tensors_is_valid(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(header(()))
+    assert load_file(tmp_path / "x.safetensors") == {}
+
+
+def test_safetensors_accepts_no_holes(tmp_path: Path) -> None:
+    """Why tensors are not aligned to 4 KiB one by one: the format's readers refuse gaps."""
+    table = (TensorSpec("a", "F32", (2,)), TensorSpec("b", "F32", (2,)))
+    head = header(placed((Box("a", (0,), (2,)), Box("b", (0,), (2,))), table))
+    content = json.loads(head[8:])
+    content["b"]["data_offsets"] = [4096, 4104]
+    text = json.dumps(content).encode().ljust(4088)
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4104))
+    with pytest.raises(SafetensorError, match="offset"):
+        load_file(path)
+
+
+def test_header_says_what_was_put_in() -> None:
+    boxes = (Box("w", (4, 0), (3, 2)), Box("s", (), ()), Box("h", (1,), (1,)))
+    table = (
+        TensorSpec("w", "F32", (8, 2), 0),
+        TensorSpec("s", "F64", ()),
+        TensorSpec("h", "BF16", (2,)),
+    )
+    tensors = placed(boxes, table)
+    head = header(tensors)
+    assert len(head) == 4096
+    assert parse_header(head, "x") == tensors
+    assert header(tensors) == head  # a slot's header is written once and compared for ever
+    with pytest.raises(CorruptError, match="header"):
+        parse_header(head[:100], "x")
+
+
+def test_extents_do_not_depend_on_how_bytes_come() -> None:
+    data = bytes(range(256)) * 40
+    found = []
+    for size in (1, 7, 1000, 5000, len(data)):
+        hasher = ExtentHasher(1000)
+        pieces = [data[i : i + size] for i in range(0, len(data), size)]
+        assert b"".join(hasher.feed(pieces)) == data
+        found.append(hasher.blob("k", 0))
+    assert len({b.checksums for b in found}) == 1
+    assert [e.length for e in found[0].extents()] == [1000] * 10 + [240]
+    assert [e.offset for e in found[0].extents(999, 2001)] == [0, 1000, 2000]

@@ -1,0 +1,207 @@
+"""The mover as a process: who may talk to it, what it refuses, and when it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint.capture import Captured, Skipped
+from holdfast.checkpoint.framing import request_line
+from holdfast.checkpoint.mover import MoverBoot
+from holdfast.checkpoint.mover_client import MoverClient, MoverGoneError
+from holdfast.checkpoint.restore import listing
+from holdfast.checkpoint.service import Settings
+from holdfast.errors import CheckpointError, FencedError, HoldfastError
+from holdfast.events import CheckpointFailed
+from holdfast.wire.secret import Secret
+from holdfast.wire.term import open_generation
+from tests.checkpoint.support import TABLE, Mover, Workers, assert_holds, files, topology
+
+Start = Callable[..., Mover]
+
+
+def test_without_the_secret_nothing_happens(start: Start) -> None:
+    mover = start()
+    stranger = MoverClient(mover.socket, Secret(secrets.token_bytes(32)), 1)
+    with pytest.raises(MoverGoneError):
+        stranger.expect(topology(), TABLE)
+    assert mover.client(1).status()["generation"] == 0
+
+
+def test_stray_and_repeated_bytes_are_harmless(start: Start) -> None:
+    mover = start()
+    client = mover.begin(topology())
+
+    def send(line: bytes) -> bytes:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(10)
+            connection.connect(mover.socket)
+            connection.sendall(line)
+            connection.shutdown(socket.SHUT_WR)
+            return connection.recv(100)
+
+    for line in (
+        b"",
+        b"\n",
+        b"garbage\n",
+        b"{}\n",
+        b'{"verb":1,"body":"{}","proof":[]}\n',
+        b"\xff",
+    ):
+        assert send(line) == b""
+    once, _ = request_line(mover.secret, "status", {}, 1, __import__("time").time())
+    assert b'"status":200' in send(once)
+    assert send(once) == b""  # a proof is good for one request
+    assert client.status()["generation"] == 1
+
+
+def test_bad_requests_are_refused_in_words(start: Start) -> None:
+    mover = start()
+    with pytest.raises(HoldfastError, match="no generation has begun"):
+        mover.client(1).arena(0, 4096, 2)
+    client = mover.begin(topology())
+    with pytest.raises(CheckpointError, match="rank 5 is not in a world of 1"):
+        client.arena(5, 4096, 2)
+    with pytest.raises(CheckpointError, match="asks for 2 slots of 4096 bytes"):
+        client.arena(0, 4096, 2)
+    with pytest.raises(HoldfastError, match="has no arena"):
+        client.captured(0, 1, 0, 2, {})
+    workers = Workers(client, topology())
+    with pytest.raises(HoldfastError, match="does not hold step 1"):
+        client.captured(0, 1, 0, 2, {})
+    workers.commit(2)
+
+
+def test_older_generations_are_refused(start: Start) -> None:
+    mover = start()
+    first = topology(2)
+    old = Workers(mover.begin(first), first)
+    old.commit(1)
+    old.compute(2)
+    assert isinstance(old.capturers[0].capture(2), Captured)
+    second = topology(1, generation=2)
+    workers = Workers(mover.begin(second), second)
+    with pytest.raises(FencedError):
+        old.capturers[0].announce(2, {})
+    with pytest.raises(FencedError):
+        mover.client(1).expect(first, TABLE)
+    workers.commit(2)
+    found = mover.client(2).newest()
+    assert (found.step, found.generation) == (2, 2)
+
+
+def test_a_mover_that_was_replaced_elsewhere_cannot_commit(start: Start) -> None:
+    """Another agent opened generation 2 in the run store; this mover only finds out by looking."""
+    mover = start()
+    topo = topology(2)
+    client = mover.begin(topo)
+    workers = Workers(client, topo)
+    workers.commit(1)
+    open_generation(mover.store, 2, {})
+    workers.save(2)
+    reason = workers.capturers[0].settle(2, 20)
+    assert reason is not None
+    assert "generation 2 has begun" in reason
+    events, _ = client.events(0)
+    assert [e.step for e in events if isinstance(e, CheckpointFailed)] == [2]
+    assert len(listing(mover.store)) == 1
+    assert not [name for name in files(mover.store) if "0000000002-rank" in name]
+
+
+def test_what_older_generations_left_unfinished_is_swept(start: Start) -> None:
+    mover = start()
+    topo = topology(2)
+    workers = Workers(mover.begin(topo), topo)
+    workers.commit(1)
+    workers.compute(2)
+    assert isinstance(workers.capturers[0].capture(2), Captured)
+    assert workers.capturers[0].announce(2, {}) is None
+    mover.client(1).newest()  # drained: what could be written has been
+    assert [n for n in files(mover.store) if "0000000002-rank" in n]
+    mover.begin(topology(2, generation=2))
+    left = [n for n in files(mover.store) if n.startswith(("data", "parts"))]
+    assert len(left) == 4
+    assert all("0000000001-rank" in name for name in left)
+
+
+def test_saves_handed_over_count_before_a_restart(start: Start) -> None:
+    """A worker dies right after the announcement: the checkpoint is not lost with it."""
+    mover = start()
+    topo = topology(2)
+    client = mover.begin(topo)
+    workers = Workers(client, topo)
+    workers.save(3)
+    assert client.newest().step == 3
+
+
+def test_events_wait_and_go_on_from_a_mark(start: Start) -> None:
+    mover = start()
+    topo = topology()
+    client = mover.begin(topo)
+    workers = Workers(client, topo)
+    assert client.events(0) == ([], 0)
+    waiting: list[tuple[list[object], int]] = []
+    thread = threading.Thread(target=lambda: waiting.append(client.events(0, 20)))  # type: ignore[arg-type]
+    thread.start()
+    workers.commit(1)
+    thread.join(25)
+    (first,), mark = waiting[0]
+    assert first.step == 1  # type: ignore[attr-defined]
+    assert client.events(mark) == ([], mark)
+
+
+def boot(folder: Path, private: Path, lifeline: int) -> MoverBoot:
+    return MoverBoot(
+        str(folder), f"{private}/m.sock", Settings("r", "c", "d"),
+        secrets.token_hex(32), lifeline,
+    )  # fmt: skip
+
+
+def test_it_ends_with_its_agent_and_tells_nobody_the_secret(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    line = boot(tmp_path, tmp_path, read)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "holdfast.checkpoint.mover"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[read], start_new_session=True,
+    )  # fmt: skip
+    os.close(read)
+    assert process.stdin
+    assert process.stdout
+    process.stdin.write(line.to_line())
+    process.stdin.close()
+    assert json.loads(process.stdout.readline())["ready"]
+    for name in ("cmdline", "environ"):
+        assert line.secret.encode() not in Path(f"/proc/{process.pid}/{name}").read_bytes()
+    assert line.secret not in repr(line)
+    assert Path(line.socket).stat().st_mode & 0o077 == 0
+    os.close(write)  # what the kernel does when the agent is killed
+    watched = os.pidfd_open(process.pid)
+    assert select.select([watched], [], [], 1.0)[0], "still there after a second"
+    os.close(watched)
+    process.wait()
+    process.stdout.close()
+
+
+def test_sigterm_finishes_the_saves_under_way(start: Start) -> None:
+    mover = start()
+    topo = topology(2)
+    workers = Workers(mover.begin(topo), topo)
+    workers.save(1)
+    mover.process.send_signal(signal.SIGTERM)
+    assert mover.process.wait(20) == 0
+    (key,) = listing(mover.store)
+    from holdfast.checkpoint.restore import Checkpoint
+
+    assert_holds(Checkpoint.open(mover.store, key), 1)
+    assert isinstance(workers.capturers[0].announce(1, {}), Skipped)
