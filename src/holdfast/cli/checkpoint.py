@@ -91,6 +91,7 @@ def import_(
           data.tokenizer.path=Llama-3.2-1B/tokenizer.json model.preset=llama3.2-1b
     """
     from holdfast.checkpoint.importing import import_checkpoint
+    from holdfast.checkpoint.restore import describe as numbers_of
     from holdfast.cli.run_folder import describe, refuse_in_use, refuse_other
     from holdfast.cli.train import plan, ready_dataset, with_vocabulary
     from holdfast.config.identity import config_hash
@@ -107,13 +108,13 @@ def import_(
     refuse_other(folder, loaded, dataset.version)
     describe(folder, loaded, machine, dataset.folder, dataset.version)
     config = loaded.config
+    store = FolderStore(folder)
     commit = import_checkpoint(
-        FolderStore(folder), source, config.model, config.train.precision,
+        store, source, config.model, config.train.precision,
         config_hash=config_hash(config), dataset_version=dataset.version,
     )  # fmt: skip
+    row = numbers_of(store, commit.key)
     if json:
-        print_json({"key": commit.key, "bytes": commit.bytes, "folder": str(folder)})
+        print_json(row | {"folder": str(folder)})
     else:
-        say(
-            f"imported {size(commit.bytes)} into {folder}; train it with: holdfast train {run_file}"
-        )
+        say(f"imported {size(row['bytes'])} into {folder}; train it: holdfast train {run_file}")

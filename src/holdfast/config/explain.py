@@ -65,7 +65,8 @@ def explain(error: ValidationError, place: Place, name: str) -> ConfigError:
         if _follows(details["type"], path, paths):
             continue
         key, what, remedy = _sentence(details, path)
-        where = _where(path, what, place) or name
+        rule = what if details["type"] == "value_error" else ""
+        where = _where(path, rule, place) or name
         text = f"{where}: {key}{what}" + (f"; {remedy}" if remedy else "")
         if text not in sentences:
             sentences.append(text)
@@ -157,13 +158,12 @@ def suggestion(path: tuple[str | int, ...]) -> str:
     return f"{parent} has {', '.join(known)}" if known else "remove it"
 
 
-def _where(path: tuple[str | int, ...], what: str, place: Place) -> str | None:
-    """The place of the key itself; a rule over several keys is reported at the first of them
-    that somebody wrote."""
-    section = tuple(p for p in path)
-    for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", what):
+def _where(path: tuple[str | int, ...], rule: str, place: Place) -> str | None:
+    """The place of the key itself. A rule over several keys names them in its sentence; it is
+    reported at the first of them that somebody wrote."""
+    for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", rule):
         parts = tuple(word.split("."))
-        for candidate in ((*section, *parts), parts):
+        for candidate in ((*path, *parts), parts):
             if field_at(candidate) is not None and (found := place(candidate)):
                 return found
     for length in range(len(path), 0, -1):
