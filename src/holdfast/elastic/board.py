@@ -28,10 +28,12 @@ class Board:
         self._say = say
         self._generation = 0
         self._writers: dict[str, JournalWriter] = {}
+        self._unstored: list[JournalWriter] = []  # of older generations
         self._complained = False
 
     def begin(self, generation: int) -> None:
-        """Further events are of `generation`. What older segments still hold was flushed."""
+        """Further events are of `generation`. What could not be stored yet is kept."""
+        self._unstored = [w for w in (*self._unstored, *self._writers.values()) if w.pending]
         self._generation = generation
         self._writers = {}
 
@@ -55,7 +57,8 @@ class Board:
         """
         chosen = [self._writers[writer]] if writer in self._writers else []
         if writer is None:
-            chosen = [w for w in self._writers.values() if w.pending or sync]
+            everyone = (*self._unstored, *self._writers.values())
+            chosen = [w for w in everyone if w.pending or sync]
         if not chosen:
             return True
         try:

@@ -110,9 +110,9 @@ class Template(Child):
     async def fork(self, boot: WorkerBoot, secret: Secret) -> None:
         await self._send({"op": "fork", "boot": boot.to_json(), "secret": secret.hex()})
 
-    async def kill(self, pid: int) -> None:
-        """Kill a worker's process group, unless it has been reaped."""
-        await self._send({"op": "kill", "pid": pid})
+    async def kill(self) -> None:
+        """Kill every worker, those too whose fork has been asked for and not been told yet."""
+        await self._send({"op": "kill"})
 
     async def stop(self, seconds: float = 5.0) -> None:
         asyncio.get_running_loop().remove_reader(self._control.fileno())

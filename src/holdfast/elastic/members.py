@@ -14,7 +14,8 @@ from holdfast.events import Event, event_from_json
 
 @dataclass
 class Member:
-    """One worker. `since` is when (step, phase) last changed, on the agent's monotonic clock."""
+    """One worker. `since` is when it last got further, on the agent's monotonic clock; `marks`
+    counts how often it did within its step."""
 
     rank: int
     pid: int
@@ -22,6 +23,7 @@ class Member:
     since: float
     step: int = 0
     phase: str = "fork"
+    marks: int = 0
     next_event: int = 0
     ready: bool = False
     outcome: tuple[str, int] | None = None  # ("finished" or "left", step)
@@ -65,8 +67,10 @@ class Members:
         member.pid, member.pidfd = pid, _pidfd(pid)
         return member
 
-    def ready(self, rank: int) -> None:
+    def ready(self, rank: int) -> bool:
+        """A worker is about to compute; whether it is the last of all to say so."""
         self._members[rank].ready = True
+        return self.all_ready
 
     def exited(self, rank: int, pid: int, code: int) -> Member | None:
         """The member that ended; None for one of an older generation."""
@@ -83,9 +87,9 @@ class Members:
         Raises KeyError for a rank that is not a member, ValueError for a gap in its events.
         """
         member = self._members[int(body["rank"])]
-        progress = (int(body["step"]), str(body["phase"]))
-        if progress != (member.step, member.phase):
-            member.step, member.phase = progress
+        progress = (int(body["step"]), str(body["phase"]), int(body["marks"]))
+        if progress != (member.step, member.phase, member.marks):
+            member.step, member.phase, member.marks = progress
             member.since = now
         first, events = int(body["first"]), list(body["events"])
         if first > member.next_event:
@@ -102,13 +106,15 @@ class Members:
         return fresh
 
     def hung(self, now: float, limit: float) -> Member | None:
-        """The worker that has stood still longest, if longer than `limit` seconds.
+        """The worker to blame when none has got further for `limit` seconds; else None.
 
-        When one hangs, the others stop too, but later: they get as far as the next collective
-        and report that. So it is the one whose last report is the oldest.
+        When one hangs, the others go on to the next collective and wait there; as long as any
+        of them gets further, the run does. So all must have stood still, and the one that got
+        least far is what they wait for.
         """
-        oldest = min(self.alive, key=lambda member: member.since, default=None)
-        return oldest if oldest is not None and now - oldest.since > limit else None
+        if not self.alive or any(now - member.since <= limit for member in self.alive):
+            return None
+        return min(self.alive, key=lambda m: (m.step, m.marks, m.since))
 
     def forgive(self, seconds: float) -> None:
         """The agent itself was stopped for so long: nobody could have reported."""

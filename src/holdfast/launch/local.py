@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.config.identity import config_hash
@@ -12,7 +13,7 @@ from holdfast.data.dataset import Dataset
 from holdfast.elastic.agent import Agent
 from holdfast.elastic.board import Observer, Say
 from holdfast.elastic.boot import DEFAULT_ENTRY
-from holdfast.errors import RunFolderError
+from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.wire.runstore import FolderStore, RunStore
 from holdfast.wire.secret import open_secret
 from holdfast.wire.server import address_of, bind
@@ -66,7 +67,8 @@ def run(
                 entry=entry,
             ).run()
         finally:
-            term.close()
+            with suppress(HoldfastError):  # a full disk: the next trainer asks, and gets no answer
+                term.close()
 
 
 def resume_command(loaded: Loaded) -> str:

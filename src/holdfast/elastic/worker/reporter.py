@@ -50,7 +50,7 @@ class Reporter:
         self._on_error = on_error
         self._queue: deque[Event | Callable[[], None]] = deque()
         self._changed = threading.Condition()
-        self._progress: tuple[int, str] = (0, "start")
+        self._progress: tuple[int, str, int] = (0, "start", 0)
         self._outcome: dict[str, Any] | None = None
         self._sent = 0  # events acknowledged: the number of the next one
         self._busy = False
@@ -69,8 +69,13 @@ class Reporter:
 
     def progress(self, step: int, phase: str) -> None:
         """Say that this rank is alive, inside `phase` of `step`. Costs one assignment: it is
-        sent with the next heartbeat, and a newer one replaces it."""
-        self._progress = (step, phase)
+        sent with the next heartbeat, and a newer one replaces it.
+
+        The calls within a step are counted: when all ranks stand still, the one that got least
+        far is the one that the others wait for.
+        """
+        before, _, marks = self._progress
+        self._progress = (step, phase, marks + 1 if step == before else 1)
 
     def then(self, call: Callable[[], None]) -> None:
         """Run `call` on the reporter's thread after all events queued so far are durable."""
@@ -176,11 +181,12 @@ class Reporter:
         self, batch: list[Event], sync: bool, outcome: dict[str, Any] | None
     ) -> tuple[bool, bool]:
         """(the agent has taken the batch, it is durable, which is asked for with `sync`)."""
-        step, phase = self._progress
+        step, phase, marks = self._progress
         body: dict[str, Any] = {
             "rank": self._rank,
             "step": step,
             "phase": phase,
+            "marks": marks,
             # The agent drops what it has seen: a batch whose answer was lost is sent again.
             "first": self._sent,
             "events": [{"kind": event.kind, "event": asdict(event)} for event in batch],

@@ -24,6 +24,9 @@ from holdfast.wire.client import Client
 class HttpStore(Store):
     """The rendezvous of the client's generation. Threads may share it; `clone` is itself.
 
+    Keep a reference for as long as torch uses it: what torch holds (through a PrefixStore, too) is
+    the C++ half, and without this object its calls end in "Not implemented".
+
     Raises `torch.distributed.DistStoreError` when keys do not appear in time, and FencedError
     when a newer generation has been opened.
     """

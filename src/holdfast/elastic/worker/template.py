@@ -6,8 +6,8 @@ Imports are most of a worker's start, so they happen once, here; a worker is a f
 milliseconds). The template itself has one thread, since a fork copies only the thread that calls
 it and any lock that another held would stay locked for ever in the child.
 
-On the control socket it takes {"op": "fork", "boot": ..., "secret": hex} and {"op": "kill", "pid":
-...}, and tells {"event": "ready"}, "forked" (rank, pid) and "exited" (pid, code).
+On the control socket it takes {"op": "fork", "boot": ..., "secret": hex} and {"op": "kill"} (all
+its workers), and tells {"event": "ready"}, "forked" (rank, pid) and "exited" (pid, code).
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Template:
             boot = WorkerBoot.from_json(message["boot"])
             self._fork(boot, Secret.from_hex(message["secret"]))
         elif message["op"] == "kill":
-            self._kill(int(message["pid"]))
+            for pid in self._children:
+                self._kill(pid)
 
     def _fork(self, boot: WorkerBoot, secret: Secret) -> None:
         boot = replace(boot, forked=time.monotonic())
@@ -125,9 +126,8 @@ class Template:
     def _kill(self, pid: int) -> None:
         """Kill a worker and what it started. A child that is not reaped yet keeps its number, so
         this cannot hit a stranger."""
-        if pid in self._children:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
 
     def _reap(self) -> None:
         for pid in list(self._children):

@@ -1,0 +1,96 @@
+"""Workers for the agent's tests: real processes, real gloo groups, nearly no work.
+
+What a worker does beyond counting steps stands in `plan.json` of its run folder:
+{"steps": N, "pace": seconds a step takes, "<deed>": {"generation": g, "rank": r, "step": n}}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from holdfast.elastic import exits
+from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.worker.reporter import Reporter
+from holdfast.elastic.worker.store import HttpStore
+from holdfast.errors import CheckpointError, FencedError
+from holdfast.events import NonFinite, StepDone, WorkerReady
+from holdfast.wire.client import Client
+from holdfast.wire.secret import Secret
+
+
+def train(boot: WorkerBoot, secret: Secret) -> int:
+    """All-reduce a counter every step until the plan's last step, or until asked to stop."""
+    imported = "torch" in sys.modules  # by the template: a fork must find it there
+    import torch
+    import torch.distributed as dist
+
+    plan = json.loads((Path(boot.run_folder) / "plan.json").read_text())
+    print(f"rank {boot.rank} torch_imported={imported} entered={time.monotonic() - boot.forked}")
+    print(f"threads={torch.get_num_threads()} group={os.getpgrp() == os.getpid()}")
+    client = Client(boot.agent, secret, boot.generation)
+    reporter = Reporter(client, boot.rank, heartbeat=boot.heartbeat_seconds)
+    reporter.start()
+    store = HttpStore(client, timedelta(seconds=30))
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("world", store), rank=boot.rank, world_size=boot.world_size,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    reporter.emit(WorkerReady(boot.rank, time.monotonic() - boot.forked, step=boot.start_step))
+    step, stop = boot.start_step, False
+    try:
+        while step < plan["steps"] and not stop:
+            step += 1
+            reporter.progress(step, "compute")
+            _misbehave(plan, boot, step, reporter)
+            _pause(float(plan.get("pace", 0.0)))
+            reporter.progress(step, "reduce")
+            vote = torch.tensor([1.0, float(reporter.wishes.stop)])
+            dist.all_reduce(vote)
+            assert vote[0].item() == boot.world_size
+            stop = bool(vote[1].item())
+            if boot.rank == 0:
+                reporter.emit(StepDone(1.0 / step, 1, 1.0, 1e-3, 0.0, step=step))
+    except RuntimeError as error:
+        print(f"rank {boot.rank} lost a peer: {error}")
+        reporter.flush(2.0)
+        return exits.PEER_LOST
+    reporter.outcome("left" if stop else "finished", step)
+    reporter.close()
+    return exits.DONE
+
+
+def _pause(seconds: float) -> None:
+    select.select([], [], [], seconds)
+
+
+def _misbehave(plan: dict[str, Any], boot: WorkerBoot, step: int, reporter: Reporter) -> None:
+    def due(deed: str) -> bool:
+        when = plan.get(deed)
+        return when is not None and (when["generation"] in (0, boot.generation)) and (
+            (when["rank"], when["step"]) == (boot.rank, step)
+        )  # fmt: skip
+
+    if due("hang"):
+        threading.Event().wait()
+    if due("hold_gil"):  # a regular expression that backtracks keeps the interpreter lock
+        import re
+
+        re.match(r"(a*)*b", "a" * 64)
+    if due("crash"):
+        raise ValueError("the toy broke")
+    if due("refuse"):
+        raise CheckpointError("the toy refuses", where="plan.json", remedy="leave it out")
+    if due("non_finite"):
+        reporter.emit(NonFinite(boot.rank, "layers.0.ffn.up.weight", step=step))
+        reporter.flush()
+        raise SystemExit(exits.NON_FINITE)
+    if due("fenced"):
+        raise FencedError("the toy is old")
