@@ -107,7 +107,7 @@ def _restore(boot: WorkerBoot, session: Session, reporter: Reporter) -> None:
     checkpoint = Checkpoint.open(FolderStore(boot.run_folder), boot.restore_key)
 
     def read(box: Box, out: Tensor) -> None:
-        checkpoint.read(box, memoryview(out.view(-1).view(torch.uint8).numpy()))
+        checkpoint.read(box, out.view(-1).view(torch.uint8).numpy().data)
 
     session.engine.load(read)
     reporter.emit(
