@@ -79,3 +79,12 @@ def known_only(stored: dict[str, Any]) -> dict[str, Any]:
         if isinstance(holder, dict):
             holder.pop(last, None)
     return kept
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    """What `environment.json` says; empty where it is missing or unreadable."""
+    try:
+        value = json.loads((folder / "environment.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -69,7 +69,7 @@ def _train(loaded: Loaded, machine: Machine, folder: Path, *, fresh: bool, json:
             print_json({"finished": True, "step": last, "folder": str(folder)})
         return 0
     describe(folder, loaded, machine, dataset.folder, dataset.version)
-    with Views(loaded.config, folder, dataset, machine, json=json) as views:
+    with Views(loaded.config, folder, dataset.version, machine, json=json) as views:
         code = run(
             loaded,
             observers=views.observers,

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 from holdfast.cli.output import say
 from holdfast.config.run import RunConfig
-from holdfast.data.dataset import Dataset
 from holdfast.events import Record, to_json
 from holdfast.plan.hardware import Machine
+from holdfast.report.metrics import Metrics
+from holdfast.report.tensorboard import Writer
+from holdfast.spec.flops import CONVENTIONS, flops_per_token
 
 
 class Views:
     """The observers of one run, opened and closed together."""
 
     def __init__(
-        self, config: RunConfig, folder: Path, dataset: Dataset, machine: Machine, *, json: bool
+        self, config: RunConfig, folder: Path, dataset_version: str, machine: Machine, *, json: bool
     ) -> None:
-        self.observers: list[Callable[[Record], None]] = []
         self.say: Callable[[str], None] = say
-        self.render_metrics: Callable[[], bytes] = lambda: b""
+        self._stack = ExitStack()
+        metrics = metrics_of(config, dataset_version, machine)
+        self.render_metrics = metrics.render
+        self.observers: list[Callable[[Record], None]] = [metrics.observe]
+        if config.tensorboard:
+            writer = Writer(folder / "tensorboard")
+            self._stack.callback(writer.close)
+            self.observers.append(writer.observe)
         if json:
             self.observers.append(print_record)
 
@@ -35,7 +44,21 @@ class Views:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        return None
+        self._stack.close()
+
+
+def metrics_of(config: RunConfig, dataset_version: str, machine: Machine) -> Metrics:
+    """What `/metrics` shows; utilisation only where the device's peak is known."""
+    peak = None
+    if config.device == "cuda" and machine.accelerators:
+        one = machine.accelerators[0].peak_flops(config.train.precision)
+        peak = one * config.layout.workers if one is not None else None
+    flops = {
+        str(name): flops_per_token(config.model, config.data.sequence_length, name)
+        for name in CONVENTIONS
+    }
+    info = {"model": config.model.preset or config.model.family, "dataset": dataset_version}
+    return Metrics(config.name, info, flops_per_token=flops, peak_flops=peak)
 
 
 def print_record(record: Record) -> None:

@@ -15,28 +15,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-_CGROUP = Path("/sys/fs/cgroup")
+from holdfast.spec.flops import dense_peak
 
-# Dense peak FLOP/s by precision, from the vendors' data sheets (no sparsity; tensor cores for
-# bf16, the plain units for fp32 and fp64). The first name that is part of a device's name counts,
-# so the special cases stand above the general ones.
-_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
-    ("B200", {"bf16": 2250e12, "fp32": 80e12, "float64": 40e12}),
-    ("GH200", {"bf16": 989e12, "fp32": 67e12, "float64": 34e12}),
-    ("H200", {"bf16": 989e12, "fp32": 67e12, "float64": 34e12}),
-    ("H100 PCIe", {"bf16": 756e12, "fp32": 51e12, "float64": 26e12}),
-    ("H100 NVL", {"bf16": 835e12, "fp32": 60e12, "float64": 30e12}),
-    ("H100", {"bf16": 989e12, "fp32": 67e12, "float64": 34e12}),
-    ("A100", {"bf16": 312e12, "fp32": 19.5e12, "float64": 9.7e12}),
-    ("A800", {"bf16": 312e12, "fp32": 19.5e12, "float64": 9.7e12}),
-    ("L40S", {"bf16": 362e12, "fp32": 91.6e12}),
-    ("L40", {"bf16": 181e12, "fp32": 90.5e12}),
-    ("L4", {"bf16": 121e12, "fp32": 30.3e12}),
-    ("A40", {"bf16": 150e12, "fp32": 37.4e12}),
-    ("A10", {"bf16": 125e12, "fp32": 31.2e12}),
-    ("RTX 4090", {"bf16": 165e12, "fp32": 82.6e12}),
-    ("RTX 3090", {"bf16": 71e12, "fp32": 35.6e12}),
-)
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -151,8 +132,5 @@ def visible(listing: str, chosen: str | None) -> tuple[Accelerator, ...]:
 
 def peak_flops(device: str, precision: str) -> float | None:
     """Peak FLOP/s of a device by its name, or None where no data sheet is known: then no
-    utilisation is shown, rather than one against a guess."""
-    for name, peaks in _PEAKS:
-        if name.lower() in device.lower():
-            return peaks.get(precision)
-    return None
+    utilisation is shown, rather than one against a guess. (The table is in `spec.flops`.)"""
+    return dense_peak(device, precision)
