@@ -139,8 +139,6 @@ def _audit_step(step: int, entries: list[Entry], fed: dict[int, list[Entry]], ba
         text = f"step {step}, microbatch {microbatch}: {message}"
         result.problems.append(Problem(kind, step, microbatch, text))
 
-    for low, high in ledger.outside(ranges, start, stop):
-        note("outside", low, f"positions {low} to {high - 1} are not of this step")
     for low, high in ledger.gaps(ranges, start, stop):
         for at in range(low, high, size):
             edge = min(high, start + ((at - start) // size + 1) * size)
@@ -153,7 +151,11 @@ def _audit_step(step: int, entries: list[Entry], fed: dict[int, list[Entry]], ba
         if entry.skipped:
             held = result.skipped.get(entry.skipped, 0)
             result.skipped[entry.skipped] = held + entry.stop - entry.start
-        elif start <= entry.start < entry.stop <= stop:
+        elif not start <= entry.start < entry.stop <= stop:
+            text = f"step {step}, microbatch {entry.microbatch} (rank {entry.rank}): "
+            text += f"positions {entry.start} to {entry.stop - 1} are not of this step"
+            result.problems.append(Problem("outside", step, entry.microbatch, text))
+        else:
             _audit_tokens(entry, fed, batches, result)
 
 

@@ -92,7 +92,7 @@ def plan_source(config: SourceConfig, index: int, first_unit: int) -> SourcePlan
     name = config.name or config.kind
     where = f"data.sources[{index}]"
     if config.kind == "huggingface":
-        files = [(_required(config, where), 0)]
+        files = [(config.path or "", 0)]
         ranges = tables.huggingface_ranges(files[0][0], config.split, where)
     else:
         files = _files(config, where)
@@ -136,18 +136,6 @@ def read_unit(unit: Unit, limit: int, seen: xxh3_128) -> Iterator[str]:
             yield _text(path, limit, seen)
 
 
-def _required(config: SourceConfig, where: str) -> str:
-    if not config.path:
-        raise DataError(
-            f"a source of kind {config.kind} needs a path",
-            where=f"{where}.path",
-            remedy="name a dataset"
-            if config.kind == "huggingface"
-            else "name a file, folder or glob",
-        )
-    return config.path
-
-
 def _files(config: SourceConfig, where: str) -> list[tuple[str, int]]:
     """(path, size) of a source's files, sorted by path."""
     if config.kind == "python-stdlib":
@@ -159,7 +147,7 @@ def _files(config: SourceConfig, where: str) -> list[tuple[str, int]]:
         ]
         path = root
     else:
-        path = _required(config, where)
+        path = config.path or ""  # the run file demands one of every other kind
         expanded = os.path.expanduser(path)
         if os.path.isfile(expanded):
             found = [expanded]
@@ -264,10 +252,10 @@ def _jsonl(
                 pass  # the rest of a line that an earlier unit owns, never held as a whole
             at = file.tell()
         while at < stop:
-            line = file.readline(limit + 1)
+            line = file.readline(limit + 2)  # with its line ending
             if not line:
                 return
-            if len(line.rstrip(b"\r\n")) > limit or (len(line) > limit and line[-1:] != b"\n"):
+            if len(line.removesuffix(b"\n").removesuffix(b"\r")) > limit:
                 raise too_long(path, _line_number(path, at), limit, "the line is longer than")
             seen.update(line)
             yield _field(line, path, at, field)

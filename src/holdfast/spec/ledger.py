@@ -71,14 +71,6 @@ def gaps(ranges: Iterable[Range], start: int, stop: int) -> list[Range]:
     return out
 
 
-def outside(ranges: Iterable[Range], start: int, stop: int) -> list[Range]:
-    """The parts of the ranges that lie beyond [start, stop)."""
-    out: list[Range] = []
-    for low, high in merge(ranges):
-        out += [r for r in ((low, min(high, start)), (max(low, stop), high)) if r[0] < r[1]]
-    return out
-
-
 def overlaps(ranges: Iterable[Range]) -> list[Range]:
     """The positions that more than one range covers, merged."""
     out: list[Range] = []
