@@ -1,0 +1,49 @@
+"""One rank of one loop: `python -m benchmarks.peers.worker NAME RANK WORLD MEETING WORK`.
+
+Orders come as JSON lines on standard input, answers go to standard output; whatever the
+framework prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+
+NAMES: dict[str, tuple[str, dict[str, object]]] = {
+    "holdfast": ("ours", {"shards": 1}),
+    "holdfast-sharded": ("ours", {"shards": 2}),
+    "ddp": ("ddp", {}),
+    "fsdp": ("fsdp", {}),
+    "accelerate": ("accelerate", {}),
+    "hf-trainer": ("hf_trainer", {}),
+    "deepspeed-zero2": ("deepspeed", {"stage": 2}),
+    "deepspeed-zero3": ("deepspeed", {"stage": 3}),
+    "torchtitan": ("torchtitan", {}),
+}
+
+
+def main() -> None:
+    name, rank, world, meeting, work = sys.argv[1:]
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    # What torchrun would set; accelerate, the Trainer and DeepSpeed look at it.
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": "0",
+                   "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1",
+                   "ACCELERATE_USE_CPU": "true"}  # fmt: skip
+    import torch
+
+    from benchmarks.peers.work import Bench, Work
+
+    torch.set_num_threads(1)
+    module, settings = NAMES[name]
+    run: Callable[[Bench], None] = import_module(f"benchmarks.peers.{module}").run
+    bench = Bench(Work(**json.loads(work)), int(rank), int(world), meeting, replies)
+    partial(run, **settings)(bench)
+
+
+if __name__ == "__main__":
+    main()

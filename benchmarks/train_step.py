@@ -1,0 +1,252 @@
+"""A training step of ours against the same step in other loops.
+
+Every loop has the same weights, our decoder module, the same tokens, fused AdamW and clipping to
+norm 1, on two workers with one thread each. First the losses of three steps must agree, or the
+row says so and is not timed. Then the two loops take turns, a block of steps each, in an order
+that alternates; both sets of processes live throughout, and the one that waits does not spin.
+The ratio is the peer's time over ours (above 1: ours is faster), taken within a round; rounds go
+on until the 95 % bootstrap interval of the median is within +-0.015, or `--rounds` is reached.
+Wall time is the slower rank's; CPU time is summed over ranks and threads.
+
+    python -m benchmarks.train_step                      every pair
+    python -m benchmarks.train_step ddp fsdp             some pairs
+    python -m benchmarks.train_step --quick              tiny model, few rounds: does it run?
+    python -m benchmarks.train_step --peers-python P     peers in an environment of their own
+
+A peer that is not installed or does not start is reported with the last line it printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paired import Estimate, estimate
+from benchmarks.peers.work import Work
+
+ROOT = Path(__file__).resolve().parent.parent
+WORLD = 2
+PARITY_STEPS = 3
+PARITY = 2e-5  # relative, in float32
+TARGET_HALF_WIDTH = 0.015
+OURS = ("holdfast", "holdfast-sharded")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One row: ratio = time of `peer` / time of `ours`, and what is asked of it."""
+
+    name: str
+    peer: str
+    ours: str
+    bar: str
+    least: float
+    on_low_end: bool = False  # whether the interval's low end, not the median, must pass
+    microbatches: int = 1
+    peer_compile: bool = False
+    our_compile: bool = False
+
+    def passes(self, wall: Estimate) -> bool:
+        return wall.low > self.least if self.on_low_end else wall.median >= self.least
+
+
+PAIRS = (
+    Pair("ddp", "ddp", "holdfast", "at least 0.98", 0.98),
+    Pair("ddp-4", "ddp", "holdfast", "not behind (0.99), 4 microbatches", 0.99, microbatches=4),
+    Pair("fsdp", "fsdp", "holdfast-sharded", "at least 0.97", 0.97),
+    Pair("accelerate", "accelerate", "holdfast", "not behind (0.99)", 0.99),
+    Pair("hf-trainer", "hf-trainer", "holdfast", "not behind (0.99)", 0.99),
+    Pair("zero2", "deepspeed-zero2", "holdfast-sharded", "ahead (low end above 1)", 1.0, True),
+    Pair("zero3", "deepspeed-zero3", "holdfast-sharded", "ahead (low end above 1)", 1.0, True),
+    Pair("torchtitan", "torchtitan", "holdfast-sharded", "not behind (0.99)", 0.99),
+    Pair("compile", "holdfast", "holdfast", "gain of compile", 0.0, our_compile=True),
+)
+
+
+class LoopError(Exception):
+    """A loop ended or did not answer in time."""
+
+
+class Loop:
+    """The two worker processes of one loop."""
+
+    def __init__(self, name: str, work: Work, python: str, folder: Path, seconds: float):
+        self.name, self._seconds = name, seconds
+        folder.mkdir()
+        arguments = json.dumps(asdict(work))
+        self._logs = [folder / f"rank{rank}.log" for rank in range(WORLD)]
+        self._workers = [
+            subprocess.Popen(
+                [python, "-m", "benchmarks.peers.worker", name, str(rank), str(WORLD),
+                 str(folder / "meeting"), arguments],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True,
+                cwd=ROOT, env=_environment(), start_new_session=True,
+            )
+            for rank, log in enumerate(self._logs)
+        ]  # fmt: skip
+
+    def answers(self) -> list[dict[str, Any]]:
+        """One line of each rank. Raises LoopError."""
+        timer = threading.Timer(self._seconds, self.close)  # then the pipes end
+        timer.start()
+        try:
+            lines = [worker.stdout.readline() for worker in self._workers if worker.stdout]
+        finally:
+            timer.cancel()
+        if not all(lines):
+            raise LoopError(f"{self.name}: {self._last_words()}")
+        return [json.loads(line) for line in lines]
+
+    def block(self, steps: int) -> list[dict[str, Any]]:
+        """Do `steps` steps; wall, cpu and losses of each rank."""
+        for worker in self._workers:
+            assert worker.stdin is not None
+            worker.stdin.write(json.dumps({"steps": steps}) + "\n")
+            worker.stdin.flush()
+        return self.answers()
+
+    def close(self) -> None:
+        for worker in self._workers:
+            if worker.poll() is None:
+                os.killpg(worker.pid, signal.SIGKILL)
+            worker.wait()
+
+    def _last_words(self) -> str:
+        for log in self._logs:
+            lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+            errors = [line for line in lines if "Error" in line or "error:" in line]
+            if errors or lines:
+                return (errors or lines)[-1][:300]
+        return "it said nothing"
+
+
+def _environment() -> dict[str, str]:
+    path = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ, "PYTHONPATH": os.pathsep.join(part for part in path if part),
+        "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip
+
+
+def losses(answers: Sequence[dict[str, Any]]) -> list[float]:
+    """Of each step, the mean over ranks (which have equally many tokens)."""
+    return [statistics.fmean(step) for step in zip(*(a["losses"] for a in answers), strict=True)]
+
+
+def largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def costs(answers: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """(wall of the slower rank, CPU of all) of a block."""
+    return max(a["wall"] for a in answers), sum(a["cpu"] for a in answers)
+
+
+def measure(pair: Pair, settings: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Parity, then paired rounds. Raises LoopError."""
+    shape = {"preset": "tiny", "vocabulary": 512, "sequence": 32} if settings.quick else {}
+
+    def start(name: str, which: str, compiles: bool) -> Loop:
+        work = Work(**shape, microbatches=pair.microbatches, compile=compiles)
+        python = sys.executable if name in OURS else settings.peers_python
+        return Loop(name, work, python, folder / which, settings.seconds)
+
+    peer = start(pair.peer, "peer", pair.peer_compile)
+    ours = start(pair.ours, "ours", pair.our_compile)
+    loops = {"peer": peer, "ours": ours}
+    try:
+        for loop in loops.values():
+            loop.answers()
+        first = {name: losses(loop.block(PARITY_STEPS)) for name, loop in loops.items()}
+        result: dict[str, Any] = {
+            "difference": largest_difference(first["peer"], first["ours"]), "losses": first,
+        }  # fmt: skip
+        if result["difference"] > (10 * PARITY if pair.our_compile else PARITY):
+            return result
+        return result | rounds(loops, settings)
+    finally:
+        for loop in loops.values():
+            loop.close()
+
+
+def rounds(loops: dict[str, Loop], settings: argparse.Namespace) -> dict[str, Any]:
+    """Blocks in turns until the interval is narrow enough."""
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+    wall = cpu = Estimate(0, 0, 0)
+    for index in range(settings.rounds):
+        for name in sorted(loops, reverse=bool(index % 2)):
+            taken[name].append(costs(loops[name].block(settings.steps)))
+        pairs = list(zip(taken["peer"], taken["ours"], strict=True))
+        wall, cpu = (estimate([p[c] / o[c] for p, o in pairs]) for c in (0, 1))
+        if index + 1 >= settings.least and wall.half_width <= TARGET_HALF_WIDTH:
+            break
+    medians = {
+        f"{name}_{clock}_ms": statistics.median(t[c] for t in times) / settings.steps * 1e3
+        for name, times in taken.items() for c, clock in enumerate(("wall", "cpu"))
+    }  # fmt: skip
+    return {"rounds": len(taken["ours"]), "wall": wall, "cpu": cpu, **medians}
+
+
+def row(pair: Pair, result: dict[str, Any], judge: bool) -> str:
+    """One line of the table; a verdict only where the work is the real one."""
+    if "wall" not in result:
+        return f"{pair.name:<11} losses differ by {result['difference']:.1e}: not timed"
+    verdict = "" if not (judge and pair.least) else "  yes" if pair.passes(result["wall"]) else "  NO"
+    return (
+        f"{pair.name:<11} {result['peer_wall_ms']:9.1f} {result['ours_wall_ms']:9.1f}   "
+        f"{result['wall']!s:<22} {result['cpu']!s:<22} {result['rounds']:4d}   "
+        f"{result['difference']:.0e}   {pair.bar}{verdict}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pairs", nargs="*", help=", ".join(pair.name for pair in PAIRS))
+    parser.add_argument("--quick", action="store_true", help="tiny model, 3 rounds")
+    parser.add_argument("--rounds", type=int, default=60, help="at most")
+    parser.add_argument("--least", type=int, default=8, help="rounds at least")
+    parser.add_argument("--steps", type=int, default=2, help="of one block")
+    parser.add_argument("--seconds", type=float, default=300.0, help="deadline of one block")
+    parser.add_argument("--peers-python", default=sys.executable, help="interpreter of the peers")
+    parser.add_argument("--json", type=Path, help="also write everything here")
+    settings = parser.parse_args()
+    if settings.quick:
+        settings.rounds, settings.least = min(settings.rounds, 3), 3
+    unknown = set(settings.pairs) - {pair.name for pair in PAIRS}
+    if unknown:
+        parser.error(f"unknown pairs {sorted(unknown)}")
+    print(f"{'pair':<11} {'peer ms':>9} {'ours ms':>9}   {'wall ratio':<22} {'CPU ratio':<22} "
+          f"{'n':>4}   loss    asked")  # fmt: skip
+    everything: dict[str, Any] = {}
+    failed = False
+    for pair in PAIRS:
+        if settings.pairs and pair.name not in settings.pairs:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                result = measure(pair, settings, Path(folder))
+                print(row(pair, result, not settings.quick), flush=True)
+                failed |= "wall" not in result
+            except LoopError as error:
+                result = {"error": str(error)}
+                print(f"{pair.name:<11} does not run here: {error}", flush=True)
+        everything[pair.name] = result
+    if settings.json:
+        settings.json.write_text(json.dumps(everything, default=asdict, indent=2) + "\n")
+    sys.exit(int(failed))
+
+
+if __name__ == "__main__":
+    main()
