@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ def positions(ranges: list[Range]) -> Counter[int]:
 def test_merge_is_the_union(ranges: list[Range]) -> None:
     merged = merge(ranges)
     assert set(positions(merged)) == set(positions(ranges))
-    assert all(a[1] < b[0] for a, b in zip(merged, merged[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in pairwise(merged))
 
 
 @given(ranges=RANGES, start=st.integers(0, 40), stop=st.integers(0, 40))

@@ -14,9 +14,7 @@ from holdfast.events import GenerationStarted, Record
 
 def starts(records: Iterable[Record]) -> dict[int, int]:
     """generation -> the step from whose state it began."""
-    return {
-        r.generation: r.event.step for r in records if isinstance(r.event, GenerationStarted)
-    }
+    return {r.generation: r.event.step for r in records if isinstance(r.event, GenerationStarted)}
 
 
 def effective_bound(starts_by_generation: dict[int, int]) -> dict[int, float]:
