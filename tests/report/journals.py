@@ -68,12 +68,16 @@ class Scribe:
         for step in range(first, last + 1):
             self.write(step_done(step, seconds, share), after=seconds)
 
-    def commit(self, step: int, blocked: float = 0.125, seconds: float = 0.5) -> str:
-        key = f"commits/{step}-{self.generation}.json"
+    def capture(self, step: int, blocked: float = 0.125) -> None:
+        """Step `step`, one second of computing, and the copy of the state after it."""
+        phases = {"compute": 1.0, "capture": blocked}
         for rank in range(self.workers):
-            wait = blocked if rank == 0 else 0.0
-            self.write(CheckpointCaptured(rank, blocked, 1000, step=step), after=wait)
-        self.write(CheckpointCommitted(key, 5000, seconds, step=step))
+            self.write(CheckpointCaptured(rank, blocked, 1000, step=step))
+        self.write(step_done(step, 1.0 + blocked, phases), after=1.0 + blocked)
+
+    def commit(self, step: int, seconds: float = 0.5, after: float = 0.0) -> str:
+        key = f"commits/{step}-{self.generation}.json"
+        self.write(CheckpointCommitted(key, 5000, seconds, step=step), after)
         return key
 
     def evaluate(self, step: int, seconds: float = 2.0) -> None:
@@ -112,21 +116,25 @@ def lossy_run(**options: Any) -> Scribe:
     run = Scribe(**options)
     run.start()
     run.generate()
-    run.steps(1, 5)
+    run.steps(1, 4)
+    run.capture(5)
     run.commit(5)
-    run.steps(6, 10)
+    run.steps(6, 9)
+    run.capture(10)
     key = run.commit(10)
     run.evaluate(10)
     run.steps(11, 13)
     run.lose(1)
     run.restart(10, key=key)
-    run.steps(11, 20)
-    key = run.commit(20)
+    run.steps(11, 19)
+    run.capture(20)
+    key = run.commit(20, after=0.5)
     run.stop(after=1.0)
     run.start(resumed=True, pause=100.0)
     run.generate(20, "resume", key)
-    run.steps(21, 30)
+    run.steps(21, 29)
+    run.capture(30)
     run.evaluate(30)
-    run.commit(30)
+    run.commit(30, after=0.5)
     run.finish(after=0.5)
     return run

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.events import CheckpointCaptured, Evaluated, Record, RunFailed, StepDone
+from holdfast.events import Evaluated, Record, RunFailed, StepDone
 from holdfast.report.timeledger import CLASSES, TimeLedger
 from tests.report.journals import Scribe, lossy_run, step_done
 
@@ -27,10 +27,10 @@ def test_a_lossy_run_to_the_last_second() -> None:
     assert ledger.wall == pytest.approx(run.at - 1_000_000.0)
     assert ledger.totals() == pytest.approx(
         {
-            "productive": 30 * 0.625,
-            "communication": 30 * 0.25,
-            "data_wait": 30 * 0.125,
-            "checkpoint": 4 * 0.125,
+            "productive": 26 * 0.625 + 4 * 1.0,
+            "communication": 26 * 0.25,
+            "data_wait": 26 * 0.125,
+            "checkpoint": 4 * 0.125 + 2 * 0.5,  # the copies, and the last save of each session
             "evaluation": 2 * 2.0,
             "rework": 3 * 1.0,
             "startup": (0.25 + 0.5) + (0.25 + 1.0),
@@ -125,8 +125,7 @@ def test_the_last_save_counts_as_blocked_by_the_checkpoint() -> None:
     run.start()
     run.generate()
     run.steps(1, 2)
-    run.at += 3.0
-    run.commit(2, blocked=0.0)
+    run.commit(2, after=3.0)
     run.finish(after=0.5)
     totals = ledger_of(run.records).totals()
     assert totals["checkpoint"] == pytest.approx(3.0)
@@ -156,9 +155,10 @@ def test_classes_always_add_up_to_the_wall_time(actions: list[tuple[str, float, 
         elif action == "evaluate":
             run.write(Evaluated(1.0, 1.0, 8, seconds * 2, step=step), seconds)
         elif action == "capture":
-            run.write(CheckpointCaptured(0, seconds, 8, step=step), seconds / 2)
+            step += 1
+            run.capture(step, blocked=seconds)
         elif action == "commit":
-            run.commit(step, blocked=seconds)
+            run.commit(step, after=seconds)
         elif action == "lose":
             run.lose(number % 2, after=seconds)
         elif action == "restart":

@@ -5,9 +5,9 @@ whose sum is the wall time so far. It works on one clock, the agent's, who stamp
 it receives it. Workers say how long things took, never when; their durations are *claims* on a
 stretch of the agent's time.
 
-    stretch   from the start of a first step to a loss or to the session's end. Steps, validations
-              and captures claim their seconds; what nobody claims is "other"; claims above the
-              stretch (two clocks never agree to the last digit) are scaled down to fit.
+    stretch   from the start of a first step to a loss or to the session's end. Steps (with their
+              captures) and validations claim their seconds; what nobody claims is "other"; claims
+              above the stretch (two clocks never agree to the last digit) are scaled to fit.
     gap       from the session's start ("startup"), or from the last step before a loss
               ("recovery"), to the start of the next step.
     stopped   between the last word of one session and the first of the next.
@@ -22,7 +22,6 @@ from array import array
 from bisect import bisect_right
 
 from holdfast.events import (
-    CheckpointCaptured,
     CheckpointCommitted,
     Evaluated,
     Event,
@@ -71,11 +70,9 @@ class TimeLedger:
         self._stretch_row = 0  # first row of the open stretch
         self._claims = [0.0] * _WIDTH  # sums of the open stretch's rows
         self._evaluation = 0.0  # claimed in the open stretch
-        self._capture = 0.0
-        self._capture_in_tail = 0.0  # what of it came after the last claim
+        self._last_save = 0.0  # what the session's end waited for
         self._last_claim = 0.0  # time at which the last claim of the stretch was heard
         self._last_commit = 0.0
-        self._phases_have_capture = False
 
     # --- reading ----------------------------------------------------------------------------
     @property
@@ -115,10 +112,6 @@ class TimeLedger:
             self._step(event)
         elif isinstance(event, Evaluated):
             self._claim_evaluation(event.seconds)
-        elif isinstance(event, CheckpointCaptured):
-            if event.rank == 0 and not self._phases_have_capture and self._gap is None:
-                self._capture += event.seconds
-                self._capture_in_tail += event.seconds
         elif isinstance(event, CheckpointCommitted):
             self._last_commit = self._now
         elif isinstance(event, WorkerLost):
@@ -142,8 +135,7 @@ class TimeLedger:
     def _end_session(self) -> None:
         if self._gap is None and self._last_commit > self._last_claim:
             # Nothing but the last save kept the session from ending.
-            tail = self._last_commit - self._last_claim
-            self._capture += max(0.0, tail - self._capture_in_tail)
+            self._last_save = self._last_commit - self._last_claim
         self._close(self._now)
         self._session = False
 
@@ -163,21 +155,17 @@ class TimeLedger:
             claims[-1] += max(0.0, event.seconds - sum(event.phases.values()))
         else:
             claims[0] = event.seconds  # an unbroken total counts as useful
-        self._phases_have_capture |= "capture" in event.phases
         self._steps.append(event.step)
         self._rows.extend(claims)
         self._claims = [total + claim for total, claim in zip(self._claims, claims, strict=True)]
-        self._claimed_now()
+        self._last_claim = self._now
 
     def _claim_evaluation(self, seconds: float) -> None:
         if self._gap is None:
             self._evaluation += seconds
-            self._claimed_now()
+            self._last_claim = self._now
         else:
             self._gap_evaluation += seconds
-
-    def _claimed_now(self) -> None:
-        self._last_claim, self._capture_in_tail = self._now, 0.0
 
     def _supersede(self, step: int) -> None:
         """A generation begins from the state after `step`: what counted beyond it is rework."""
@@ -198,7 +186,7 @@ class TimeLedger:
             evaluation = min(self._gap_evaluation, length)
             return {"evaluation": evaluation, self._gap: length - evaluation}
         out = dict(zip(_COLUMNS, self._claims, strict=True))
-        out["checkpoint"] += self._capture
+        out["checkpoint"] += self._last_save
         out["evaluation"] = self._evaluation
         scale = _scale(sum(out.values()), length)
         out = {name: seconds * scale for name, seconds in out.items()}
@@ -208,7 +196,7 @@ class TimeLedger:
     def _close(self, until: float) -> None:
         """Book the open stretch or gap up to `until`, and begin anew there."""
         if self._gap is None:
-            claimed = sum(self._claims) + self._capture + self._evaluation
+            claimed = sum(self._claims) + self._last_save + self._evaluation
             scale = _scale(claimed, max(0.0, until - self._mark))
         for name, seconds in self._open(until).items():
             self._closed[name] += seconds
@@ -217,7 +205,7 @@ class TimeLedger:
             self._rows[self._stretch_row * _WIDTH :] = array("d", [x * scale for x in rows])
         self._stretch_row = len(self._steps)
         self._claims = [0.0] * _WIDTH
-        self._evaluation = self._capture = 0.0
+        self._evaluation = self._last_save = 0.0
         self._mark = max(self._mark, until)
 
 

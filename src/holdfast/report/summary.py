@@ -1,0 +1,61 @@
+"""`holdfast report --json`: the history as one JSON value for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from holdfast.report.history import History
+from holdfast.report.speed import utilisations
+
+
+def summary(
+    history: History,
+    resolved: Mapping[str, Any] | None = None,
+    *,
+    baselines: Mapping[str, float] | None = None,
+    device: str | None = None,
+    curve: bool = False,
+) -> dict[str, Any]:
+    """Totals, incidents, checkpoints, where the time went; with `curve` every step too.
+
+    Seconds, bytes, nats per token; keys of `seconds_by_class` add up to `wall_seconds`.
+    """
+    last, best = (history.evaluations[-1] if history.evaluations else None), history.best
+    out: dict[str, Any] = {
+        "run": history.run,
+        "state": history.state,
+        "config_hash": history.config_hash,
+        "dataset_version": history.dataset_version,
+        "last_step": history.last_step,
+        "loss": history.steps[-1].loss if history.steps else None,
+        "tokens": history.tokens,
+        "tokens_done_again": history.tokens_again,
+        "tokens_per_second": history.tokens_per_second,
+        "model_flop_utilisation": {
+            u.convention: {"ratio": u.ratio, "formula": u.formula, "peak_flops": u.peak}
+            for u in utilisations(history, resolved or {}, device)
+        },
+        "validation": asdict(last) if last else None,
+        "best_validation": asdict(best) if best else None,
+        "baselines_bits_per_byte": dict(baselines or {}),
+        "wall_seconds": history.wall,
+        "seconds_by_class": history.time,
+        "goodput": history.goodput,
+        "goodput_running": history.goodput_running,
+        "sessions": [asdict(s) for s in history.sessions],
+        "generations": [asdict(g) for g in history.generations],
+        "incidents": [
+            asdict(i) | {"title": i.title, "seconds": i.seconds, "steps_lost": i.steps_lost,
+                         "phases": i.phases}
+            for i in history.incidents
+        ],
+        "checkpoints": [asdict(c) for c in history.checkpoints],
+        "notices": [asdict(n) for n in history.notices],
+    }  # fmt: skip
+    if curve:
+        out["steps"] = [asdict(p) for p in history.steps]
+        out["steps_done_again"] = [[asdict(p) for p in piece] for piece in history.rework]
+        out["validations"] = [asdict(e) for e in history.evaluations]
+    return out
