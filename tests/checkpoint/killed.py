@@ -1,11 +1,13 @@
-"""A process that saves steps and is killed in the middle: `python -m tests.checkpoint.killed`.
+"""Processes that save steps and are killed in the middle: `python -m tests.checkpoint.killed ROOT`.
 
-Arguments: run folder, point. Every change of the store is counted, once before it happens and
-once after; at count `point` the process kills itself with SIGKILL. Prints what it committed.
+Every change of the store is counted, in the middle of its bytes and when it is done; at count
+`point` the process kills itself with SIGKILL. Prints [point, exit code, steps committed] for each.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
 import sys
@@ -62,7 +64,7 @@ class Killing(FolderStore):
         self.pass_point()
 
 
-def save(store: FolderStore, step: int) -> None:
+def save(store: FolderStore, step: int) -> int:
     for rank in range(2):
         tensors = placed(owned_boxes(TOPOLOGY, TABLE, rank), TABLE)
         head = header(tensors)
@@ -70,11 +72,39 @@ def save(store: FolderStore, step: int) -> None:
         write_part(store, PLAN, step, rank, [head + body], len(head), tensors, {"position": step})
     commit = try_commit(store, PLAN, step)
     assert commit is not None
-    print(step, flush=True)
-    cleaning.retain(store, cleaning.Keep(1), (), ())
+    return commit.step
+
+
+def child(folder: str, point: int, said: int) -> None:
+    """Save steps 2 and 3, and say so, unless the point comes first."""
+    store = Killing(folder, point)
+    for number in (2, 3):
+        os.write(said, b"%d\n" % save(store, number))
+        cleaning.retain(store, cleaning.Keep(1), (), ())
+
+
+def drive(root: str) -> None:
+    """One child and one run folder per point, until a child comes through alive."""
+    for point in itertools.count():
+        folder = f"{root}/{point}"
+        os.mkdir(folder)
+        save(FolderStore(folder), 1)
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                child(folder, point, write)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        os.close(write)
+        _, status = os.waitpid(pid, 0)
+        with os.fdopen(read) as pipe:
+            said = [int(line) for line in pipe]
+        print(json.dumps([point, os.waitstatus_to_exitcode(status), said]), flush=True)
+        if status == 0:
+            return
 
 
 if __name__ == "__main__":
-    folder = Killing(sys.argv[1], int(sys.argv[2]))
-    for number in (2, 3):
-        save(folder, number)
+    drive(sys.argv[1])

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
+from holdfast.checkpoint import memory
 from holdfast.errors import CorruptError, HoldfastError
 
 PAGE = 4096
@@ -91,6 +92,11 @@ class Arena:
         Raises HoldfastError when the machine has not that much memory.
         """
         size = PAGE + slots * (PAGE + capacity)
+        room = memory.available()
+        if room is not None and size > room:
+            raise HoldfastError(
+                f"no memory for an arena of {size} bytes ({slots} snapshots): {room} are available"
+            )
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, size)

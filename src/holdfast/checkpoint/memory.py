@@ -1,0 +1,58 @@
+"""How much memory an arena may take.
+
+Memory files are not bounded by any file system: asking for more than there is does not fail, it
+wakes the kernel's killer, which may well end a worker. So the room is looked up first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def available(root: Path = Path("/")) -> int | None:
+    """Bytes that can be allocated now: of the machine, or of this process's memory cgroup (both
+    versions) if that is less. None where the kernel does not say."""
+    found = [_machine(root / "proc/meminfo"), *_cgroups(root)]
+    return min((value for value in found if value is not None), default=None)
+
+
+def _machine(path: Path) -> int | None:
+    for line in _text(path).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroups(root: Path) -> list[int | None]:
+    """What the own cgroup and each one above it leaves."""
+    left: list[int | None] = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit, usage = root / "sys/fs/cgroup", "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        for level in (folder, *folder.parents):
+            left.append(_left(level / limit, level / usage))
+            if level == base:
+                break
+    return left
+
+
+def _left(limit: Path, usage: Path) -> int | None:
+    """Page cache counts as used here though it could go: the answer errs on the safe side."""
+    maximum, used = _text(limit).strip(), _text(usage).strip()
+    if not maximum.isdecimal() or not used.isdecimal():
+        return None  # "max", or no such controller
+    return max(0, int(maximum) - int(used))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
