@@ -15,13 +15,21 @@ from holdfast.spec.tree import (
 )
 
 
-def _run_counter(tree: ReductionTree, share: tuple[int, ...], values: list[float]) -> list[float]:
+def _run_counter(
+    tree: ReductionTree, share: tuple[int, ...], values: list[float], pairs: bool
+) -> list[float]:
     """Execute the turns on a stack of slots, as the reducer does on gradients."""
     done: list[float] = []
     slots: dict[int, float] = {}
-    for turn in counter(tree, share):
+    held: float | None = None
+    for turn in counter(tree, share, pairs):
+        if turn.hold:
+            assert held is None
+            held = values[turn.leaf]
+            continue
         base = slots[turn.depth] if turn.accumulate else None
-        value = values[turn.leaf]
+        value = values[turn.leaf] if held is None else held + values[turn.leaf]
+        held = None
         slots[turn.depth] = value if base is None else base + value
         depth = turn.depth
         for _ in range(turn.carries):
@@ -59,8 +67,8 @@ def test_pieces_of_the_drawn_example() -> None:
     assert pieces(tree, ()) == ()
 
 
-@given(_dealt(), st.randoms(use_true_random=False))
-def test_any_dealing_sums_to_the_same_bits(dealt, random) -> None:  # type: ignore[no-untyped-def]
+@given(_dealt(), st.randoms(use_true_random=False), st.booleans())
+def test_any_dealing_sums_to_the_same_bits(dealt, random, pairs) -> None:  # type: ignore[no-untyped-def]
     leaves, shares = dealt
     tree = ReductionTree(leaves)
     values = [random.uniform(-1, 1) * 10 ** random.randint(-8, 8) for _ in range(leaves)]
@@ -69,7 +77,7 @@ def test_any_dealing_sums_to_the_same_bits(dealt, random) -> None:  # type: igno
     for share in shares:
         nodes = pieces(tree, share)
         assert sorted(j for n in nodes for j in range(n.start, n.stop)) == list(share)
-        held.update(zip(nodes, _run_counter(tree, share, values), strict=True))
+        held.update(zip(nodes, _run_counter(tree, share, values, pairs), strict=True))
     assert tree.fold(held, lambda a, b: a + b) == tree.sum(values)
 
 

@@ -57,15 +57,16 @@ class Plan:
 
 
 @lru_cache(maxsize=16)
-def make_plan(leaves: int, shares: Shares, rank: int, fast: bool) -> Plan:
+def make_plan(leaves: int, shares: Shares, rank: int, fast: bool, pairs: bool) -> Plan:
     """Raises ValueError when the dealing does not give out every leaf once."""
     check_dealing(leaves, shares)
     tree = ReductionTree(leaves)
     if fast:  # each replica sums its share in sequence, into one buffer
         share = sorted(shares[rank])
-        turns = tuple(Turn(j, 0, 0, i > 0, 0, i == len(share) - 1) for i, j in enumerate(share))
+        last = len(share) - 1
+        turns = tuple(Turn(j, False, 0, 0, i > 0, 0, i == last) for i, j in enumerate(share))
         return Plan(tree, {t.leaf: t for t in turns}, tuple(() for _ in shares))
-    turns = counter(tree, shares[rank])
+    turns = counter(tree, shares[rank], pairs)
     return Plan(tree, {t.leaf: t for t in turns}, tuple(pieces(tree, s) for s in shares))
 
 
@@ -73,14 +74,15 @@ class Reducer:
     """Sums a step's gradients into `gradient`, a flat buffer laid out by `layout`.
 
     Whoever produces gradients (hooks of replicated parameters, FSDP2's buckets) asks for
-    `target` and `accumulate` of the current leaf, writes one bucket, and calls `done(bucket)`.
+    the slot of the current leaf, writes one bucket, and calls `done(bucket)`. With `pairs` it is
+    asked to `hold` every left one of two sibling leaves and to add the right one to it.
     """
 
     def __init__(
         self, layout: FlatLayout, peers: Peers, *, dtype: torch.dtype, device: torch.device,
-        fast: bool = False,
+        fast: bool = False, pairs: bool = False,
     ):  # fmt: skip
-        self.layout, self.peers, self.fast = layout, peers, fast
+        self.layout, self.peers, self.fast, self.pairs = layout, peers, fast, pairs
         self.gradient = torch.zeros(layout.size, dtype=dtype, device=device)
         self._slots: dict[Slot, Tensor] = {(0, 0): self.gradient}
         self._plan: Plan | None = None
@@ -97,7 +99,7 @@ class Reducer:
         """
         self._error = None
         self.peers.forget_sends()
-        self._plan = make_plan(leaves, shares, self.peers.rank, self.fast)
+        self._plan = make_plan(leaves, shares, self.peers.rank, self.fast, self.pairs)
         if self.peers.size == 1:
             return
         if not shares[self.peers.rank] and self.fast:
@@ -118,6 +120,11 @@ class Reducer:
         """The gradients that come now belong to `leaf`. Returns the slot they go to."""
         self._turn = self.plan.turns[leaf]
         return (self._turn.piece, 0) if self._turn.depth == 0 else (0, self._turn.depth)
+
+    @property
+    def hold(self) -> bool:
+        """Whether the current leaf stays where it is, for the next one to be added to it."""
+        return self._turn is not None and self._turn.hold
 
     @property
     def accumulate(self) -> bool:

@@ -118,12 +118,15 @@ def _any_between(ordered: list[int], node: Node) -> bool:
 class Turn:
     """What happens to one leaf of a share.
 
-    Its value goes to the partial sum at `depth` of piece number `piece` (is added to what is
-    there if `accumulate`, replaces it otherwise); then, `carries` times, the sum at the present
-    depth is added to the one below. `finished`: the piece now lies complete at depth 0.
+    With `hold` the value stays where it was computed, and the next leaf, its sibling, is added
+    to it there. Otherwise the value goes to the partial sum at `depth` of piece number `piece`
+    (is added to what is there if `accumulate`, replaces it otherwise); then, `carries` times, the
+    sum at the present depth is added to the one below. `finished`: the piece now lies complete
+    at depth 0.
     """
 
     leaf: int
+    hold: bool
     piece: int
     depth: int
     accumulate: bool
@@ -131,19 +134,25 @@ class Turn:
     finished: bool
 
 
-def counter(tree: ReductionTree, share: Sequence[int]) -> tuple[Turn, ...]:
+def counter(tree: ReductionTree, share: Sequence[int], pairs: bool = False) -> tuple[Turn, ...]:
     """The binary counter that sums a share's pieces, one turn per leaf in rising order.
 
-    A leaf that is a right child is added straight to its finished left sibling, so a pair of
-    leaves needs no partial sum of its own.
+    What is a right child is added straight to its finished left sibling. With `pairs`, the left
+    one of two sibling leaves is held where it was computed, which saves writing it to a partial
+    sum (autograd adds to a gradient that is already there). The bits are the same.
     """
     turns: list[Turn] = []
     for number, piece in enumerate(pieces(tree, share)):
         parents: dict[Node, Node] = {}  # right child -> its left sibling's parent
         _right_children(piece, parents)
         stack: list[Node] = []
-        for j in range(piece.start, piece.stop):
+        j = piece.start
+        while j < piece.stop:
             node = Node(j, j + 1)
+            pair = parents.get(Node(j + 1, j + 2))
+            if pairs and pair == Node(j, j + 2):
+                turns.append(Turn(j, True, number, 0, False, 0, False))
+                node, j = pair, j + 1
             accumulate = _completes(node, stack, parents)
             if accumulate:
                 node = parents[node]
@@ -153,7 +162,8 @@ def counter(tree: ReductionTree, share: Sequence[int]) -> tuple[Turn, ...]:
                 node, carries = parents[node], carries + 1
                 stack.pop()
             stack.append(node)
-            turns.append(Turn(j, number, depth, accumulate, carries, node == piece))
+            turns.append(Turn(j, False, number, depth, accumulate, carries, node == piece))
+            j += 1
     return tuple(turns)
 
 
