@@ -48,6 +48,13 @@ def duration(seconds: float) -> str:
     return _pair(whole // 60, "min", whole % 60, "s") if whole >= 60 else f"{whole} s"
 
 
+def clock(seconds: float) -> str:
+    """A moment of a run: 75 -> "1:15", 4000 -> "1:06:40"."""
+    minutes, second = divmod(int(max(0.0, seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
 def percent(ratio: float) -> str:
     """0.9123 -> "91.2 %"."""
     return f"{100 * ratio:.1f} %"

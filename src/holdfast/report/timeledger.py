@@ -82,10 +82,21 @@ class TimeLedger:
         return sum(self._closed.values()) + open_time
 
     @property
+    def running(self) -> float:
+        """Seconds in which something ran: `wall` without the pauses between sessions."""
+        return self.wall - self._closed["stopped"]
+
+    @property
     def goodput(self) -> float:
         """Useful training time / wall time; 0 before anything happened."""
         wall = self.wall
         return self.totals()["productive"] / wall if wall > 0 else 0.0
+
+    @property
+    def goodput_running(self) -> float:
+        """Useful training time / running time."""
+        running = self.running
+        return self.totals()["productive"] / running if running > 0 else 0.0
 
     def totals(self) -> dict[str, float]:
         """Seconds by class; their sum is `wall`."""

@@ -1,0 +1,268 @@
+"""The view of a run that goes on: a picture on a terminal, plain lines anywhere else.
+
+    with View(total_steps=700) as view:
+        Agent(..., observers=[view.observe], say=view.say).run()
+
+`observe` updates a few numbers and returns; drawing happens on another thread, four times a
+second at most, so a slow terminal slows nothing but itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+from holdfast.events import Evaluated, Record, StepDone
+from holdfast.report.drawing import bar, braille
+from holdfast.report.numbers import clock, count, duration, percent, plural, si, size
+from holdfast.report.progress import Happening, Progress
+from holdfast.report.timeline import in_order
+
+_MOODS = {"good": "green", "bad": "bold red", "plain": "default"}
+_WORKERS = {"training": ("●", "green"), "ready": ("●", "cyan"), "starting": ("○", "yellow"),
+            "lost": ("✗", "bold red")}  # fmt: skip
+_STATES = {"training": "green", "finished": "green", "failed": "bold red", "recovering": "red",
+           "starting": "yellow", "stopped": "yellow"}  # fmt: skip
+_PER_SECOND = 4
+_QUEUE = 1000  # lines that may wait for a slow reader; older ones are dropped
+
+
+class View:
+    """An observer of records and a context manager; see the module.
+
+    every_seconds: of plain lines about steps; events always have a line of their own.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        console: Console | None = None,
+        every_seconds: float = 5.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.progress = Progress(total_steps)
+        self._console = console or Console()
+        self._every = every_seconds
+        self._now = now
+        self._next_line = now()
+        self._lock = threading.Lock()
+        self._live: Live | None = None
+        self._printer = _Printer(self._print)
+
+    def __enter__(self) -> View:
+        self._printer.start()
+        if self._console.is_terminal:
+            self._live = Live(
+                get_renderable=self._render, console=self._console,
+                refresh_per_second=_PER_SECOND, redirect_stdout=False, redirect_stderr=False,
+            )  # fmt: skip
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._printer.close()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def observe(self, record: Record) -> None:
+        with self._lock:
+            happening = self.progress.observe(record)
+        if self._live is None:
+            self._plain(record, happening)
+
+    def say(self, line: str) -> None:
+        """Print a line above the picture, or among the plain lines."""
+        self._printer.put(line)
+
+    # --- plain lines ------------------------------------------------------------------------
+    def _plain(self, record: Record, happening: Happening | None) -> None:
+        event = record.event
+        if happening is not None:
+            self._printer.put(f"[{clock(happening.at)}] {happening.text}")
+        if isinstance(event, StepDone):
+            last = event.step >= self.progress.total_steps
+            if last or event.step == 1 or self._now() >= self._next_line:
+                self._next_line = self._now() + self._every
+                self._printer.put(step_line(self.progress))
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    # --- the picture ------------------------------------------------------------------------
+    def _render(self) -> RenderableType:
+        with self._lock:
+            width, height = self._console.width, self._console.height
+            return picture(self.progress, width, height)
+
+
+class _Printer:
+    """A thread that prints lines, so that whoever has something to say never waits."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._lines: deque[str] = deque(maxlen=_QUEUE)
+        self._changed = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="view", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, line: str) -> None:
+        with self._changed:
+            self._lines.append(line)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Print what waits; give up on a reader that does not take it for two seconds."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(2.0)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._lines and not self._closing:
+                    self._changed.wait()
+                if not self._lines:
+                    return
+                line = self._lines.popleft()
+            try:
+                self._write(line)
+            except (OSError, ValueError):
+                return  # nobody reads any more: that is no reason to stop training
+
+
+def step_line(progress: Progress) -> str:
+    """The plain line about the newest step."""
+    parts = [
+        f"step {count(progress.step)}/{count(progress.total_steps)}",
+        f"loss {progress.loss:.4f}",
+        f"{si(progress.tokens_per_second)} tokens/s",
+    ]
+    if progress.eta is not None and progress.step < progress.total_steps:
+        parts.append(f"{duration(progress.eta)} left")
+    return "  ".join(parts)
+
+
+def picture(progress: Progress, width: int, height: int) -> RenderableType:
+    """The whole view for a terminal of that size; narrow and low ones get less of it."""
+    inner = max(20, min(width, 110) - 4)
+    parts: list[RenderableType] = [_bar_line(progress, inner), _numbers(progress, inner)]
+    rest = height - 12
+    if rest >= 4 and len(progress.curve) > 1:
+        parts += ["", *_curve(progress, inner, min(9, rest - 2))]
+    parts += ["", _workers(progress, inner), _saved(progress, inner)]
+    events = _events(progress, inner, max(1, min(6, height - 18)))
+    parts += ["", *events] if events else []
+    title = Text.assemble(
+        (progress.run or "holdfast", "bold"), "  ",
+        (progress.state, _STATES.get(progress.state, "default")),
+        f"  generation {progress.generation}" if width >= 50 and progress.generation else "",
+    )  # fmt: skip
+    return Panel(Group(*parts), title=title, title_align="left", border_style="dim",
+                 width=min(width, 110), padding=(0, 1))  # fmt: skip
+
+
+def _line(*pieces: tuple[str, str] | str, width: int) -> Text:
+    text = Text.assemble(*pieces, no_wrap=True, overflow="ellipsis")
+    text.truncate(width, overflow="ellipsis")
+    return text
+
+
+def _bar_line(progress: Progress, width: int) -> Text:
+    ratio = progress.step / progress.total_steps if progress.total_steps else 0.0
+    left = f"step {count(progress.step)}/{count(progress.total_steps)}  "
+    right = f"  {percent(ratio)}"
+    if progress.eta is not None and not progress.ended and width >= 48:
+        right += f"  {duration(progress.eta)} left"
+    done, rest = bar(ratio, max(4, width - len(left) - len(right)))
+    return _line(left, (done, "green"), (rest, "dim"), right, width=width)
+
+
+def _numbers(progress: Progress, width: int) -> Text:
+    """As many of the figures as fit, the most important first."""
+    figures: list[tuple[str, str]] = []
+    found: Evaluated | None = progress.validation
+    if progress.curve:
+        figures.append(("loss", f"{progress.loss:.3f}"))
+    if found is not None:
+        figures.append(("bits/byte", f"{found.bits_per_byte:.3f}"))
+    if progress.tokens_per_second:
+        figures.append(("tokens/s", si(progress.tokens_per_second)))
+    if progress.curve:
+        figures.append(("goodput", percent(progress.ledger.goodput_running)))
+    text = Text()
+    for name, value in figures:
+        if len(text) + len(name) + len(value) + 1 > width:
+            break
+        text.append(f"{name} ", "dim").append(f"{value}   ")
+    return text
+
+
+def _curve(progress: Progress, width: int, height: int) -> list[Text]:
+    """The loss so far, its highest and lowest value beside it."""
+    losses = [loss for _, loss in progress.curve]
+    rows = braille(losses, max(8, width - 8), height)
+    marks = {0: f"{max(losses):7.3f}", height - 1: f"{min(losses):7.3f}"}
+    return [
+        _line((marks.get(row, " " * 7), "dim"), " ", (cells, "cyan"), width=width)
+        for row, cells in enumerate(rows)
+    ]
+
+
+def _workers(progress: Progress, width: int) -> Text:
+    pieces: list[tuple[str, str] | str] = [("workers  ", "dim")]
+    wide = width >= 14 * len(progress.workers) + 9
+    for rank, state in sorted(progress.workers.items()):
+        sign, style = _WORKERS[state]
+        pieces += [(sign, style), f" {rank} {state}   " if wide else " "]
+    if not wide:
+        alive = sum(state != "lost" for state in progress.workers.values())
+        pieces.append(f" {plural(alive, 'worker')}")
+    return _line(*pieces, width=width)
+
+
+def _saved(progress: Progress, width: int) -> Text:
+    if progress.checkpoint is None:
+        return _line(("saved    ", "dim"), "nothing yet", width=width)
+    event, at = progress.checkpoint
+    ago = duration(max(0.0, progress.ledger.running - at))
+    return _line(
+        ("saved    ", "dim"), f"step {count(event.step)}, {ago} ago, {size(event.bytes)}",
+        width=width,
+    )  # fmt: skip
+
+
+def _events(progress: Progress, width: int, most: int) -> list[Text]:
+    newest = list(progress.happenings)[-most:]
+    return [
+        _line((f"{clock(h.at):>7}  ", "dim"), (h.text, _MOODS[h.mood]), width=width) for h in newest
+    ]
+
+
+def watch(batches: Iterable[list[Record]], view: View) -> None:
+    """Show a run that another process trains: `watch(journal.follow(store), view)`.
+
+    Returns when the run has ended and everything that is written of it was shown.
+    """
+    for batch in batches:
+        for record in in_order(batch):
+            view.observe(record)
+        if view.progress.ended:
+            return

@@ -1,0 +1,155 @@
+"""What a live view knows of a run at any moment; fed with records, free of any drawing."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from holdfast.events import (
+    CheckpointCommitted,
+    Evaluated,
+    Event,
+    GenerationStarted,
+    Record,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+    RunStopped,
+    StepDone,
+    WorkerLost,
+    WorkerReady,
+    WorkerStarted,
+)
+from holdfast.report.history import notice
+from holdfast.report.incidents import IncidentBook
+from holdfast.report.numbers import duration, plural, size
+from holdfast.report.timeledger import TimeLedger
+
+_POINTS = 4096  # of the curve; beyond it every other one is dropped
+_WINDOW = 64  # steps over which the pace is measured
+
+
+@dataclass(frozen=True)
+class Happening:
+    """A line for people: when, in seconds of running time, and what; `mood` is good, bad, plain."""
+
+    at: float
+    text: str
+    mood: str = "plain"
+
+
+@dataclass
+class Progress:
+    """`observe` costs microseconds. Read the fields; nothing here draws or prints."""
+
+    total_steps: int
+    run: str = ""
+    state: str = "starting"  # starting, training, recovering, finished, stopped, failed
+    generation: int = 0
+    step: int = 0
+    loss: float = float("nan")
+    learning_rate: float = float("nan")
+    tokens_per_second: float = 0.0
+    workers: dict[int, str] = field(default_factory=dict)  # rank -> starting, training, lost
+    validation: Evaluated | None = None
+    checkpoint: tuple[CheckpointCommitted, float] | None = None  # and when, in running time
+    happenings: deque[Happening] = field(default_factory=lambda: deque(maxlen=50))
+    curve: list[tuple[int, float]] = field(default_factory=list)  # (step, loss) that count
+    ledger: TimeLedger = field(default_factory=TimeLedger)
+    book: IncidentBook = field(default_factory=IncidentBook)
+    _stride: int = 1
+    _pace: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ("finished", "stopped", "failed")
+
+    @property
+    def eta(self) -> float | None:
+        """Seconds to the last step at the present pace, validations included; None if unknown."""
+        if len(self._pace) < 2:
+            return None
+        (begun, first), (now, last) = self._pace[0], self._pace[-1]
+        if last <= first or now <= begun:
+            return None
+        return (self.total_steps - self.step) * (now - begun) / (last - first)
+
+    def observe(self, record: Record) -> Happening | None:
+        """Take one record; returns what a person should be told of it, if anything."""
+        self.ledger.observe(record)
+        elapsed = self.ledger.running
+        ended = self.book.observe(record, self.ledger.wall)
+        if isinstance(record.event, StepDone):
+            self._step(record.event, record.time)
+            found = None
+            if ended is not None and ended.seconds is not None:
+                lost = plural(ended.steps_lost, "step")
+                text = f"recovered in {duration(ended.seconds)}, {lost} done again"
+                found = Happening(elapsed, text, "good")
+        else:
+            found = self._take(record, record.event, elapsed)
+        if found is not None:
+            self.happenings.append(found)
+        return found
+
+    def _step(self, event: StepDone, at: float) -> None:
+        self.state = "training" if not self.ended else self.state
+        self.step, self.loss, self.learning_rate = event.step, event.loss, event.learning_rate
+        for rank in self.workers:
+            self.workers[rank] = "training"
+        self._pace.append((at, event.step))
+        if event.seconds > 0:
+            rate = event.tokens / event.seconds
+            old = self.tokens_per_second
+            self.tokens_per_second = rate if old == 0 else 0.9 * old + 0.1 * rate
+        if event.step % self._stride == 0:
+            self.curve.append((event.step, event.loss))
+        if len(self.curve) > _POINTS:
+            self._stride *= 2
+            self.curve = [point for point in self.curve if point[0] % self._stride == 0]
+
+    def _take(self, record: Record, event: Event, elapsed: float) -> Happening | None:
+        match event:
+            case RunStarted():
+                self.run, self.state = event.run, "starting"
+            case GenerationStarted():
+                return self._generation(record.generation, event, elapsed)
+            case WorkerStarted():
+                self.workers[event.rank] = "starting"
+            case WorkerReady():
+                self.workers[event.rank] = "ready"
+            case WorkerLost():
+                self.workers[event.rank] = "lost"
+                self.state = "recovering"
+                return Happening(elapsed, f"rank {event.rank} lost: {event.cause}", "bad")
+            case Evaluated():
+                self.validation = event
+                bits = f"{event.bits_per_byte:.3f} bits per byte"
+                return Happening(elapsed, f"validation after step {event.step}: {bits}")
+            case CheckpointCommitted():
+                self.checkpoint = (event, elapsed)
+                text = f"checkpoint of step {event.step} committed ({size(event.bytes)})"
+                return Happening(elapsed, text)
+            case RunFinished():
+                self.state = "finished"
+                return Happening(elapsed, f"finished after step {event.step}", "good")
+            case RunStopped():
+                self.state = "stopped"
+                return Happening(elapsed, f"stopped after step {event.step} ({event.reason})")
+            case _:
+                if isinstance(event, RunFailed):
+                    self.state = "failed"
+                text = notice(event)
+                return Happening(elapsed, text, "bad") if text else None
+        return None
+
+    def _generation(self, number: int, event: GenerationStarted, elapsed: float) -> Happening:
+        again = self.generation > 0
+        self.generation, self.step = number, event.step
+        self.workers = dict.fromkeys(range(len(event.topology.get("nodes", ()))), "starting")
+        self.curve = [point for point in self.curve if point[0] <= event.step]
+        self._pace.clear()
+        self.state = "recovering" if self.book.current is not None else "starting"
+        origin = f"from the state after step {event.step}" if event.step else "from initial weights"
+        text = f"generation {number}, {plural(len(self.workers), 'worker')}, {origin}"
+        return Happening(elapsed, text, "plain" if again or not event.step else "good")
