@@ -94,12 +94,11 @@ def parse(key: str, data: bytes, first_line: int = 1) -> tuple[list[Record], int
     records: list[Record] = []
     lines = data[:end].splitlines()
     for number, line in enumerate(lines, first_line):
+        if not line or _torn(line):
+            continue
         try:
-            value = json.loads(line) if line else None
-            record = from_json(value) if value is not None else None
+            record = from_json(json.loads(line))
         except (ValueError, KeyError, TypeError) as error:
-            if _torn(line):  # a line that a power loss tore and the next writer closed
-                continue
             raise CorruptError(f"{key}, line {number}: not a record of the journal") from error
         if record is not None:
             records.append(record)
@@ -160,4 +159,6 @@ def _end_of(store: RunStore, key: str) -> tuple[int, bool]:
 
 
 def _torn(line: bytes) -> bool:
-    return line.startswith(b"{") and not line.endswith(b"}}")
+    """Whether a power loss tore this line and the next writer closed it: the beginning of a
+    record without its end."""
+    return line.startswith(b'{"v":') and not line.endswith(b"}")

@@ -292,6 +292,6 @@ def spoken_error(error: OSError, folder: Path) -> HoldfastError:
             where=where,
             remedy="use a folder of your own, with folder=<path>",
         )
-    if error.errno == errno.ENOTDIR:
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
         return RunFolderError("the run folder is not a folder", where=where)
     return RunFolderError(f"the run folder failed: {error.strerror}", where=where)

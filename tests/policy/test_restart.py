@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from holdfast.policy.restart import TRANSITIONS, Restarts, RunState, advance, give_up
+
+
+def _lose(committed: list[int], limit: int) -> list[str | None]:
+    restarts, said = Restarts(), []
+    for step in committed:
+        restarts = restarts.after_loss(step)
+        said.append(give_up(restarts, limit, "SIGKILL"))
+    return said
+
+
+def test_losses_without_progress_are_counted_to_the_limit() -> None:
+    said = _lose([0, 0, 0, 0], limit=3)
+    assert said[:3] == [None, None, None]
+    assert said[3] is not None
+    assert "restarted 3 times" in said[3]
+    assert "SIGKILL" in said[3]
+    assert "cluster.max_restarts_without_progress=3" in said[3]
+
+
+def test_every_newer_commit_starts_the_count_again() -> None:
+    assert _lose([0, 0, 10, 10, 20, 20, 30], limit=2) == [None] * 7
+    said = _lose([10, 10, 10], limit=2)
+    assert said[:2] == [None, None]
+    assert said[2] is not None
+    assert "beyond committed step 10" in said[2]
+
+
+def test_a_limit_of_zero_never_restarts() -> None:
+    assert _lose([50], limit=0)[0] is not None
+
+
+def test_a_thousand_losses_with_progress_are_no_reason() -> None:
+    assert not any(_lose(list(range(1, 1001)), limit=1))
+
+
+def test_transitions_are_those_of_the_table() -> None:
+    for state in RunState:
+        for to in RunState:
+            if to in TRANSITIONS[state]:
+                assert advance(state, to) is to
+            else:
+                with pytest.raises(ValueError, match="cannot become"):
+                    advance(state, to)
+
+
+def test_final_states_are_final_and_every_state_can_end() -> None:
+    final = {s for s in RunState if not TRANSITIONS[s]}
+    assert final == {RunState.FINISHED, RunState.STOPPED, RunState.FAILED}
+    for state in set(RunState) - final:
+        assert RunState.FAILED in TRANSITIONS[state]

@@ -1,0 +1,237 @@
+"""Client and server as they meet: over a real socket, with strangers at the same port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from holdfast.errors import FencedError
+from holdfast.wire.auth import AuthError, Verifier, sign
+from holdfast.wire.client import Client, RequestError, UnreachableError
+from holdfast.wire.secret import Secret
+from holdfast.wire.server import AddressError, Guard, Listener, address_of, bind
+
+SECRET = Secret(b"s" * 32)
+
+
+class Service:
+    """A control server in a thread. `calls` are the bodies that reached a handler."""
+
+    def __init__(self, bound: socket.socket) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.newest = 2
+        self.address = address_of(bound)
+        self._bound = bound
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._started.wait(10)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._listener.close)
+        self._thread.join(10)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        guard = Guard(
+            {"/echo": self._echo, "/who": self._echo, "/bug": self._bug},
+            SECRET,
+            Verifier(SECRET, time.time),
+            lambda: self.newest,
+            outside=frozenset({"/who"}),
+            max_body=10_000,
+        )
+        self._listener = Listener(guard.application, self._bound)
+        self._started.set()
+        await self._listener.serve()
+
+    async def _echo(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        self.calls.append(body)
+        return {"generation": generation, "got": body["x"]}
+
+    async def _bug(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        raise RuntimeError("broken on purpose")
+
+
+@contextmanager
+def serving() -> Iterator[Service]:
+    service = Service(bind("127.0.0.1", 0, "cluster.interface"))
+    service.start()
+    try:
+        yield service
+    finally:
+        service.stop()
+
+
+def _raw(address: str, data: bytes) -> bytes:
+    """Send bytes, end our side, read what comes back."""
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while chunk := connection.recv(65536):
+            answer += chunk
+    return answer
+
+
+def _status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def _post(path: str, body: bytes, headers: dict[str, str]) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}"]
+    lines += [f"{key}: {value}" for key, value in headers.items()]
+    lines.append("connection: close")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def test_requests_from_many_threads_on_few_connections() -> None:
+    with serving() as service:
+        client = Client(service.address, SECRET, 2)
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda n: client.post("/echo", {"x": n}), range(200)))
+        assert [a["got"] for a in answers] == list(range(200))
+        assert len(client._idle) <= 8
+        client.close()
+
+
+def test_without_a_valid_proof_nothing_happens() -> None:
+    body = json.dumps({"x": 1}).encode()
+    right = sign(SECRET, "POST", "/echo", body, 2, time.time()).headers()
+    other = sign(Secret(b"o" * 32), "POST", "/echo", body, 2, time.time()).headers()
+    with serving() as service:
+        attempts = {
+            "none": _post("/echo", body, {}),
+            "another secret": _post("/echo", body, other),
+            "no digest": _post("/echo", body, right | {"holdfast-hmac": ""}),
+            "another path": _post("/who", body, right),
+            "another body": _post("/echo", body.replace(b"1", b"2"), right),
+            "another generation": _post("/echo", body, right | {"holdfast-generation": "3"}),
+        }
+        for name, request in attempts.items():
+            assert _status(_raw(service.address, request)) == 401, name
+        assert service.calls == []
+        assert _status(_raw(service.address, _post("/echo", body, right))) == 200
+        assert _status(_raw(service.address, _post("/echo", body, right))) == 401  # a replay
+        assert service.calls == [{"x": 1}]
+        with pytest.raises(AuthError):
+            Client(service.address, Secret(b"o" * 32), 2).post("/echo", {"x": 1})
+        assert len(service.calls) == 1
+
+
+def test_generations_are_fenced() -> None:
+    with serving() as service:
+        with pytest.raises(FencedError, match="2 rules"):
+            Client(service.address, SECRET, 1).post("/echo", {"x": 1})
+        with pytest.raises(RequestError, match="has not been opened"):
+            Client(service.address, SECRET, 3).post("/echo", {"x": 1})
+        with pytest.raises(FencedError):
+            Client(service.address, SECRET).post("/echo", {"x": 1})
+        assert service.calls == []
+        assert Client(service.address, SECRET).post("/who", {"x": 1})["generation"] == 0
+        client = Client(service.address, SECRET, 2)
+        assert client.post("/echo", {"x": 1})["got"] == 1
+        service.newest = 3
+        with pytest.raises(FencedError):
+            client.post("/echo", {"x": 1})
+
+
+def test_stray_connections_and_garbage_harm_nobody() -> None:
+    with serving() as service:
+        client = Client(service.address, SECRET, 2)
+        host, port = service.address.split(":")
+        with socket.create_connection((host, int(port))) as silent:
+            for garbage in (b"\x00" * 5000, b"\x16\x03\x01\x02\x00\x01", b"GET /\r\n\r\n",
+                            b"POST /echo HTTP/1.1\r\ncontent-length: 99999999999\r\n\r\nx",
+                            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b""):  # fmt: skip
+                _raw(service.address, garbage)
+                assert client.post("/echo", {"x": 7})["got"] == 7
+            silent.sendall(b"POST /echo HTTP/1.1\r\n")
+            assert client.post("/echo", {"x": 8})["got"] == 8
+        assert _status(_raw(service.address, b"GET /echo HTTP/1.0\r\n\r\n")) == 405
+        assert _status(_raw(service.address, _post("/nowhere", b"", {}))) == 404
+
+
+def test_a_body_above_the_limit_is_refused_unread() -> None:
+    with serving() as service:
+        body = b"x" * 20_000
+        proof = sign(SECRET, "POST", "/echo", body, 2, time.time())
+        assert _status(_raw(service.address, _post("/echo", body, proof.headers()))) == 413
+        assert service.calls == []
+
+
+def test_what_makes_no_sense_is_refused_with_its_reason() -> None:
+    with serving() as service:
+        client = Client(service.address, SECRET, 2)
+        with pytest.raises(RequestError, match="KeyError: 'x'"):
+            client.post("/echo", {})
+        with pytest.raises(RequestError, match="broken on purpose") as caught:
+            client.post("/bug", {})
+        assert caught.value.status == 500
+        assert client.post("/echo", {"x": 1})["got"] == 1
+
+
+def test_a_refused_connection_is_tried_again_until_the_deadline() -> None:
+    bound = bind("127.0.0.1", 0, "cluster.interface")
+    address = address_of(bound)
+    bound.close()
+    with pytest.raises(UnreachableError, match="nobody answers"):
+        Client(address, SECRET, 2, patience=0.05).post("/echo", {"x": 1})
+    client = Client(address, SECRET, 2, patience=20.0)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(client.post, "/echo", {"x": 5})
+        service = Service(bind("127.0.0.1", int(address.split(":")[1]), "cluster.interface"))
+        service.start()
+        try:
+            assert answer.result(20)["got"] == 5
+        finally:
+            service.stop()
+
+
+def test_silence_is_bounded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        client = Client(f"127.0.0.1:{deaf.getsockname()[1]}", SECRET, 2)
+        with pytest.raises(UnreachableError, match=r"within 0\.2 s"):
+            client.post("/echo", {"x": 1}, timeout=0.2)
+
+
+def test_an_impostor_at_the_port_is_recognised() -> None:
+    """Somebody else's server answers 200 with JSON, but cannot sign for the secret."""
+    content = b'{"got": 1}'
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\nholdfast-hmac: " + b"0" * 64
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+
+        def answer() -> None:
+            connection, _ = impostor.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(head + b"\r\n\r\n" + content)
+                connection.recv(65536)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        client = Client(f"127.0.0.1:{impostor.getsockname()[1]}", SECRET, 2)
+        with pytest.raises(AuthError, match="this run's agent"):
+            client.post("/echo", {"x": 1})
+        client.close()
+        thread.join(10)
+
+
+def test_an_address_that_is_not_ours() -> None:
+    with pytest.raises(AddressError, match=r"cluster\.interface.*192\.0\.2\.1") as caught:
+        bind("192.0.2.1", 0, "cluster.interface")
+    assert caught.value.exit_code == 2
+    with bind("127.0.0.1", 0, "k") as taken, pytest.raises(AddressError):
+        bind("127.0.0.1", taken.getsockname()[1], "k")

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import CorruptError, OutOfSpaceError
+from holdfast.events import RunStarted, RunStopped, StepDone, WorkerReady
+from holdfast.wire.journal import Follower, JournalWriter, follow, read, segment_key
+from holdfast.wire.runstore import Buffer, FolderStore, MemoryStore
+
+
+def _step(step: int, loss: float = 1.0) -> StepDone:
+    return StepDone(loss, 10, 0.5, 1e-3, 0.1, step=step)
+
+
+def test_segments_merge_by_generation_step_writer_sequence() -> None:
+    store = MemoryStore()
+    rank1, rank0 = JournalWriter(store, "rank1", 1), JournalWriter(store, "rank0", 1)
+    agent2 = JournalWriter(store, "agent", 2)
+    agent2.emit(RunStarted("r", "h", "d", True))
+    for step in (1, 2):
+        rank1.emit(WorkerReady(1, 0.1, step=step))
+        rank0.emit(_step(step))
+        rank0.emit(WorkerReady(0, 0.1, step=step))
+    for writer in (agent2, rank1, rank0):
+        writer.flush()
+    found = [(r.generation, r.event.step, r.writer, r.event.kind) for r in read(store)]
+    assert found == [
+        (1, 1, "rank0", "step_done"), (1, 1, "rank0", "worker_ready"),
+        (1, 1, "rank1", "worker_ready"), (1, 2, "rank0", "step_done"),
+        (1, 2, "rank0", "worker_ready"), (1, 2, "rank1", "worker_ready"),
+        (2, 0, "agent", "run_started"),
+    ]  # fmt: skip
+
+
+def test_records_come_back_as_they_were_emitted() -> None:
+    store = MemoryStore()
+    writer = JournalWriter(store, "rank0", 3, clock=lambda: 12.5)
+    emitted = [writer.emit(_step(7, float("inf"))), writer.emit(RunStopped("SIGINT", step=7))]
+    assert read(store) == []
+    writer.flush()
+    assert read(store) == emitted
+    assert [r.time for r in emitted] == [12.5, 12.5]
+
+
+def test_a_torn_last_line_never_happened_and_writing_goes_on() -> None:
+    store = MemoryStore()
+    first = JournalWriter(store, "agent", 1)
+    for step in (1, 2, 3):
+        first.emit(_step(step))
+    first.flush()
+    key = segment_key(1, "agent")
+    whole = store.get(key)
+    store.delete(key)
+    store.append(key, whole[:-40])  # a power loss tore the third line
+    assert [r.event.step for r in read(store)] == [1, 2]
+    second = JournalWriter(store, "agent", 1)
+    second.emit(_step(4))
+    second.flush(sync=True)
+    records = read(store)
+    assert [r.event.step for r in records] == [1, 2, 4]
+    assert len({r.sequence for r in records}) == 3
+
+
+def test_kinds_and_keys_of_a_newer_version_are_left_out() -> None:
+    store = MemoryStore()
+    line = {"v": 9, "kind": "aliens_landed", "generation": 1, "writer": "a", "sequence": 0,
+            "time": 1.0, "event": {"step": 1}}  # fmt: skip
+    known = line | {"kind": "run_stopped", "event": {"step": 2, "reason": "x", "mood": "good"}}
+    store.append(segment_key(1, "a"), "".join(json.dumps(v) + "\n" for v in (line, known)).encode())
+    (record,) = read(store)
+    assert record.event == RunStopped("x", step=2)
+
+
+@pytest.mark.parametrize(
+    "bad", [b"nonsense\n", b'{"kind": "run_stopped"}\n', b"[1]\n", b'{"v":1}}\n']
+)
+def test_a_broken_line_is_named(bad: bytes) -> None:
+    store = MemoryStore()
+    writer = JournalWriter(store, "agent", 1)
+    writer.emit(_step(1))
+    writer.flush()
+    store.append(segment_key(1, "agent"), bad)
+    with pytest.raises(CorruptError, match=r"agent\.jsonl, line 2"):
+        read(store)
+
+
+class FullStore(MemoryStore):
+    full = False
+
+    def append(self, key: str, data: Buffer, sync: bool = False) -> None:
+        if self.full:
+            raise OutOfSpaceError("the disk is full")
+        super().append(key, data, sync)
+
+
+def test_a_failed_flush_loses_nothing() -> None:
+    store = FullStore()
+    writer = JournalWriter(store, "agent", 1)
+    store.full = True
+    writer.emit(_step(1))
+    with pytest.raises(OutOfSpaceError):
+        writer.flush()
+    writer.emit(_step(2))
+    assert writer.pending
+    store.full = False
+    writer.flush()
+    assert [r.event.step for r in read(store)] == [1, 2]
+    assert not writer.pending
+
+
+def test_following_sees_each_record_once_and_waits_for_whole_lines(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    follower = Follower(store)
+    assert follower.new() == []
+    writer = JournalWriter(store, "rank0", 1)
+    writer.emit(_step(1))
+    writer.flush()
+    assert [r.event.step for r in follower.new()] == [1]
+    assert follower.new() == []
+    writer.emit(_step(2))
+    path = tmp_path / segment_key(1, "rank0")
+    whole = path.read_bytes()
+    writer.flush()
+    line = path.read_bytes()[len(whole) :]
+    path.write_bytes(whole + line[:20])  # a reader may see the half of an append
+    assert follower.new() == []
+    path.write_bytes(whole + line)
+    assert [r.event.step for r in follower.new()] == [2]
+    other = JournalWriter(store, "agent", 2)
+    other.emit(_step(3))
+    other.flush()
+    assert [r.event.step for r in follower.new()] == [3]
+
+
+def test_follow_ends_when_told(tmp_path: Path) -> None:
+    stop = threading.Event()
+    writer = JournalWriter(FolderStore(tmp_path), "agent", 1)
+    seen = []
+    for number, records in enumerate(follow(FolderStore(tmp_path), poll=0.001, stop=stop)):
+        seen += records
+        if number == 3:
+            writer.emit(RunStopped("x", step=1))
+            writer.flush()
+        if seen:
+            stop.set()
+        assert number < 1000
+    assert [r.event.kind for r in seen] == ["run_stopped"]

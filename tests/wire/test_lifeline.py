@@ -1,0 +1,71 @@
+"""Children end with the pipe, whatever they are doing. Real processes, real SIGKILL."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from holdfast.wire import lifeline
+
+WAYS = {
+    "idle": "threading.Event().wait()",
+    # A regular expression that backtracks for ages holds the interpreter lock all the while.
+    "holding the interpreter lock": "import re; re.match(r'(a*)*b', 'a' * 64)",
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+}
+
+
+def _child(way: str, read_end: int) -> subprocess.Popen[bytes]:
+    script = f"""
+        import os, signal, subprocess, sys, threading
+        from holdfast.wire import lifeline
+        lifeline.watch(int(sys.argv[1]))
+        # A process of the child's own, that knows nothing of lifelines.
+        subprocess.Popen(["sleep", "1000"], stdout=1)
+        print("up", flush=True)
+        {WAYS[way]}
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), str(read_end)],
+        stdout=subprocess.PIPE, pass_fds=(read_end,), start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_child_and_its_own_children_end_within_a_second(way: str) -> None:
+    read_end, write_end = lifeline.pipe()
+    child = _child(way, read_end)
+    os.close(read_end)
+    assert child.stdout is not None
+    try:
+        assert child.stdout.readline() == b"up\n"
+        if way == "stopped":
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+        assert child.poll() is None
+        os.close(write_end)
+        assert child.wait(timeout=1.0) == -signal.SIGKILL
+        # The grandchild held the pipe open: its end means that it is gone, too.
+        readable, _, _ = select.select([child.stdout], [], [], 1.0)
+        assert readable
+        assert child.stdout.read() == b""
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+
+
+def test_a_child_that_comes_too_late_ends_at_once() -> None:
+    read_end, write_end = lifeline.pipe()
+    os.close(write_end)
+    child = _child("idle", read_end)
+    os.close(read_end)
+    assert child.stdout is not None
+    child.stdout.close()
+    assert child.wait(timeout=20) in (-signal.SIGKILL, lifeline.EXIT_CODE)

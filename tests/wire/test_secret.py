@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import RunFolderError
+from holdfast.wire.secret import VARIABLE, Secret, open_secret
+
+
+def test_made_once_and_only_for_its_owner(tmp_path: Path) -> None:
+    secret = open_secret(tmp_path / "run", {})
+    path = tmp_path / "run" / "secret"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert open_secret(tmp_path / "run", {}) == secret
+    assert len(secret.key) == 32
+    assert [p.name for p in path.parent.iterdir()] == ["secret"]
+
+
+def test_makers_at_the_same_time_agree(tmp_path: Path) -> None:
+    found: list[Secret] = []
+    start = threading.Barrier(6)
+
+    def make() -> None:
+        start.wait(10)
+        found.append(open_secret(tmp_path, {}))
+
+    threads = [threading.Thread(target=make) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(found) == 6
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o777])
+def test_readable_by_others_is_refused(tmp_path: Path, mode: int) -> None:
+    open_secret(tmp_path, {})
+    (tmp_path / "secret").chmod(mode)
+    with pytest.raises(RunFolderError, match="chmod 600"):
+        open_secret(tmp_path, {})
+
+
+@pytest.mark.parametrize("content", ["", "abc", "not hexadecimal", "ab" * 15, "é"])
+def test_what_is_no_secret_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "secret"
+    path.write_text(content, encoding="utf-8")
+    path.chmod(0o600)
+    with pytest.raises(RunFolderError, match="not a secret"):
+        open_secret(tmp_path, {})
+
+
+def test_the_launcher_names_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "given"
+    path.write_text("11" * 32 + "\n")
+    path.chmod(0o600)
+    secret = open_secret(tmp_path / "run", {VARIABLE: str(path)})
+    assert secret.key == b"\x11" * 32
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(RunFolderError, match="missing"):
+        open_secret(tmp_path / "run", {VARIABLE: str(tmp_path / "nowhere")})
+
+
+def test_it_does_not_show_itself() -> None:
+    secret = Secret(b"\xab" * 32)
+    assert "ab" * 4 not in f"{secret!r} {secret} {[secret]}"

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+
+import pytest
+
+from holdfast.errors import FencedError, RunFolderError
+from holdfast.wire.runstore import MemoryStore
+from holdfast.wire.secret import Secret
+from holdfast.wire.term import (
+    asks,
+    generation_key,
+    newest_generation,
+    newest_term,
+    open_generation,
+    open_term,
+)
+from tests.wire.test_http import serving
+
+SECRET = Secret(b"s" * 32)
+
+
+def test_a_closed_term_is_followed_without_asking() -> None:
+    store = MemoryStore()
+
+    def never(address: str) -> bool:
+        raise AssertionError(f"asked {address}")
+
+    first = open_term(store, "127.0.0.1:1", SECRET, never)
+    assert first.number == 1
+    holder = json.loads(store.get("terms/0000000001.json"))
+    assert (holder["pid"], holder["address"]) == (os.getpid(), "127.0.0.1:1")
+    first.check()
+    first.close()
+    first.close()
+    second = open_term(store, "127.0.0.1:2", SECRET, never)
+    assert second.number == 2
+
+
+def test_a_holder_that_answers_is_named() -> None:
+    store = MemoryStore()
+    open_term(store, "127.0.0.1:1", SECRET, lambda _: False)
+    with pytest.raises(RunFolderError, match=f"another trainer.*process {os.getpid()} on") as error:
+        open_term(store, "127.0.0.1:2", SECRET, lambda address: address == "127.0.0.1:1")
+    assert error.value.exit_code == 2
+    assert newest_term(store)[0] == 1
+
+
+def test_a_silent_holder_is_succeeded_and_finds_out() -> None:
+    store = MemoryStore()
+    old = open_term(store, "127.0.0.1:1", SECRET, lambda _: False)
+    new = open_term(store, "127.0.0.1:2", SECRET, lambda _: False)
+    assert new.number == 2
+    new.check()
+    with pytest.raises(FencedError, match="taken over"):
+        old.check()
+
+
+def test_of_many_at_once_one_wins() -> None:
+    store = MemoryStore()
+    start, won, refused = threading.Barrier(8), [], []
+
+    def contend(number: int) -> None:
+        start.wait(10)
+        try:
+            won.append(open_term(store, f"127.0.0.1:{number}", SECRET, lambda _: True))
+        except RunFolderError:
+            refused.append(number)
+
+    threads = [threading.Thread(target=contend, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(won) == 1
+    assert len(refused) == 7
+    assert won[0].number == 1
+
+
+def test_the_question_wants_an_answer_signed_with_the_secret() -> None:
+    ask = asks(SECRET, deadline=0.3)
+    with serving() as service:
+        # This service has no /term: an answer, but not one that is signed.
+        assert not ask(service.address)
+    assert not ask(service.address)  # refused now
+    assert not ask("nonsense")
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        assert not ask(f"127.0.0.1:{deaf.getsockname()[1]}")
+
+
+def test_generations_open_once_and_in_order() -> None:
+    store = MemoryStore()
+    assert newest_generation(store) == 0
+    open_generation(store, 1, {"reason": "start"})
+    open_generation(store, 2, {})
+    assert newest_generation(store) == 2
+    assert json.loads(store.get(generation_key(1))) == {"reason": "start"}
+    for late in (1, 2):
+        with pytest.raises(FencedError):
+            open_generation(store, late, {})
+    open_generation(store, 11, {})
+    assert newest_generation(store) == 11
