@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from holdfast.checkpoint import cleaning
 from holdfast.checkpoint.blob import Bytes, header
-from holdfast.checkpoint.save import Plan, try_commit, write_part
+from holdfast.checkpoint.save import Plan, check_fence, try_commit, write_part
 from holdfast.errors import CheckpointError
 from holdfast.layout import Layout, place
 from holdfast.spec.boxes import whole
 from holdfast.spec.manifest import Commit, Placed, commit_key, placed
 from holdfast.spec.state import TensorSpec
-from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
+from holdfast.wire.runstore import MissingKeyError, RunStore
 
 
 class Source(NamedTuple):
@@ -61,11 +61,9 @@ def write_single(
     plan = Plan(generation, topology, table, config_hash, dataset_version, extent_bytes)
     layout = placed((whole(spec.name, spec.shape) for spec in table), table)
     head = header(layout)
-    try:
-        write_part(store, plan, step, 0, _content(head, layout, sources), len(head), layout, meta)
-    except AlreadyExistsError:  # left by an import that was killed before it could commit
-        cleaning.discard(store, generation, step)
-        write_part(store, plan, step, 0, _content(head, layout, sources), len(head), layout, meta)
+    check_fence(store, generation)
+    cleaning.discard(store, generation, step)  # left by an import that was killed before it ended
+    write_part(store, plan, step, 0, _content(head, layout, sources), len(head), layout, meta)
     try:
         commit = try_commit(store, plan, step)
     except Exception:
