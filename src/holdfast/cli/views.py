@@ -12,6 +12,7 @@ from holdfast.cli.output import say
 from holdfast.config.run import RunConfig
 from holdfast.events import Record, to_json
 from holdfast.plan.hardware import Machine
+from holdfast.report.live import View
 from holdfast.report.metrics import Metrics
 from holdfast.report.tensorboard import Writer
 from holdfast.spec.flops import CONVENTIONS, flops_per_token
@@ -24,7 +25,7 @@ class Views:
         self, config: RunConfig, folder: Path, dataset_version: str, machine: Machine, *, json: bool
     ) -> None:
         self.say: Callable[[str], None] = say
-        self._stack = ExitStack()
+        self._stack = ExitStack()  # what has to be closed, newest first
         metrics = metrics_of(config, dataset_version, machine)
         self.render_metrics = metrics.render
         self.observers: list[Callable[[Record], None]] = [metrics.observe]
@@ -34,6 +35,10 @@ class Views:
             self.observers.append(writer.observe)
         if json:
             self.observers.append(print_record)
+        else:
+            view = self._stack.enter_context(View(config.train.steps))
+            self.observers.append(view.observe)
+            self.say = view.say
 
     def __enter__(self) -> Views:
         return self
