@@ -11,16 +11,16 @@ wall seconds. Both losses and every gradient are compared before anything is tim
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.paired import estimate
 from holdfast.config.model import ModelConfig
 from holdfast.model.decoder import Decoder
 from holdfast.model.huggingface import export_folder
@@ -50,15 +50,6 @@ def step(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
     loss.backward()
     return loss.detach()
-
-
-def interval(ratios: Sequence[float], draws: int = 2000) -> tuple[float, float]:
-    """95 % bootstrap interval of the median."""
-    generator = random.Random(1)
-    medians = sorted(
-        statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(draws)
-    )
-    return medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
 def timed(run: Callable[[], object]) -> tuple[float, float]:
@@ -100,11 +91,9 @@ def main() -> None:
     for column, clock in enumerate(("CPU", "wall")):
         mine, other = ([t[column] for t in times[name]] for name in ("ours", "theirs"))
         ratios = [b / a for a, b in zip(mine, other, strict=True)]
-        low, high = interval(ratios)
         print(
             f"{clock:>5}: ours {statistics.median(mine) * 1e3:8.2f} ms, transformers "
-            f"{statistics.median(other) * 1e3:8.2f} ms, ratio {statistics.median(ratios):.3f} "
-            f"[{low:.3f}, {high:.3f}]"
+            f"{statistics.median(other) * 1e3:8.2f} ms, ratio {estimate(ratios)}"
         )
 
 

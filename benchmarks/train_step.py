@@ -203,7 +203,9 @@ def row(pair: Pair, result: dict[str, Any], judge: bool) -> str:
     """One line of the table; a verdict only where the work is the real one."""
     if "wall" not in result:
         return f"{pair.name:<11} losses differ by {result['difference']:.1e}: not timed"
-    verdict = "" if not (judge and pair.least) else "  yes" if pair.passes(result["wall"]) else "  NO"
+    verdict = (
+        "" if not (judge and pair.least) else "  yes" if pair.passes(result["wall"]) else "  NO"
+    )
     return (
         f"{pair.name:<11} {result['peer_wall_ms']:9.1f} {result['ours_wall_ms']:9.1f}   "
         f"{result['wall']!s:<22} {result['cpu']!s:<22} {result['rounds']:4d}   "

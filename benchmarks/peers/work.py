@@ -48,7 +48,10 @@ class Work:
 
     @cached_property
     def config(self) -> ModelConfig:
-        return ModelConfig.model_validate({"preset": self.preset, "vocab_size": self.vocabulary})
+        """Untied: torchtitan's plan shards the embedding and the head apart."""
+        return ModelConfig.model_validate(
+            {"preset": self.preset, "vocab_size": self.vocabulary, "tied_embeddings": False}
+        )
 
     @cached_property
     def tokens(self) -> Tensor:
