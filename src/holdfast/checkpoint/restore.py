@@ -34,6 +34,8 @@ from holdfast.spec.ownership import owned_boxes
 from holdfast.spec.state import ITEM_BYTES, TensorSpec
 from holdfast.wire.runstore import MissingKeyError, RunStore
 
+CACHE_BYTES = 256 * 2**20
+
 
 @dataclass(frozen=True, slots=True)
 class _Held:
@@ -48,15 +50,20 @@ class _Held:
 
 
 class Checkpoint:
-    """The state after one step, readable by box."""
+    """The state after one step, readable by box.
 
-    def __init__(self, store: RunStore, commit: Commit) -> None:
+    Recently read extents are kept, up to `cache_bytes`: the tensors of a sharded run lie side by
+    side in every writer's blob, so that reading them one after the other comes back to the same
+    extents.
+    """
+
+    def __init__(self, store: RunStore, commit: Commit, cache_bytes: int = CACHE_BYTES) -> None:
         self.commit = commit
         self.bytes_read = 0
         self._store = store
         self._specs = {spec.name: spec for spec in commit.table}
-        self._buffer = bytearray()
-        self._loaded: tuple[str, int] | None = None  # (blob, extent) now in the buffer
+        self._cache_bytes = cache_bytes
+        self._cache: dict[tuple[str, int], bytearray] = {}  # (blob, offset), oldest use first
 
     @staticmethod
     def open(store: RunStore, key: str) -> Checkpoint:
@@ -131,16 +138,25 @@ class Checkpoint:
             target[to + low - start : to + high - start] = part
 
     def _extent(self, blob: Blob, extent: Extent) -> memoryview:
-        """A checked extent. The last one is kept: neighbouring boxes often share it."""
-        if len(self._buffer) < extent.length:
-            self._buffer = bytearray(extent.length)
-        view = memoryview(self._buffer)[: extent.length]
-        if self._loaded != (blob.key, extent.offset):
-            self._loaded = None
-            _read_extent(self._store, blob, extent, view)
-            self._loaded = (blob.key, extent.offset)
+        """A checked extent, read or remembered."""
+        place = (blob.key, extent.offset)
+        found = self._cache.pop(place, None)
+        if found is None:
+            found = self._room(extent.length)
+            _read_extent(self._store, blob, extent, memoryview(found))
             self.bytes_read += extent.length
-        return view
+        self._cache[place] = found  # last: the most recently used
+        return memoryview(found)
+
+    def _room(self, length: int) -> bytearray:
+        """A buffer for one more extent; the longest unused ones make way."""
+        held = sum(map(len, self._cache.values()))
+        while self._cache and held + length > self._cache_bytes:
+            buffer = self._cache.pop(next(iter(self._cache)))
+            held -= len(buffer)
+            if len(buffer) == length:
+                return buffer
+        return bytearray(length)
 
 
 def listing(store: RunStore) -> list[str]:
