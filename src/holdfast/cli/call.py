@@ -51,7 +51,9 @@ def call(module: str, program: str, arguments: Sequence[str]) -> int:
     """Import `module`, run its `app`; returns the exit code."""
     try:
         command = typer.main.get_command(import_module(module).app)
-        result = command.main(list(arguments), prog_name=program, standalone_mode=False)
+        # Not command.main(): it has its own way with Ctrl-C, broken pipes and errors.
+        with command.make_context(program, list(arguments)) as context:
+            result = command.invoke(context)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except KeyboardInterrupt:
@@ -59,6 +61,9 @@ def call(module: str, program: str, arguments: Sequence[str]) -> int:
         return 130
     except BrokenPipeError:
         raise
+    except typer.Exit as ending:  # --help, among others
+        sys.stdout.flush()
+        return ending.exit_code
     except CrashedInError as crash:
         return _failed(program, crash.__cause__ or crash, crash.folder)
     except Exception as error:

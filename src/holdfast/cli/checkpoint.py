@@ -22,7 +22,7 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 @app.command("list")
 def list_(run: RunArgument, json: Json = False) -> None:
-    """List the committed checkpoints of a run, newest first.
+    """List the committed checkpoints, newest first.
 
     \b
     Example:
@@ -52,7 +52,7 @@ def list_(run: RunArgument, json: Json = False) -> None:
 
 @app.command()
 def verify(run: RunArgument, json: Json = False) -> int:
-    """Check every byte of every checkpoint of a run. Exit code 1 if one is damaged.
+    """Check every byte of a run's checkpoints. Exit code 1 if one differs.
 
     \b
     Example:
@@ -80,7 +80,7 @@ def import_(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
     json: Json = False,
 ) -> None:
-    """Begin a run from the weights of a Hugging Face folder instead of random ones.
+    """Begin a run from the weights of a Hugging Face folder.
 
     The folder's weights become the state after step 0; 'holdfast train' then starts from it.
     The dataset must have been tokenised with the folder's tokenizer.

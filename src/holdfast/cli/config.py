@@ -25,7 +25,9 @@ def show(
     origin: Annotated[bool, typer.Option("--origin", help="say where each value is from")] = False,
     json: Annotated[bool, typer.Option("--json", help="print JSON, origins included")] = False,
 ) -> None:
-    """Print every value of a run file after defaults, preset and overrides.
+    """Print every value of a run file, and with --origin its origin.
+
+    Defaults, the preset and overrides are filled in.
 
     \b
     Example:
@@ -53,7 +55,7 @@ def schema(
         bool, typer.Option("--markdown", help="the reference page (docs/run-file.md)")
     ] = False,
 ) -> None:
-    """Print the run file's JSON schema, for an editor, or its reference page.
+    """Print the run file's JSON schema, or its reference page.
 
     \b
     Example:

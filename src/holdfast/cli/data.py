@@ -25,7 +25,9 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 @app.command()
 def prepare(run_file: RunFile, overrides: Overrides = None, json: Json = False) -> None:
-    """Tokenise the sources of a run file. Killed half-way, it goes on where it was.
+    """Tokenise the sources of a run file.
+
+    Killed half-way, the same command goes on where it was.
 
     \b
     Example:
@@ -50,7 +52,7 @@ def inspect(
     position: Annotated[int, typer.Option(min=0, help="which sample of the run to show")] = 0,
     json: Json = False,
 ) -> None:
-    """Show the numbers of a prepared dataset, and one sample as the model sees it.
+    """Show a dataset's numbers, and one sample as the model sees it.
 
     \b
     Example:
@@ -88,7 +90,7 @@ def inspect(
 
 @app.command()
 def verify(run_file: RunFile, overrides: Overrides = None, json: Json = False) -> int:
-    """Check every byte of a prepared dataset against its checksums. Exit code 1 if one differs.
+    """Check every byte of a dataset. Exit code 1 if one differs.
 
     \b
     Example:
@@ -113,7 +115,10 @@ def audit(
     run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
     json: Json = False,
 ) -> int:
-    """Prove from a run's ledger that each sample was used exactly once. Exit code 1 if not.
+    """Prove that a run used each sample exactly once.
+
+    Every step up to the last committed one is checked against the ledger. Exit code 1 if a
+    sample is missing, was used twice, or if other tokens were fed than its place calls for.
 
     \b
     Example:

@@ -1,0 +1,91 @@
+"""A tiny run on disk, and ways to call `holdfast`."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.main import main
+
+RUN_FILE = """\
+name: tiny
+folder: {root}/run
+device: cpu
+data:
+  folder: {root}/dataset
+  sources:
+    - {{kind: text, path: "{root}/texts"}}
+  tokenizer: {{vocab_size: 300}}
+  sequence_length: 16
+  validation_fraction: 0.2
+  processes: 1
+model: {{preset: null, layers: 1, dim: 16, heads: 2, kv_heads: 1, ffn_dim: 16}}
+train:
+  steps: 6
+  batch_size: 4
+  microbatch_size: 1
+  evaluate: {{every: 3, samples: 4}}
+layout: {{workers: 2}}
+checkpoint: {{every_steps: 3}}
+"""
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "rain", "falls")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+    def refuses(self, *words: str) -> None:
+        """Exit code 2, one sentence, no traceback, and these words in it."""
+        assert self.code == 2, self.err
+        assert "Traceback" not in self.err
+        sentences = self.err.strip().split("\n")
+        assert len(sentences) == 1, self.err
+        for word in words:
+            assert word in sentences[0]
+
+
+def write_run_file(root: Path, documents: int = 12) -> Path:
+    """Texts and a run file in `root`; nothing is prepared yet."""
+    texts = root / "texts"
+    texts.mkdir(parents=True)
+    chooser = random.Random(7)
+    for number in range(documents):
+        text = " ".join(chooser.choice(WORDS) for _ in range(120))
+        (texts / f"{number}.txt").write_text(f"Text {number}. {text}.\n")
+    path = root / "run.yaml"
+    path.write_text(RUN_FILE.format(root=root))
+    return path
+
+
+def here(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Outcome:
+    """Run a command in this process."""
+    capsys.readouterr()
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return Outcome(code, captured.out, captured.err)
+
+
+def start(*arguments: str | Path, folder: Path | None = None) -> subprocess.Popen[str]:
+    """Start a command in a process, and a process group, of its own."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "holdfast.cli.main", *map(str, arguments)], cwd=folder, text=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True, env=environment,
+    )  # fmt: skip
+
+
+def apart(*arguments: str | Path, folder: Path | None = None, deadline: float = 90) -> Outcome:
+    """Run a command in a process of its own."""
+    process = start(*arguments, folder=folder)
+    out, err = process.communicate(timeout=deadline)
+    return Outcome(process.returncode, out, err)

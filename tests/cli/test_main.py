@@ -1,0 +1,157 @@
+"""The root of the command line: help, unknown commands, and how errors come out."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import main as root
+from holdfast.cli.call import app, crash_log_in
+from holdfast.errors import CorruptError, DataError
+from tests.cli.support import here, start
+
+# Modules that the help of the whole must not need: each costs a good part of its 0.4 s.
+HEAVY = ("torch", "numpy", "pydantic", "typer", "rich", "yaml", "starlette", "tokenizers")
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from holdfast.cli.main import main; code = main(['--help']);"
+        f"print(sorted(set({HEAVY!r}) & set(sys.modules)), code, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr.strip() == "[] 0"
+    for name in root.COMMANDS:
+        assert f"\n  {name} " in done.stdout
+
+
+@pytest.mark.parametrize("name", root.COMMANDS)
+def test_every_command_explains_itself_with_an_example(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = here(capsys, name, "--help")
+    assert found.code == 0
+    assert "..." not in found.out.partition("Commands:")[2], "a short help that is cut off"
+    listed = found.out.partition("Commands:\n")[2].splitlines()
+    for words in [line.split()[:1] for line in listed] or [[]]:
+        shown = here(capsys, name, *words, "--help")
+        assert "Example:\n" in shown.out
+        assert f"  holdfast {' '.join([name, *words])}" in shown.out
+
+
+def test_help_of_one_command_two_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    assert here(capsys, "help", "train") == here(capsys, "train", "--help")
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    found = here(capsys)
+    assert found.code == 2
+    assert "Usage: holdfast COMMAND" in found.out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    from importlib.metadata import version
+
+    assert here(capsys, "--version").out == f"holdfast {version('holdfast')}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], "there is no command 'trian'; did you mean 'holdfast train'?"),
+        (["xyzzy"], "there is no command 'xyzzy'; see 'holdfast --help'"),
+        (["train"], "Missing"),
+        (["train", "run.yaml", "--frsh"], "--frsh"),
+        (["data"], "see 'holdfast data --help'"),
+        (["data", "prepar"], "prepar"),
+        (["generate", "run", "x", "--tokens", "many"], "--tokens"),
+        (["generate", "run", "x", "--tokens", "0"], "greater than or equal to 1"),
+    ],
+)
+def test_wrong_usage_is_one_sentence(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here(capsys, *arguments).refuses(words)
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    process = start("config", "schema")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    said = process.stderr.read()
+    assert (process.wait(timeout=60), said) == (141, "")
+
+
+# --- errors ---------------------------------------------------------------------------------
+COMMAND = "faulty"
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Registers a command that raises what the test wants; stands in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+
+    def register(error: BaseException, folder: Path | None = None) -> None:
+        application = app("Raises.")
+
+        @application.command()
+        def raises() -> None:
+            if folder is None:
+                raise error
+            with crash_log_in(folder):
+                raise error
+
+        module = type(sys)("holdfast.cli.faulty")
+        module.app = application  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "holdfast.cli.faulty", module)
+        monkeypatch.setitem(root.COMMANDS, COMMAND, ("faulty", "raises"))
+
+    return register
+
+
+def test_a_users_mistake_is_a_sentence(faulty, capsys, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    faulty(DataError("nothing is left", where="data.sources", remedy="give it text"))
+    found = here(capsys, COMMAND)
+    assert (found.code, found.err) == (2, "holdfast: data.sources: nothing is left; give it text\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken\nhere"), CorruptError("blob x is torn")])
+def test_our_own_fault_is_a_sentence_and_a_log(error, faulty, capsys, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    faulty(error)
+    found = here(capsys, COMMAND)
+    assert found.code == 1
+    assert found.err.count("\n") == 1
+    (log,) = tmp_path.glob("holdfast-error-*.log")
+    assert log.name in found.err
+    assert "Traceback" in log.read_text()
+    assert str(error).split("\n")[0] in found.err
+
+
+def test_a_fault_in_a_run_is_logged_in_its_folder(faulty, capsys, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    run = tmp_path / "run"
+    (run / "logs").mkdir(parents=True)
+    faulty(KeyError("x"), run)
+    found = here(capsys, COMMAND)
+    assert found.code == 1
+    (log,) = (run / "logs").iterdir()
+    assert str(log) in found.err
+
+
+def test_interrupted_is_130(faulty, capsys) -> None:  # type: ignore[no-untyped-def]
+    faulty(KeyboardInterrupt())
+    found = here(capsys, COMMAND)
+    assert (found.code, found.err) == (130, "holdfast faulty: interrupted\n")
+
+
+@pytest.mark.parametrize(("number", "words"), [(28, "the disk is full"), (13, "no permission")])
+def test_what_the_machine_refuses_is_a_sentence(number, words, faulty, capsys) -> None:  # type: ignore[no-untyped-def]
+    faulty(OSError(number, os.strerror(number), "/some/file"))
+    here(capsys, COMMAND).refuses("/some/file", words)
