@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -252,10 +255,54 @@ def test_export_refuses_before_it_writes(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "diary.txt").write_text("mine")
     plain = config()
-    with pytest.raises(ModelFolderError, match="not empty"):
+    with pytest.raises(ModelFolderError, match="not an empty folder"):
         export_folder(tmp_path / "full", plain, lively(plain).state_dict(), None)
     (tmp_path / "tokenizer.json").write_text("[]")
     with pytest.raises(ModelFolderError, match=r"not a tokenizer\.json"):
         export_folder(
             tmp_path / "out", plain, lively(plain).state_dict(), tmp_path / "tokenizer.json"
         )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "tokenizer.json"]
+
+
+FULL = """
+import os, subprocess, sys
+from pathlib import Path
+from holdfast.errors import OutOfSpaceError, UserError
+from holdfast.model.huggingface import export_folder, import_folder
+from tests.model.models import config, lively
+disk, model = Path(sys.argv[1]), config(vocab_size=4000)
+def attempt():
+    try:
+        export_folder(disk / "out", model, lively(model).state_dict(), None)
+    except UserError as error:
+        return type(error).__name__ + ": " + str(error)
+    return "written"
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "none", str(disk)], check=True)
+print(attempt(), os.listdir(disk))
+subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+print(attempt(), os.listdir(disk))
+subprocess.run(["mount", "-o", "remount,rw,size=8m", str(disk)], check=True)
+print(attempt(), os.listdir(disk), len(import_folder(disk / "out")[1]))
+"""
+
+
+def _namespaces_work() -> bool:
+    command = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return bool(shutil.which("unshare")) and subprocess.run(command, check=False).returncode == 0
+
+
+@pytest.mark.skipif(not _namespaces_work(), reason="user and mount namespaces are not allowed here")
+def test_full_and_read_only_disks(tmp_path: Path) -> None:
+    """A real tmpfs in a namespace of its own: one sentence, nothing left, works with room."""
+    found = subprocess.run(
+        ["unshare", "-Urm", sys.executable, "-c", FULL, str(tmp_path)],
+        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    full, locked, room = found.stdout.splitlines()
+    assert full.startswith("OutOfSpaceError: ")
+    assert full.endswith("the disk is full; make room, or name another place []")
+    assert locked.startswith("ModelFolderError: ")
+    assert "Read-only file system" in locked
+    assert locked.endswith("[]")
+    assert room == "written ['out'] 21"

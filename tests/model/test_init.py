@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.model import init
 from holdfast.model.init import initial_box, initial_tensor
 from holdfast.spec.parameters import Normal, Parameter, Zeros, decoder_parameters
 from tests.model.models import config, decoder
@@ -62,3 +67,34 @@ def test_spread_is_as_declared() -> None:
     assert value.std().item() == pytest.approx(0.02, rel=0.01)
     assert abs(value.mean().item()) < 0.02 / 400**0.5 / 500**0.5 * 5
     assert initial_tensor(Parameter("x", (3,), True, Zeros()), 1).eq(0).all()
+
+
+CHECKSUM = """
+import hashlib
+from holdfast.model.init import initial_tensor
+from holdfast.spec.parameters import Normal, Parameter
+value = initial_tensor(Parameter("layers.0.ffn.up.weight", (512, 129), True, Normal(0.02)), 1)
+print(hashlib.sha256(value.numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("kernels", ["default", "avx2"])
+def test_vector_units_do_not_matter(kernels: str) -> None:
+    """The same bits on processors of other generations; the value is part of the format."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": kernels, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [sys.executable, "-c", CHECKSUM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (
+        found.stdout.strip() == "1484619e8efc17b3ac642e79376d4abc6747c7092f755f2b0a218e655a12a28c"
+    )
+
+
+def test_memory_in_chunks_is_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = initial_tensor(WIDE, 3)
+    monkeypatch.setattr(init, "_CHUNK", 17)
+    assert torch.equal(initial_tensor(WIDE, 3), whole)

@@ -11,7 +11,9 @@ that has only `pytorch_model.bin` is refused.
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from holdfast.config.model import ModelConfig
+from holdfast.errors import OutOfSpaceError, UserError
 from holdfast.model.huggingface_config import (
     ModelFolderError,
     from_their_config,
@@ -48,22 +51,41 @@ def export_folder(
     """Write a folder for `AutoModelForCausalLM` and `AutoTokenizer`.
 
     `tensors` maps our parameter names to whole tensors; it may be lazy, as each is asked for once
-    and at most one file's worth is held. `dtype` casts, by default each keeps its own. Raises
-    ModelFolderError if the folder is not empty, or if no architecture of theirs has this shape.
+    and at most one file's worth is held. `dtype` casts, by default each keeps its own. The folder
+    appears whole or not at all: it is written beside its place, as `<name>.partial`. Raises
+    ModelFolderError if the folder is not empty or cannot be written, or if no architecture of
+    theirs has this shape, and OutOfSpaceError when the disk is full.
     """
     config = to_their_config(model)
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ModelFolderError(
-            "the folder is not empty", where=str(folder), remedy="name a new one"
+            "this is not an empty folder", where=str(folder), remedy="name a new one"
         )
-    names = hf_map(model)
-    stored = _write_tensors(folder, names, tensors, dtype, shard_bytes)
-    special = copy_tokenizer(tokenizer_path, folder, model.max_position)
-    ids = {key: special.get(key) for key in ("bos_token_id", "eos_token_id")}
-    _write_json(folder / "generation_config.json", to_their_generation_config(ids))
-    # Last: a folder without its config is visibly unfinished.
-    _write_json(folder / "config.json", {**config, **ids, "dtype": stored, "torch_dtype": stored})
+    folder = folder.absolute()
+    partial = folder.with_name(f"{folder.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+        partial.mkdir(parents=True)
+        stored = _write_tensors(partial, hf_map(model), tensors, dtype, shard_bytes)
+        special = copy_tokenizer(tokenizer_path, partial, model.max_position)
+        ids = {key: special.get(key) for key in ("bos_token_id", "eos_token_id")}
+        config |= {**ids, "dtype": stored, "torch_dtype": stored}
+        _write_json(partial / "config.json", config)
+        _write_json(partial / "generation_config.json", to_their_generation_config(ids))
+        partial.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise _unwritable(folder, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _unwritable(folder: Path, error: Exception) -> UserError:
+    """The safetensors library reports an operating system's error as text."""
+    if getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error):
+        return OutOfSpaceError(
+            "the disk is full", where=str(folder), remedy="make room, or name another place"
+        )
+    return ModelFolderError(f"the folder cannot be written ({error})", where=str(folder))
 
 
 def import_folder(folder: Path) -> tuple[ModelConfig, FolderTensors]:

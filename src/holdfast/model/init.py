@@ -4,12 +4,17 @@ Each parameter is drawn in full, on the CPU, in float32, from a generator of its
 then cast, sliced or moved. So it does not matter which ranks exist, which shard they hold, on
 which device, or in which order parameters are filled; and a float64 run, used to check a float32
 one, starts from the same numbers.
+
+The draws are NumPy's, in float64 and rounded once: a processor's vector units do not enter.
+(torch's own `normal_` gives other bits on processors with AVX2 than on those without, so that
+replicas on unlike machines would have begun apart.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,19 +22,28 @@ from holdfast.model.decoder import Decoder
 from holdfast.spec.parameters import Normal, Ones, Parameter, decoder_parameters
 from holdfast.spec.random import key_seed
 
+_CHUNK = 2**20  # float64 draws held at a time
+
 
 def initial_tensor(parameter: Parameter, seed: int) -> Tensor:
     """The whole initial value: float32, on the CPU, of the parameter's global shape."""
     match parameter.init:
         case Normal(std=std):
-            generator = torch.Generator("cpu")
-            generator.manual_seed(key_seed(seed, "init", parameter.name))
-            value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-            return value.normal_(0.0, std, generator=generator)
+            return _normal(parameter, std, key_seed(seed, "init", parameter.name))
         case Ones():
             return torch.ones(parameter.shape, dtype=torch.float32, device="cpu")
         case _:
             return torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
+
+
+def _normal(parameter: Parameter, std: float, seed: int) -> Tensor:
+    generator = np.random.Generator(np.random.SFC64(seed))
+    value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+    flat = value.view(-1).numpy()
+    for start in range(0, flat.size, _CHUNK):  # chunks continue one stream: their size is free
+        part = flat[start : start + _CHUNK]
+        part[:] = generator.standard_normal(part.size) * std
+    return value
 
 
 def initial_box(
