@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
 
@@ -21,6 +20,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from holdfast.events import Evaluated, Record, StepDone
+from holdfast.report.behind import Behind
 from holdfast.report.drawing import bar, braille
 from holdfast.report.numbers import clock, count, duration, percent, plural, si, size
 from holdfast.report.progress import Happening, Progress
@@ -56,7 +56,7 @@ class View:
         self._next_line = now()
         self._lock = threading.Lock()
         self._live: Live | None = None
-        self._printer = _Printer(self._print)
+        self._printer: Behind[str] = Behind("view", self._print, _QUEUE)
 
     def __enter__(self) -> View:
         self._printer.start()
@@ -106,46 +106,6 @@ class View:
         with self._lock:
             width, height = self._console.width, self._console.height
             return picture(self.progress, width, height)
-
-
-class _Printer:
-    """A thread that prints lines, so that whoever has something to say never waits."""
-
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self._write = write
-        self._lines: deque[str] = deque(maxlen=_QUEUE)
-        self._changed = threading.Condition()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="view", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def put(self, line: str) -> None:
-        with self._changed:
-            self._lines.append(line)
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Print what waits; give up on a reader that does not take it for two seconds."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        if self._thread.is_alive():
-            self._thread.join(2.0)
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._lines and not self._closing:
-                    self._changed.wait()
-                if not self._lines:
-                    return
-                line = self._lines.popleft()
-            try:
-                self._write(line)
-            except (OSError, ValueError):
-                return  # nobody reads any more: that is no reason to stop training
 
 
 def step_line(progress: Progress) -> str:

@@ -146,7 +146,7 @@ def _tiles(
 
 def _quality(history: History, baselines: Mapping[str, float]) -> tuple[str, str, str]:
     last, best = history.evaluations[-1], history.best
-    notes = [f"{name} counts {bits:.2f}" for name, bits in baselines.items()]
+    notes = [f"{escape(name)} counts {bits:.2f}" for name, bits in baselines.items()]
     if best is not None and best.step != last.step:
         notes.append(f"best {best.bits_per_byte:.3f} after step {count(best.step)}")
     value = f"{last.bits_per_byte:.3f}<small> bits/byte</small>"

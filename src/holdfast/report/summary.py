@@ -47,8 +47,9 @@ def summary(
         "sessions": [asdict(s) for s in history.sessions],
         "generations": [asdict(g) for g in history.generations],
         "incidents": [
-            asdict(i) | {"title": i.title, "seconds": i.seconds, "steps_lost": i.steps_lost,
-                         "phases": i.phases}
+            asdict(i)
+            | {"losses": [asdict(loss) for loss in i.losses], "title": i.title}
+            | {"seconds": i.seconds, "steps_lost": i.steps_lost, "phases": i.phases}
             for i in history.incidents
         ],
         "checkpoints": [asdict(c) for c in history.checkpoints],

@@ -1,4 +1,4 @@
-"""Event files for TensorBoard, written without torch.
+"""Curves for TensorBoard, in `tensorboard/` of the run folder; no torch, no other library.
 
 One continuous curve over restarts: when a generation begins from the state after step N, a new
 file opens with the mark that makes TensorBoard forget everything beyond N in the older ones.
@@ -6,74 +6,89 @@ file opens with the mark that makes TensorBoard forget everything beyond N in th
 
 from __future__ import annotations
 
+import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
-from holdfast.errors import ConfigError
-from holdfast.events import Evaluated, GenerationStarted, Record, RunStarted, StepDone
+from holdfast.errors import RunFolderError
+from holdfast.events import Evaluated, GenerationStarted, Record, StepDone
+from holdfast.report import eventfile
+from holdfast.report.behind import Behind
+
+_FLUSH_SECONDS = 5.0
+_QUEUE = 10_000  # records that may wait for a slow disk
 
 
 class Writer:
-    """Observer of records. Raises ConfigError when tensorboardX is not installed.
+    """Observer of records; `observe` only queues, a thread of its own writes.
 
-    Writing is tensorboardX's own thread's work: `observe` only queues.
+    Raises RunFolderError when the folder cannot be made.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, now: Callable[[], float] = time.monotonic) -> None:
         try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "tensorboardX is not installed", where="tensorboard",
-                remedy="pip install 'holdfast[tensorboard]' or set tensorboard=false",
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(
+                f"event files cannot be written ({error.strerror})", where=str(folder),
+                remedy="mend its permissions or set tensorboard=false",
             ) from error  # fmt: skip
-        self._open = SummaryWriter
         self._folder = folder
-        self._writer: Any = None
-        self._fresh = True  # no older session wrote here
+        self._now = now
+        self._flushed = now()
+        self._file: BinaryIO | None = None
+        self._behind: Behind[Record] = Behind("tensorboard", self._write, _QUEUE)
+        self._behind.start()
 
     def observe(self, record: Record) -> None:
-        event = record.event
-        if isinstance(event, RunStarted):
-            self._fresh = not event.resumed
-        elif isinstance(event, GenerationStarted):
-            self._begin(record.generation, event.step)
-        elif isinstance(event, StepDone):
-            values = {
-                "train/loss": event.loss,
-                "train/grad_norm": event.grad_norm,
-                "train/learning_rate": event.learning_rate,
-                "time/step_seconds": event.seconds,
-            }
-            if event.seconds > 0:
-                values["time/tokens_per_second"] = event.tokens / event.seconds
-            values |= {f"time/{name}_seconds": s for name, s in event.phases.items()}
-            values["run/generation"] = record.generation
-            self._add(values, record)
-        elif isinstance(event, Evaluated):
-            values = {
-                "validation/loss": event.loss,
-                "validation/bits_per_byte": event.bits_per_byte,
-            }
-            self._add(values, record)
+        if isinstance(record.event, GenerationStarted | StepDone | Evaluated):
+            self._behind.put(record)
 
     def close(self) -> None:
-        """Write what is queued; idempotent."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """Write what waits."""
+        self._behind.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
-    def _begin(self, generation: int, step: int) -> None:
-        self.close()
-        first = self._fresh and step == 0
-        self._fresh = False
-        self._writer = self._open(
-            str(self._folder), purge_step=None if first else step + 1, flush_secs=5,
-            filename_suffix=f".g{generation:06d}",
-        )  # fmt: skip
+    def _write(self, record: Record) -> None:
+        event = record.event
+        if isinstance(event, GenerationStarted):
+            self._begin(record, event.step)
+            return
+        if self._file is None:  # a view that was opened in the middle
+            self._begin(record, event.step - 1)
+        assert self._file is not None
+        values = _step_values(record, event) if isinstance(event, StepDone) else {}
+        if isinstance(event, Evaluated):
+            values = {"validation/loss": event.loss,
+                      "validation/bits_per_byte": event.bits_per_byte}  # fmt: skip
+        self._file.write(eventfile.scalars(record.time, event.step, values))
+        if self._now() - self._flushed > _FLUSH_SECONDS:
+            self._file.flush()
+            self._flushed = self._now()
 
-    def _add(self, values: dict[str, float], record: Record) -> None:
-        if self._writer is None:
-            self._begin(record.generation, record.event.step - 1)
-        for tag, value in values.items():
-            self._writer.add_scalar(tag, value, record.event.step, walltime=record.time)
+    def _begin(self, record: Record, step: int) -> None:
+        """The generation's own file; its name sorts after those of older generations."""
+        if self._file is not None:
+            self._file.close()
+        name = f"events.out.tfevents.{record.time:017.6f}.{socket.gethostname()}"
+        self._file = (self._folder / f"{name}.g{record.generation:06d}").open("wb")
+        self._file.write(eventfile.version(record.time))
+        self._file.write(eventfile.restart(record.time, step + 1))
+        self._file.flush()
+
+
+def _step_values(record: Record, event: StepDone) -> dict[str, float]:
+    values = {
+        "train/loss": event.loss,
+        "train/grad_norm": event.grad_norm,
+        "train/learning_rate": event.learning_rate,
+        "time/step_seconds": event.seconds,
+        "run/generation": float(record.generation),
+    }
+    if event.seconds > 0:
+        values["time/tokens_per_second"] = event.tokens / event.seconds
+    return values | {f"time/{name}_seconds": seconds for name, seconds in event.phases.items()}

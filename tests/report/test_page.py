@@ -1,0 +1,177 @@
+"""The page: whole, self-contained, safe with any text, and true to the history."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.config.load import resolve
+from holdfast.errors import RunFolderError
+from holdfast.events import RunStarted, SettingIgnored
+from holdfast.report import page
+from holdfast.report.history import build
+from holdfast.report.style import DARK, LIGHT, class_colour
+from holdfast.report.summary import summary
+from holdfast.report.timeledger import CLASSES
+from tests.report.journals import Scribe, lossy_run, step_done
+
+VOID = {"meta", "br", "link", "input", "img", "hr"}
+
+
+class Reader(HTMLParser):
+    """Checks that elements nest, and keeps what a test asks about."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] not in (["script"], ["style"]):
+            self.text += data
+
+
+def rendered(run: Scribe | None = None, **options: Any) -> str:
+    return page.render(build((run or lossy_run()).records), options.pop("resolved", {}), **options)
+
+
+def test_it_is_well_formed_and_asks_nobody_for_anything() -> None:
+    content = rendered(baselines={"unigram": 3.4, "bigram": 1.94}, samples=["def f():"])
+    reader = Reader(content)
+    assert reader.open == []
+    fetching = {"src", "href", "srcset", "action", "data", "poster", "xlink:href"}
+    assert [a for a in reader.attributes if a[1] in fetching] == []
+    assert "http" not in re.sub(r"http://www\.w3\.org/\S+", "", content)
+    assert "@import" not in content
+    assert "url(" not in content
+
+
+def test_it_says_what_happened() -> None:
+    text = Reader(rendered(baselines={"unigram": 3.4, "bigram": 1.94})).text
+    for part in (
+        "finished", "30 steps", "rank 1 lost (SIGKILL)", "unigram counts 3.40", "rework",
+        "bigram counts 1.94", "goodput", "generation 3", "wall time",
+    ):  # fmt: skip
+        assert part in text
+
+
+def test_the_curve_draws_each_step_that_counts_and_the_ghost_beside_it() -> None:
+    content = rendered()
+    points = json.loads(re.findall(r'class="points">(.*?)</script>', content, re.S)[0])
+    assert [p[2].split(",")[0] for p in points] == [f"step {n}" for n in range(1, 31)]
+    assert [p[0] for p in points] == sorted(p[0] for p in points)
+    assert content.count('class="ghost"') == 2  # once in the curve, once over time
+    assert "validation after step 10" in content
+
+
+def test_a_long_run_is_thinned_but_its_spike_stays() -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    for step in range(1, 20_001):
+        done = step_done(step, 0.01, {"compute": 0.01})
+        loss = 77.0 if step == 12_345 else done.loss
+        run.write(type(done)(**{**vars(done), "loss": loss}), after=0.01)
+    content = rendered(run)
+    assert len(content) < 600_000
+    assert "77.0000 nats" in content
+
+
+def test_losses_that_are_not_numbers_do_not_break_the_picture() -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    for step, loss in enumerate((5.0, math.nan, math.inf, 4.0), 1):
+        done = step_done(step, 0.0, {})
+        run.write(type(done)(**{**vars(done), "loss": loss}), after=0.0)
+    content = rendered(run)
+    paths = "".join(re.findall(r' d="([^"]*)"', content))
+    assert "nan" not in paths
+    assert "inf" not in paths
+    Reader(content)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_run_that_has_hardly_begun(steps: int) -> None:
+    run = Scribe()
+    if steps:
+        run.start()
+        run.generate()
+        run.steps(1, steps)
+    assert Reader(rendered(run)).open == []
+
+
+def test_text_from_outside_is_only_ever_text() -> None:
+    evil = '</script><script>alert(1)</script><img src=x onerror="y">'
+    run = lossy_run()
+    run.write(RunStarted(evil, evil, evil, True))
+    run.write(SettingIgnored(evil, evil))
+    run.lose(0, cause=evil)
+    run.restart(30)
+    content = rendered(run, samples=[evil], baselines={"uni" + evil: 3.0},
+                       resolved={"config": {evil: evil}, "origins": {}})  # fmt: skip
+    reader = Reader(content)
+    assert reader.open == []
+    assert not [a for a in reader.attributes if a[0] == "img" or a[1] == "onerror"]
+    assert content.count("<script>") == 1
+    assert evil in reader.text
+
+
+def test_every_value_of_the_run_file_stands_there_with_its_origin() -> None:
+    loaded = resolve(None, "command line", ["train.steps=30"])
+    reader = Reader(rendered(resolved=loaded.to_json()))
+    for part in ("train.steps", "command line (train.steps=30)", "model.dim", "preset (tiny)",
+                 "train.optimizer.betas", "data.sources"):  # fmt: skip
+        assert part in reader.text
+
+
+def test_utilisation_is_given_by_both_conventions_or_not_at_all() -> None:
+    loaded = resolve(None, "x", ["train.precision=bf16", "model.vocab_size=1024"])
+    known = rendered(resolved=loaded.to_json(), device="NVIDIA H100 80GB HBM3")
+    assert "torchtitan" in known
+    assert "Megatron" in known
+    for device in (None, "Imaginary 9000"):
+        assert "of peak" not in rendered(resolved=loaded.to_json(), device=device)
+
+
+def test_both_themes_have_every_colour() -> None:
+    assert set(LIGHT) == set(DARK)
+    names = {class_colour(name)[6:-1].replace("-", "_") for name in CLASSES}
+    assert names <= {name.replace("-", "_") for name in LIGHT}
+
+
+def test_it_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "report.html"
+    page.write(build(lossy_run().records), {}, target)
+    assert target.read_text() == rendered()
+    assert os.listdir(tmp_path) == ["report.html"]
+    with pytest.raises(RunFolderError, match="--output"):
+        page.write(build(lossy_run().records), {}, tmp_path / "missing" / "report.html")
+
+
+def test_the_summary_is_json_and_adds_up() -> None:
+    value = summary(build(lossy_run().records), baselines={"unigram": 3.4}, curve=True)
+    assert json.loads(json.dumps(value)) == value
+    assert sum(value["seconds_by_class"].values()) == pytest.approx(value["wall_seconds"])
+    assert value["last_step"] == 30
+    assert value["incidents"][0]["steps_lost"] == 3
+    assert [p["step"] for p in value["steps"]] == list(range(1, 31))
+    assert [p["step"] for p in value["steps_done_again"][0]] == [11, 12, 13]
