@@ -167,7 +167,7 @@ def test_validation_is_fixed_and_spread(small: Dataset, small_config: DataConfig
     assert everything.bits_per_byte(nats) == pytest.approx(small.tokens_per_byte("validation"))
 
 
-def test_baselines_equal_counting_by_hand(small: Dataset) -> None:
+def test_baselines_equal_counting_by_hand(small: Dataset, small_config: DataConfig) -> None:
     train, validation = streams(small), streams(small, "validation")
     pairs = Counter((a, b) for one in train for a, b in itertools.pairwise(one) if a != small.end)
     uni: Counter[int] = Counter()
@@ -194,6 +194,8 @@ def test_baselines_equal_counting_by_hand(small: Dataset) -> None:
         bpb = bits_per_byte(nats / targets, small.tokens_per_byte("validation"))
         assert small.baselines[name] == pytest.approx(bpb, rel=1e-9)
     assert small.baselines["bigram"] < small.baselines["unigram"]
+    same = batches(small, small_config).validation_baselines(10**6)
+    assert same == pytest.approx({k: small.baselines[k] for k in ("unigram", "bigram")})
 
 
 def test_bigrams_predict_a_cycle() -> None:

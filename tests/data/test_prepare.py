@@ -116,7 +116,7 @@ def test_a_tiny_corpus_has_both_splits(tmp_path: Path) -> None:
 
 
 def mixed(tmp_path: Path, out: str, processes: int) -> DataConfig:
-    """Three kinds of source in ten units; made once per test."""
+    """Three kinds of source in some ten units; made once per test."""
     import pyarrow as pa
     from pyarrow import parquet
 

@@ -26,47 +26,55 @@ def bits_per_byte(nats_per_token: float, tokens_per_byte: float) -> float:
     return nats_per_token / log(2) * tokens_per_byte
 
 
+class Counts:
+    """Unigram and bigram counts of training streams, ready to price other text.
+
+    Unigrams are smoothed by adding one; bigrams are interpolated with them after Witten and Bell
+    (1991): p(b | a) = (c(a, b) + d(a) p(b)) / (c(a) + d(a)), d(a) the number of distinct
+    followers of a.
+    """
+
+    def __init__(self, train: Iterable[NDArray[Any]], vocab_size: int, end: int):
+        """Count streams [tokens], one per source, MAX_TOKENS in all."""
+        self._vocab, self._end = vocab_size, end
+        codes, self.tokens = [], 0
+        for stream in train:
+            tokens = np.asarray(stream[: MAX_TOKENS - self.tokens], dtype=np.int64)
+            self.tokens += len(tokens)
+            inside = tokens[:-1] != end  # no pair crosses the end of a document
+            codes.append(tokens[:-1][inside] * vocab_size + tokens[1:][inside])
+        self._pairs, self._counts = np.unique(np.concatenate(codes), return_counts=True)
+        first, second = self._pairs // vocab_size, self._pairs % vocab_size
+        unigram = np.ones(vocab_size)
+        np.add.at(unigram, second, self._counts)
+        self._unigram = unigram / unigram.sum()
+        self._seen = np.bincount(first, self._counts, vocab_size)
+        self._distinct = np.bincount(first, minlength=vocab_size).astype(np.float64)
+
+    def nats(self, before: NDArray[np.int64], after: NDArray[np.int64]) -> tuple[float, float]:
+        """Mean loss of targets `after` [n], each following `before` [n]: (unigram, bigram)."""
+        wanted = before * self._vocab + after
+        at = np.minimum(np.searchsorted(self._pairs, wanted), len(self._pairs) - 1)
+        both = np.where(self._pairs[at] == wanted, self._counts[at], 0)
+        single = self._unigram[after]
+        seen, distinct = self._seen[before], self._distinct[before]
+        mixed = (both + distinct * single) / np.where(seen > 0, seen + distinct, 1.0)
+        double = np.where(seen > 0, mixed, single)
+        return float(-np.log(single).mean()), float(-np.log(double).mean())
+
+
 def baselines(
     train: Iterable[NDArray[Any]], validation: NDArray[Any], vocab_size: int, end: int,
     tokens_per_byte: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """Unigram and bigram bits per byte on the validation stream [tokens].
-
-    `train` yields streams (one per source), of which MAX_TOKENS in all are counted. Unigrams
-    are smoothed by adding one; bigrams are interpolated with them after Witten and Bell (1991):
-    p(b | a) = (c(a, b) + d(a) p(b)) / (c(a) + d(a)), d(a) the number of distinct followers of a.
-    """
-    codes, counted = [], 0
-    for stream in train:
-        tokens = np.asarray(stream[: MAX_TOKENS - counted], dtype=np.int64)
-        counted += len(tokens)
-        codes.append(_pairs(tokens, vocab_size, end))
-    pairs, counts = np.unique(np.concatenate(codes), return_counts=True)
-    first, second = pairs // vocab_size, pairs % vocab_size
-    unigram = np.ones(vocab_size)
-    np.add.at(unigram, second, counts)
-    unigram /= unigram.sum()
-    seen = np.zeros(vocab_size)
-    np.add.at(seen, first, counts)
-    distinct = np.bincount(first, minlength=vocab_size).astype(np.float64)
-
-    wanted = _pairs(np.asarray(validation, dtype=np.int64), vocab_size, end)
-    a, b = wanted // vocab_size, wanted % vocab_size
-    at = np.minimum(np.searchsorted(pairs, wanted), len(pairs) - 1)
-    both = np.where(pairs[at] == wanted, counts[at], 0)
-    known = seen[a] > 0
-    mixed = (both + distinct[a] * unigram[b]) / np.where(known, seen[a] + distinct[a], 1.0)
-    bigram = np.where(known, mixed, unigram[b])
-    return {
-        "unigram": bits_per_byte(float(-np.log(unigram[b]).mean()), tokens_per_byte),
-        "bigram": bits_per_byte(float(-np.log(bigram).mean()), tokens_per_byte),
-        "train_tokens": counted,
-        "validation_targets": len(wanted),
-    }
-
-
-def _pairs(tokens: NDArray[np.int64], vocab_size: int, end: int) -> NDArray[np.int64]:
-    """(previous, next) of every target as one number; none crosses the end of a document."""
+    """Unigram and bigram bits per byte on a validation stream [tokens]; `train`: as Counts."""
+    counts = Counts(train, vocab_size, end)
+    tokens = np.asarray(validation, dtype=np.int64)
     inside = tokens[:-1] != end
-    codes: NDArray[np.int64] = tokens[:-1][inside] * vocab_size + tokens[1:][inside]
-    return codes
+    unigram, bigram = counts.nats(tokens[:-1][inside], tokens[1:][inside])
+    return {
+        "unigram": bits_per_byte(unigram, tokens_per_byte),
+        "bigram": bits_per_byte(bigram, tokens_per_byte),
+        "train_tokens": counts.tokens,
+        "validation_targets": int(inside.sum()),
+    }

@@ -24,7 +24,7 @@ from xxhash import xxh3_64
 
 from holdfast.config.data import DataConfig
 from holdfast.config.train import TrainConfig
-from holdfast.data.baselines import bits_per_byte
+from holdfast.data.baselines import MAX_TOKENS, Counts, bits_per_byte
 from holdfast.data.dataset import Dataset, Stream
 from holdfast.errors import ConfigError, DataError
 from holdfast.spec.order import BatchSchedule, SampleOrder
@@ -151,6 +151,21 @@ class Batches:
         ]
         tokens = sum(batch.tokens for batch in out)
         return Validation(out, tokens, self.dataset.tokens_per_byte("validation"))
+
+    def validation_baselines(self, samples: int) -> dict[str, float] | None:
+        """Bits per byte of unigram and bigram counts on just the targets of
+        `validation(samples)`, to draw beside a curve; None without a validation split. Counts
+        the training text: about a second for ten million tokens."""
+        found = self.validation(samples)
+        if not found.tokens:
+            return None
+        train = (stream.read(0, MAX_TOKENS) for stream in self._streams)
+        counts = Counts(train, self.dataset.vocab_size, self.dataset.end)
+        before = np.concatenate([m.inputs[m.targets != MASKED] for m in found.microbatches])
+        after = np.concatenate([m.targets[m.targets != MASKED] for m in found.microbatches])
+        both = counts.nats(before, after)
+        unigram, bigram = (bits_per_byte(nats, found.tokens_per_byte) for nats in both)
+        return {"unigram": unigram, "bigram": bigram}
 
     def _samples_of(self, stream: Stream) -> int:
         return -(-max(stream.tokens - 1, 0) // self.sequence_length)

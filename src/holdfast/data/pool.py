@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,35 +38,60 @@ def _loader() -> Callable[[str], Encoder]:
     return tokenizer_of
 
 
-def run_tasks(tasks: Iterable[Task], processes: int, done: Callable[[Task], None]) -> None:
-    """Do every task, `done` called after each (one at a time).
+class Pool:
+    """`processes` that live until the pool is left; with 0, tasks are done right here.
 
-    With `processes` 0 the tasks are done right here. Raises the first error of any task; tasks
-    already begun elsewhere are finished first, the rest is left.
+    Each is served by a thread of ours that hands it one task after another.
     """
-    if processes == 0:
-        tokenizer_of = _loader()
-        for task in tasks:
-            perform(task, tokenizer_of)
-            done(task)
-        return
-    pool = _Pool(tasks, done)
-    threads = [threading.Thread(target=pool.serve, daemon=True) for _ in range(processes)]
-    for thread in threads:
-        thread.start()
-    try:
+
+    def __init__(self, processes: int):
+        self._processes: list[subprocess.Popen[str]] = []
+        self._wanted = processes
+        self._tokenizer_of = _loader()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        for process in self._processes:
+            if kind is not None:
+                process.kill()  # results are whole or absent, so nothing can be torn
+            with process:  # ends its standard input, which ends it, and waits
+                pass
+
+    def run(self, tasks: Sequence[Task], done: Callable[[Task], None]) -> None:
+        """Do every task, `done` called after each (one at a time).
+
+        Raises the first error of any task; tasks already begun elsewhere are finished first, the
+        rest is left.
+        """
+        if self._wanted == 0:
+            for task in tasks:
+                perform(task, self._tokenizer_of)
+                done(task)
+            return
+        while len(self._processes) < min(self._wanted, len(tasks)):
+            self._processes.append(_start())
+        turn = _Turn(tasks, done)
+        threads = [
+            threading.Thread(target=turn.serve, args=(process,), daemon=True)
+            for process in self._processes
+        ]
         for thread in threads:
-            thread.join()
-    finally:
-        pool.stop = True
-    if pool.error is not None:
-        raise pool.error
+            thread.start()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            turn.stop = True
+        if turn.error is not None:
+            raise turn.error
 
 
-class _Pool:
-    """Tasks handed out to one process per thread."""
+class _Turn:
+    """One list of tasks, handed out to whichever process is free."""
 
-    def __init__(self, tasks: Iterable[Task], done: Callable[[Task], None]):
+    def __init__(self, tasks: Sequence[Task], done: Callable[[Task], None]):
         self._tasks = iter(tasks)
         self._done = done
         self._lock = threading.Lock()
@@ -77,13 +102,12 @@ class _Pool:
         with self._lock:
             return None if self.stop or self.error else next(self._tasks, None)
 
-    def serve(self) -> None:
+    def serve(self, process: subprocess.Popen[str]) -> None:
         try:
-            with _start() as process:
-                while (task := self._next()) is not None:
-                    _ask(process, task)
-                    with self._lock:
-                        self._done(task)
+            while (task := self._next()) is not None:
+                _ask(process, task)
+                with self._lock:
+                    self._done(task)
         except BaseException as error:
             with self._lock:
                 self.error = self.error or error

@@ -35,7 +35,7 @@ from holdfast.data.baselines import MAX_TOKENS, baselines
 from holdfast.data.choose import Choice, Rows, choose, tokenizer_sample
 from holdfast.data.dataset import FORMAT, MANIFEST, Dataset, Stream, exists, seal
 from holdfast.data.files import canonical, checksum, explained, file_checksum, write_atomic
-from holdfast.data.pool import Task, run_tasks
+from holdfast.data.pool import Pool, Task
 from holdfast.data.shards import Shard, write_shards
 from holdfast.data.sources import SourcePlan, Unit, plan_source, read_unit, source_names
 from holdfast.data.tasks import SPLITS, read_result, read_scan
@@ -166,14 +166,14 @@ class _Preparation:
         self.plans = self._plan()
         self.units = [unit for plan in self.plans for unit in plan.units]
         self._begin()
-        raw, rows = self._scan()
-        names = [plan.name for plan in self.plans]
-        choice = choose(
-            rows, [u.source for u in self.units], names, self.config.validation_fraction
-        )
-        self._tell(choice)
-        known = self._tokenizer(rows, choice)
-        self._tokenise(raw, choice, known)
+        with Pool(self._processes()) as pool:
+            raw, rows = self._scan(pool)
+            names = [plan.name for plan in self.plans]
+            sources = [unit.source for unit in self.units]
+            choice = choose(rows, sources, names, self.config.validation_fraction)
+            self._tell(choice)
+            known = self._tokenizer(rows, choice)
+            self._tokenise(pool, raw, choice, known)
         self._join(raw, rows, choice, known)
 
     def _path(self, stage: str, unit: Unit) -> Path:
@@ -196,15 +196,14 @@ class _Preparation:
             (self.folder / WORK / "tokenizer.json").unlink(missing_ok=True)
         for stage in ("scan", "tokens", "lots"):
             (self.folder / WORK / stage).mkdir(exist_ok=True)
-        (self.folder / "shards").mkdir(exist_ok=True)
         write_atomic(path, [canonical(plan)])
 
-    def _processes(self, tasks: int) -> int:
-        """0 (right here) for a single unit, else at most one process per unit and core."""
+    def _processes(self) -> int:
+        """0 (right here) for a single unit, else one process per core that may be used."""
         cores = self.config.processes or len(os.sched_getaffinity(0))
-        return 0 if len(self.units) == 1 else min(cores, tasks)
+        return 0 if len(self.units) == 1 else min(cores, len(self.units))
 
-    def _each(self, what: str, stage: str, task: Callable[[Unit], Task]) -> None:
+    def _each(self, pool: Pool, what: str, stage: str, task: Callable[[Unit], Task]) -> None:
         """Do a stage's task for each unit that has no result yet."""
         missing = [u for u in self.units if not _is_whole(self._path(stage, u))]
         done = len(self.units) - len(missing)
@@ -217,12 +216,12 @@ class _Preparation:
             done += 1
             self.progress(what, done, len(self.units))
 
-        run_tasks((task(u) for u in missing), self._processes(len(missing)), count)
+        pool.run([task(u) for u in missing], count)
 
-    def _scan(self) -> tuple[list[str], list[Rows]]:
+    def _scan(self, pool: Pool) -> tuple[list[str], list[Rows]]:
         limit = self.config.max_document_bytes
         self._each(
-            "reading", "scan",
+            pool, "reading", "scan",
             lambda unit: {"do": "scan", "unit": unit.to_json(), "limit": limit,
                           "out": str(self._path("scan", unit))},
         )  # fmt: skip
@@ -258,7 +257,9 @@ class _Preparation:
                 texts = read_unit(unit, limit, xxh3_128())
                 yield from (t for t, m in zip(islice(texts, len(mask)), mask, strict=True) if m)
 
-    def _tokenise(self, raw: list[str], choice: Choice, known: vocabulary.Vocabulary) -> None:
+    def _tokenise(
+        self, pool: Pool, raw: list[str], choice: Choice, known: vocabulary.Vocabulary
+    ) -> None:
         def task(unit: Unit) -> Task:
             lots = self._path("lots", unit)
             write_atomic(lots, [choice.lots[unit.index].tobytes()])
@@ -269,12 +270,14 @@ class _Preparation:
                 "dtype": known.dtype, "out": str(self._path("tokens", unit)),
             }  # fmt: skip
 
-        self._each("tokenising", "tokens", task)
+        self._each(pool, "tokenising", "tokens", task)
 
     def _join(
         self, raw: list[str], rows: list[Rows], choice: Choice, known: vocabulary.Vocabulary
     ) -> None:
         self.say("writing shards")
+        shutil.rmtree(self.folder / "shards", ignore_errors=True)  # of a join that was cut short
+        (self.folder / "shards").mkdir()
         shards = {
             split: [
                 write_shards(

@@ -29,7 +29,7 @@ from holdfast.errors import DataError
 if TYPE_CHECKING:  # a preparing process needs no pydantic
     from holdfast.config.data import SourceConfig
 
-UNIT_BYTES = 1 << 20
+UNIT_BYTES = 1 << 19
 MAX_UNIT_BYTES = 64 << 20
 TARGET_UNITS = 2048  # units grow with the source until they reach MAX_UNIT_BYTES
 

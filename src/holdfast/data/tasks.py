@@ -82,9 +82,13 @@ def scan(unit: Unit, limit: int, out: Path) -> None:
 
 
 def read_scan(path: Path) -> tuple[str, NDArray[np.uint64]]:
-    """(hash of the bytes read, rows [documents, 3])."""
+    """(hash of the bytes read, rows [documents, 3], mapped: they may be more than memory)."""
     header, payload = read_result(path)
-    return header["raw"], np.frombuffer(payload, dtype="<u8").reshape(-1, 3)
+    if not payload:
+        return header["raw"], np.zeros((0, 3), dtype="<u8")
+    at = path.stat().st_size - len(payload)
+    rows = np.memmap(path, dtype="<u8", mode="r", offset=at, shape=(len(payload) // 24, 3))
+    return header["raw"], rows
 
 
 def tokenise(
