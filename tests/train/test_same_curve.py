@@ -76,7 +76,7 @@ def _sharded(rank: RankContext, dp_shard: int, dealing: Any, **changes: Any) -> 
 
 def test_replicas_of_one_sharding_are_bit_equal_dpshard2() -> None:
     by_shard: dict[int, set[tuple[str, ...]]] = {0: set(), 1: set()}
-    for replicas, dealing in ((1, None), (2, None), (2, ODD[2]), (3, ODD[3])):
+    for replicas, dealing in ((1, None), (2, ODD[2]), (3, ODD[3])):
         arguments = {"dp_shard": 2, "dealing": dealing}
         for rank, curve in enumerate(rank_values(_sharded, 2 * replicas, arguments)):
             by_shard[rank % 2].add(tuple(curve))

@@ -85,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if hidden_gradient is None:
                 continue
             g = log_p.exp_().scatter_add_(1, index, log_p.new_full((1, 1), -1.0).expand_as(index))
-            g = g.mul_(carried[:, None]).to(weight.dtype)  # [c, V]: d loss / d logits
+            g = _zero_rows(g, ~carried).to(weight.dtype)  # [c, V]: d loss / d logits
             torch.mm(g, weight, out=hidden_gradient[start : start + chunk])
             if weight_gradient is None:
                 weight_gradient = g.T @ h
@@ -102,6 +102,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
+        if scale.device.type == "cpu" and scale.item() == 1.0:  # the rule; no pass over memory
+            return hidden_gradient, weight_gradient, None, None
         return (
             hidden_gradient * scale.to(hidden_gradient.dtype),
             weight_gradient * scale.to(weight_gradient.dtype),
@@ -114,3 +116,13 @@ def _log_softmax(logits: Tensor) -> Tensor:
     """In float32 at least.  [c, V] -> [c, V], a new tensor"""
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return F.log_softmax(logits, dim=-1, dtype=wide)
+
+
+def _zero_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Zero the rows [c] of a [c, V] tensor in place.
+
+    On the CPU only those are touched; on an accelerator that would wait for their number.
+    """
+    if tensor.device.type == "cpu":
+        return tensor.index_fill_(0, rows.nonzero()[:, 0], 0.0)
+    return tensor.masked_fill_(rows[:, None], 0.0)
