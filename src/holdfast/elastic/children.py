@@ -170,6 +170,8 @@ async def _spawn(
     environment = dict(os.environ)
     # A pool of threads that exists before a fork is lost in it; workers set their own number.
     environment["OMP_NUM_THREADS"] = "1"
+    # A thread that spins at a barrier takes the core of the worker it waits for.
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     pipe = asyncio.subprocess.PIPE
     nothing = asyncio.subprocess.DEVNULL
     with log.open("ab") as output:
