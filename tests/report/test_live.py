@@ -171,6 +171,20 @@ def test_a_terminal_gets_a_picture_that_is_redrawn() -> None:
     assert "╭" in out.getvalue()
 
 
+def test_a_resumed_run_goes_on_with_its_curve() -> None:
+    records = lossy_run().records
+    past = [r for r in records if r.generation < 3]
+    out = io.StringIO()
+    with View(30, console=Console(file=out, width=200)) as view:
+        view.replay(sorted(past, key=lambda record: record.order))
+        assert out.getvalue() == ""
+        assert view.progress.state == "stopped"
+        for record in records[len(past) :]:
+            view.observe(record)
+    assert [step for step, _ in view.progress.curve] == list(range(1, 31))
+    assert "generation 3, 2 workers, from the state after step 20" in out.getvalue()
+
+
 def test_watch_follows_until_the_run_has_ended() -> None:
     """The journal hands out what is new, sorted by step; a stop that was resumed is no end."""
     records, seen = lossy_run().records, []

@@ -7,9 +7,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from holdfast.report import svg
 from holdfast.report.history import History, StepPoint
+from holdfast.report.numbers import clock as moment
 from holdfast.report.numbers import count, duration, plural, si, size
 from holdfast.report.svg import Scale, line, path, tag, text, thin
 
@@ -198,18 +200,15 @@ def timeline(history: History) -> str:
     clock, top, bottom = _Clock(history), 28.0, 190.0
     x = Scale(0, clock.total, _LEFT, WIDTH - 12)
     shown = thin([p for p in history.steps if p.seconds > 0], _MOST, _rate)
-    best = max((_rate(p) for p in shown), default=1.0)
-    y = Scale(0, best * 1.08, bottom, top)
+    rates = sorted(_rate(p) for p in history.steps if p.seconds > 0)
+    # One step that took no time must not press all others to the ground: it is cut off above.
+    best = rates[min(len(rates) - 1, int(0.98 * len(rates)))] if rates else 1.0
+    y = Scale(0, best * 1.15, bottom, top)
     parts = [_speed_axes(clock, x, y, top, bottom)]
     parts += [_incident_wash(history, clock, x, top, bottom)]
-    spots: list[tuple[float, float]] = []
-    for before, point in zip([None, *shown], shown, strict=False):
-        if before is not None and before.generation != point.generation:
-            spots.append((math.nan, math.nan))  # a restart breaks the line
-        spots.append((x(clock(point.elapsed)), y(_rate(point))))
-    parts.append(path(spots, class_="smooth"))
+    parts += _speed_lines(shown, clock, x, y)
     for piece in history.rework:
-        ghost = [(x(clock(p.elapsed)), y(_rate(p))) for p in piece if p.seconds > 0]
+        ghost = [_spot(p, clock, x, y) for p in piece if p.seconds > 0]
         parts.append(path(ghost, class_="ghost"))
     lanes, height = _lanes(history, clock, x, bottom + 40)
     parts.append(lanes)
@@ -219,12 +218,29 @@ def timeline(history: History) -> str:
             "g", line(at, top, at, height - 12, class_="break"),
             data_tip=f"stopped for {duration(stop - start)}",
         ))  # fmt: skip
-    points = [(x(clock(p.elapsed)), y(_rate(p)), _step_tip(p, None)) for p in shown]
+    points = [(*_spot(p, clock, x, y), _step_tip(p, None)) for p in shown]
     return figure("".join(parts), points, height, "throughput and events against time")
 
 
 def _rate(point: StepPoint) -> float:
     return point.tokens / point.seconds
+
+
+def _spot(point: StepPoint, clock: _Clock, x: Scale, y: Scale) -> tuple[float, float]:
+    return x(clock(point.elapsed)), max(y(_rate(point)), y.stop)
+
+
+def _speed_lines(shown: Sequence[StepPoint], clock: _Clock, x: Scale, y: Scale) -> list[str]:
+    """Each step faintly, the mean boldly; a restart breaks both lines."""
+    parts = []
+    for _, group in groupby(shown, key=lambda p: p.generation):
+        piece = list(group)
+        spots = [_spot(p, clock, x, y) for p in piece]
+        means = svg.smooth([_rate(p) for p in piece], max(1.0, len(shown) / 30))
+        parts.append(path(spots, class_="train"))
+        mean_line = [(at, max(y(m), y.stop)) for (at, _), m in zip(spots, means, strict=True)]
+        parts.append(path(mean_line, class_="smooth"))
+    return parts
 
 
 def _speed_axes(clock: _Clock, x: Scale, y: Scale, top: float, bottom: float) -> str:
@@ -233,7 +249,7 @@ def _speed_axes(clock: _Clock, x: Scale, y: Scale, top: float, bottom: float) ->
         parts.append(line(_LEFT, y(value), x.stop, y(value), class_="grid"))
         parts.append(text(_LEFT - 9, y(value) + 4, si(value), class_="end"))
     for value in svg.time_ticks(clock.total):
-        parts.append(text(x(value), bottom + 18, duration(value), class_="mid"))
+        parts.append(text(x(value), bottom + 18, moment(value), class_="mid"))
     return "".join(parts)
 
 
@@ -287,22 +303,28 @@ def _lanes(history: History, clock: _Clock, x: Scale, y: float) -> tuple[str, fl
 
 
 def _incident_lane(history: History, clock: _Clock, x: Scale, y: float) -> str:
+    """A box per incident, named where there is room to its right or left."""
+    spans = [
+        (x(clock(i.began)), x(clock(i.recovered if i.recovered is not None else history.wall)))
+        for i in history.incidents
+    ]
     parts, free = [], 0.0
-    for incident in history.incidents:
-        start = x(clock(incident.began))
-        stop = x(clock(incident.recovered if incident.recovered is not None else history.wall))
+    for index, (incident, (start, stop)) in enumerate(zip(history.incidents, spans, strict=True)):
         how_long = "" if incident.seconds is None else duration(incident.seconds)
         tip = (f"{incident.title}\n{plural(incident.steps_lost, 'step')} done again\n"
                f"{how_long or 'not'} until the first new step")  # fmt: skip
         box = tag("rect", x=start, y=y - 4, width=max(3.0, stop - start), height=14.0, rx=2,
                   class_="span")  # fmt: skip
         label = f"{incident.title}, {how_long}" if how_long else incident.title
-        wide = 6.2 * len(label)
-        if start > free and stop + 6 + wide < WIDTH:
+        wide = 6.4 * len(label) + 12
+        limit = spans[index + 1][0] if index + 1 < len(spans) else WIDTH
+        if stop + wide < limit:
             box += text(stop + 6, y + 7, label)
-            free = stop + 12 + wide
-        elif start - 6 - wide > free:
+            free = stop + wide
+        elif start - wide > free:
             box += text(start - 6, y + 7, label, class_="end")
+            free = stop
+        else:
             free = stop
         parts.append(tag("g", box, data_tip=tip))
     return "".join(parts)

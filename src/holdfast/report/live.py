@@ -1,6 +1,7 @@
 """The view of a run that goes on: a picture on a terminal, plain lines anywhere else.
 
     with View(total_steps=700) as view:
+        view.replay(journal.read(store))
         Agent(..., observers=[view.observe], say=view.say).run()
 
 `observe` updates a few numbers and returns; drawing happens on another thread, four times a
@@ -82,6 +83,12 @@ class View:
             happening = self.progress.observe(record)
         if self._live is None:
             self._plain(record, happening)
+
+    def replay(self, records: Iterable[Record]) -> None:
+        """Take what older sessions wrote, so that the curve is whole, without a line about it."""
+        with self._lock:
+            for record in in_order(records):
+                self.progress.observe(record)
 
     def say(self, line: str) -> None:
         """Print a line above the picture, or among the plain lines."""

@@ -8,7 +8,7 @@ restart counts as replayed, so the sums over a resumed run are those of one cont
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -28,6 +28,7 @@ from holdfast.events import (
 )
 from holdfast.report.incidents import IncidentBook
 from holdfast.report.timeledger import TimeLedger
+from holdfast.report.timeline import in_order
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _BYTES = tuple(float(10**power) for power in range(5, 14))
@@ -70,6 +71,11 @@ class Metrics:
                 for phase, seconds in ended.phases.items():
                     self._observe(self._recovery, seconds, phase)
             self._take(record)
+
+    def replay(self, records: Iterable[Record]) -> None:
+        """Take what older sessions wrote, so that totals and curves go on where they were."""
+        for record in in_order(records):
+            self.observe(record)
 
     def render(self) -> bytes:
         """Prometheus text format, version 0.0.4."""

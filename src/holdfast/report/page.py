@@ -6,6 +6,7 @@ page.write(history.read(store), resolved, path, baselines={"unigram": 3.4, "bigr
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -24,6 +25,8 @@ _STATES = {
     "empty": "not started", "running": "running", "finished": "finished", "stopped": "stopped",
     "failed": "failed", "lost": "interrupted",
 }  # fmt: skip
+
+_UNIT = re.compile(r"(?<=\d) (?=(s|ms|µs|min|h|d|B|[KMGT]iB)\b)")  # no line break before a unit
 
 
 def write(
@@ -99,7 +102,7 @@ def render(
 
 
 def _section(title: str, note: str, body: str) -> str:
-    about = f'<p class="note">{note}</p>' if note else ""
+    about = f'<p class="note">{_UNIT.sub("&nbsp;", note)}</p>' if note else ""
     return f"<section><h2>{title}</h2>{about}{body}</section>"
 
 
