@@ -84,7 +84,9 @@ class Members:
     def report(self, body: dict[str, Any], now: float) -> list[Event]:
         """Take one report; the events in it that are new.
 
-        Raises KeyError for a rank that is not a member, ValueError for a gap in its events.
+        `first` numbers the first of its events: what has been seen is not taken again, and a
+        gap is what the worker had to drop. Raises KeyError for a rank that is not a member or an
+        event of an unknown kind.
         """
         member = self._members[int(body["rank"])]
         progress = (int(body["step"]), str(body["phase"]), int(body["marks"]))
@@ -92,14 +94,8 @@ class Members:
             member.step, member.phase, member.marks = progress
             member.since = now
         first, events = int(body["first"]), list(body["events"])
-        if first > member.next_event:
-            raise ValueError(
-                f"events {member.next_event} to {first - 1} of rank {member.rank} are missing"
-            )
-        fresh = [
-            event_from_json(str(item["kind"]), item["event"])
-            for item in events[member.next_event - first :]
-        ]
+        seen = max(0, member.next_event - first)
+        fresh = [event_from_json(str(item["kind"]), item["event"]) for item in events[seen:]]
         member.next_event = max(member.next_event, first + len(events))
         if "outcome" in body:
             member.outcome = (str(body["outcome"]["kind"]), int(body["outcome"]["step"]))

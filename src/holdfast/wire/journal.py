@@ -94,11 +94,11 @@ def parse(key: str, data: bytes, first_line: int = 1) -> tuple[list[Record], int
     records: list[Record] = []
     lines = data[:end].splitlines()
     for number, line in enumerate(lines, first_line):
-        if not line or _torn(line):
-            continue
         try:
-            record = from_json(json.loads(line))
+            record = from_json(json.loads(line)) if line else None
         except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, json.JSONDecodeError) and _torn(line):
+                continue
             raise CorruptError(f"{key}, line {number}: not a record of the journal") from error
         if record is not None:
             records.append(record)
@@ -161,4 +161,4 @@ def _end_of(store: RunStore, key: str) -> tuple[int, bool]:
 def _torn(line: bytes) -> bool:
     """Whether a power loss tore this line and the next writer closed it: the beginning of a
     record without its end."""
-    return line.startswith(b'{"v":') and not line.endswith(b"}")
+    return line.startswith(b'{"v":') and not line.endswith(b"}}")

@@ -53,6 +53,7 @@ class Reporter:
         self._progress: tuple[int, str, int] = (0, "start", 0)
         self._outcome: dict[str, Any] | None = None
         self._sent = 0  # events acknowledged: the number of the next one
+        self._one_by_one = 0  # events of a refused batch that are still to be sent alone
         self._busy = False
         self._closing = False
         self._wishes = Wishes()
@@ -141,8 +142,9 @@ class Reporter:
     def _events_ahead(self) -> list[Event]:
         """Events before the next callable, at most one request's worth."""
         batch: list[Event] = []
+        limit = 1 if self._one_by_one else _BATCH
         for item in self._queue:
-            if not isinstance(item, Event) or len(batch) == _BATCH:
+            if not isinstance(item, Event) or len(batch) == limit:
                 break
             batch.append(item)
         return batch
@@ -160,6 +162,7 @@ class Reporter:
         with self._changed:
             for _ in range(len(batch) * taken + (call is not None and stored)):
                 self._queue.popleft()
+            self._one_by_one = max(0, self._one_by_one - len(batch) * taken)
             if taken and outcome is not None and self._outcome == outcome:
                 self._outcome = None
             waiting = not taken or (call is not None and not stored)
@@ -202,8 +205,11 @@ class Reporter:
                 self._changed.notify_all()
             return False, False
         except (RequestError, TypeError, ValueError) as error:
-            # An event that the agent cannot read is our own bug; the ones behind it are not
-            # held up by it.
+            # An event that cannot be sent or read is our own bug. It is found by sending its
+            # batch one by one, and dropped: the others are not held up by it.
+            if len(batch) > 1:
+                self._one_by_one = len(batch)
+                return False, False
             self._complain(error)
             self._sent += len(batch)
             return True, False

@@ -1,0 +1,211 @@
+"""A worker's voice, through a network that loses answers and an agent that is slow to store."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, BinaryIO
+
+from holdfast.elastic.members import Members
+from holdfast.elastic.worker.reporter import Reporter
+from holdfast.events import Event, StepDone
+from holdfast.wire.client import Client, RequestError
+from tests.elastic.control import SECRET, controlling
+from tests.ranks import wait_until
+
+
+class Desk:
+    """The agent's end: takes reports as the agent does, and remembers them."""
+
+    def __init__(self) -> None:
+        self.members = Members(1, 1)
+        self.members.expect(0, 0.0)
+        self.events: list[Event] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.stop = False
+        self.stored = True
+
+    async def report(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        self.bodies.append(body)
+        self.events += self.members.report(body, 0.0)
+        stored = self.stored or not body["sync"]
+        return {"stop": self.stop, "generation": generation, "stored": stored}
+
+
+def _step(step: int) -> StepDone:
+    return StepDone(1.0, 1, 1.0, 0.1, 0.1, step=step)
+
+
+@contextmanager
+def reporting(address: str, generation: int = 1) -> Iterator[Reporter]:
+    errors: list[BaseException] = []
+    reporter = Reporter(
+        Client(address, SECRET, generation, patience=0.2), 0, heartbeat=0.01,
+        on_error=errors.append,
+    )  # fmt: skip
+    reporter.errors = errors  # type: ignore[attr-defined]
+    reporter.start()
+    try:
+        yield reporter
+    finally:
+        reporter.close(5)
+
+
+def _message(stream: BinaryIO) -> bytes:
+    """One HTTP message: head, and the body that its length announces."""
+    head, length = b"", 0
+    while not head.endswith(b"\r\n\r\n"):
+        line = stream.readline()
+        if not line:
+            return b""
+        head += line
+        if line.lower().startswith(b"content-length:"):
+            length = int(line.split(b":")[1])
+    return head + stream.read(length)
+
+
+@contextmanager
+def losing_answers(address: str, every: int) -> Iterator[str]:
+    """A TCP relay that delivers each request, and cuts every `every`-th answer."""
+    host, port = address.split(":")
+    server = socket.create_server(("127.0.0.1", 0))
+    count = [0]
+
+    def relay(near: socket.socket) -> None:
+        far = socket.create_connection((host, int(port)))
+        with (
+            near,
+            far,
+            near.makefile("rb") as requests,
+            far.makefile("rb") as answers,
+            suppress(OSError),
+        ):
+            while request := _message(requests):
+                far.sendall(request)
+                answer = _message(answers)
+                count[0] += 1
+                if count[0] % every == 0:
+                    near.shutdown(socket.SHUT_RDWR)
+                    return
+                near.sendall(answer)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = server.accept()
+                threading.Thread(target=relay, args=(near,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+    finally:
+        server.close()
+
+
+def test_events_arrive_once_and_in_order_though_answers_are_lost() -> None:
+    desk = Desk()
+    with (
+        controlling(desk.report) as control,
+        losing_answers(control.address, 3) as address,
+        reporting(address) as reporter,
+    ):
+        for step in range(1, 301):
+            reporter.emit(_step(step))
+            if step % 50 == 0:
+                assert reporter.flush(20)
+    assert [e.step for e in desk.events] == list(range(1, 301))
+    assert sum(len(body["events"]) for body in desk.bodies) > 300  # some came twice
+
+
+def test_a_callable_runs_after_its_events_are_durable() -> None:
+    desk = Desk()
+    desk.stored = False
+    seen: list[list[int]] = []
+    with controlling(desk.report) as control, reporting(control.address) as reporter:
+        reporter.emit(_step(1))
+        reporter.then(lambda: seen.append([e.step for e in desk.events]))
+        reporter.emit(_step(2))
+        wait_until(lambda: sum(b["sync"] for b in desk.bodies) >= 3, 10, "three attempts")
+        assert seen == []  # the disk is full: the snapshot is not announced
+        assert [e.step for e in desk.events] == [1]  # and nothing overtakes it
+        desk.stored = True
+        assert reporter.flush(10)
+        assert seen == [[1]]
+        assert [e.step for e in desk.events] == [1, 2]
+
+
+def test_a_callable_that_fails_holds_nobody_up() -> None:
+    desk = Desk()
+    with controlling(desk.report) as control, reporting(control.address) as reporter:
+        reporter.then(lambda: 1 // 0)
+        reporter.emit(_step(1))
+        assert reporter.flush(10)
+        errors = [type(e) for e in reporter.errors]  # type: ignore[attr-defined]
+    assert [e.step for e in desk.events] == [1]
+    assert errors == [ZeroDivisionError]
+
+
+def test_events_that_cannot_travel_or_be_read_take_no_others_with_them() -> None:
+    desk = Desk()
+
+    class Unheard(Event):
+        """A kind that the agent's own events do not have."""
+
+    object.__setattr__(unheard := Unheard(step=2), "kind", "unheard_of")
+    with controlling(desk.report) as control, reporting(control.address) as reporter:
+        desk.stored = False
+        reporter.then(lambda: None)  # keeps what follows in the queue, to make one batch of it
+        reporter.emit(_step(1))
+        reporter.emit(unheard)
+        reporter.emit(_step(3))
+        reporter.emit(StepDone(1.0, 1, 1.0, 0.1, 0.1, phases={"x": object()}))  # type: ignore[dict-item]
+        reporter.emit(_step(5))
+        desk.stored = True
+        assert reporter.flush(10)
+        errors = [type(e) for e in reporter.errors]  # type: ignore[attr-defined]
+    assert [e.step for e in desk.events] == [1, 3, 5]
+    assert errors == [RequestError, TypeError]
+
+
+def test_wishes_come_back_with_any_answer() -> None:
+    desk = Desk()
+    with controlling(desk.report) as control, reporting(control.address) as reporter:
+        assert not reporter.wishes.stop
+        desk.stop = True
+        wait_until(lambda: reporter.wishes.stop, 10, "the wish")
+        assert reporter.wishes.newest_generation == 1
+
+
+def test_progress_is_the_newest_and_counted() -> None:
+    desk = Desk()
+    with controlling(desk.report) as control, reporting(control.address) as reporter:
+        for _ in range(1000):
+            reporter.progress(1, "compute")
+        reporter.progress(2, "data")
+        reporter.progress(2, "compute")
+        wait_until(lambda: desk.bodies and desk.bodies[-1]["marks"] == 2, 10, "the progress")
+    last = desk.bodies[-1]
+    assert (last["step"], last["phase"], last["marks"]) == (2, "compute", 2)
+
+
+def test_an_older_generation_learns_that_it_is_fenced() -> None:
+    desk = Desk()
+    with controlling(desk.report) as control, reporting(control.address) as reporter:
+        reporter.emit(_step(1))
+        assert reporter.flush(10)
+        control.begin(2)
+        reporter.emit(_step(2))
+        wait_until(lambda: reporter.fenced, 10, "the fence")
+        assert not reporter.flush(10)
+    assert [e.step for e in desk.events] == [1]
+
+
+def test_the_outcome_is_told_before_flush_returns() -> None:
+    desk = Desk()
+    with controlling(desk.report) as control, reporting(control.address) as reporter:
+        reporter.outcome("finished", 7)
+        assert reporter.flush(10)
+    (member,) = desk.members
+    assert member.outcome == ("finished", 7)
