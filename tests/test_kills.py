@@ -1,0 +1,138 @@
+"""Promise 1 and 2 from outside: a run that is killed again and again ends where one that is left
+alone ends, to the bit, and has used every sample once.
+
+One worker trains undisturbed. Another run of the same file starts with three workers; a worker
+drawn at random gets SIGKILL at each of ten seeded points; then the run is told to leave, goes on
+with two workers, is killed once more, and ends. Weights and both moments of AdamW are compared
+byte by byte, and the ledger is audited.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint.restore import Checkpoint, listing
+from holdfast.events import Event, RunFinished, RunStopped, StepDone, WorkerLost, WorkerStarted
+from holdfast.spec.boxes import Box
+from holdfast.spec.state import ITEM_BYTES
+from holdfast.wire.journal import follow, read
+from holdfast.wire.runstore import FolderStore
+from tests.cli.support import Outcome, apart, start, write_run_file
+
+STEPS = 360
+KILLS = 10
+SETTINGS = (
+    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
+    "train.optimizer.clip_norm=0.05", "checkpoint.every_steps=8",
+    "cluster.threads_per_worker=1",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_run_file(tmp_path_factory.mktemp("kills"))
+    prepared = apart("data", "prepare", path)
+    assert prepared.code == 0, prepared.err
+    return path
+
+
+def test_ten_kills_and_another_number_of_workers_change_no_bit(run_file: Path) -> None:
+    alone, killed = run_file.parent / "alone", run_file.parent / "killed"
+    undisturbed = apart("train", run_file, f"folder={alone}", *SETTINGS, "layout.workers=1",
+                        deadline=240)  # fmt: skip
+    assert undisturbed.code == 0, undisturbed.err
+
+    chooser = random.Random(20260511)
+    points = [20 + 20 * i + chooser.randrange(14) for i in range(KILLS)]
+    first = _disturbed(run_file, killed, 3, points, chooser, leave_at=240)
+    assert first.code == 0, first.err
+    second = _disturbed(run_file, killed, 2, [290], chooser)
+    assert second.code == 0, second.err
+
+    events = [record.event for record in read(FolderStore(killed))]
+    losses = [event for event in events if isinstance(event, WorkerLost)]
+    assert [loss.cause for loss in losses] == ["SIGKILL"] * (KILLS + 1)
+    assert sum(isinstance(event, RunStopped) for event in events) == 1
+    assert sum(isinstance(event, RunFinished) for event in events) == 1
+    assert _clipped_in_every_step(events)
+    _same_state(alone, killed)
+
+    audit = apart("data", "audit", killed)
+    assert audit.code == 0, audit.out
+    assert f"{6 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
+
+
+def _disturbed(
+    run_file: Path, folder: Path, workers: int, points: list[int], chooser: random.Random,
+    leave_at: int | None = None,
+) -> Outcome:  # fmt: skip
+    """Train in `folder`; SIGKILL a worker when the journal shows each of `points`; SIGTERM the
+    agent at `leave_at`."""
+    before = len(read(FolderStore(folder))) if folder.exists() else 0
+    process = start("train", run_file, f"folder={folder}", *SETTINGS, f"layout.workers={workers}")
+    output: list[str] = []
+    collector = threading.Thread(target=lambda: output.extend(process.communicate(timeout=240)))
+    collector.start()
+    done = threading.Event()
+    watcher = threading.Thread(
+        target=lambda: (process.wait(240), done.set()), daemon=True
+    )  # fmt: skip
+    watcher.start()
+    due, pids = list(points), dict[int, int]()
+    for event in _news(folder, before, done):
+        if isinstance(event, WorkerStarted):
+            pids[event.rank] = event.pid
+        if not isinstance(event, StepDone):
+            continue
+        if due and event.step >= due[0]:
+            due.pop(0)
+            os.kill(pids[chooser.randrange(workers)], signal.SIGKILL)
+        elif not due and leave_at is not None and event.step >= leave_at:
+            leave_at = None
+            process.send_signal(signal.SIGTERM)
+    collector.join(240)
+    assert not due, f"the run ended before the points {due}: {output}"
+    return Outcome(process.wait(1), *output)
+
+
+def _news(folder: Path, skip: int, done: threading.Event) -> Iterator[Event]:
+    """Events as they come, until the process has ended."""
+    for records in follow(FolderStore(folder), stop=done):
+        for record in records:
+            if skip:
+                skip -= 1
+            else:
+                yield record.event
+
+
+def _clipped_in_every_step(events: list[Event]) -> bool:
+    return all(e.grad_norm > 0.05 for e in events if isinstance(e, StepDone))
+
+
+def _same_state(left: Path, right: Path) -> None:
+    """Every tensor of the two newest checkpoints has the same bytes."""
+    one, other = (_final(folder) for folder in (left, right))
+    assert [spec.name for spec in one.tensors] == [spec.name for spec in other.tensors]
+    for spec in one.tensors:
+        box = Box(spec.name, (0,) * len(spec.shape), spec.shape)
+        values = []
+        for checkpoint in (one, other):
+            out = bytearray(box.size * ITEM_BYTES[spec.dtype])
+            checkpoint.read(box, memoryview(out))
+            values.append(bytes(out))
+        assert any(values[0]), f"{spec.name} is all zeros"
+        assert values[0] == values[1], f"{spec.name} differs"
+
+
+def _final(folder: Path) -> Checkpoint:
+    store = FolderStore(folder)
+    checkpoint = Checkpoint.open(store, listing(store)[0])
+    assert checkpoint.step == STEPS
+    return checkpoint
