@@ -19,16 +19,17 @@ BLOCK = 4096
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:
-    """The sum of squares of a flat buffer, as a float64 scalar on its device.
+    """The sum of squares of a flat buffer, as a float64 scalar on the CPU.
 
     flat: [n * 4096], padded with zeros. Raises ValueError for another length.
     """
     if flat.numel() % BLOCK:
         raise ValueError(f"a buffer of {flat.numel()} elements is not whole blocks of {BLOCK}")
     if flat.numel() == 0:
-        return torch.zeros((), dtype=torch.float64, device=flat.device)
+        return torch.zeros((), dtype=torch.float64)
     norms: Tensor = torch.linalg.vector_norm(flat.view(-1, BLOCK), dim=1)  # [n]
-    return norms.double().square_().cumsum(0)[-1]
+    # A running sum on the CPU has one order; a parallel sum's depends on threads and device.
+    return norms.cpu().double().square_().cumsum(0)[-1]
 
 
 def combine(squares: Sequence[float]) -> float:

@@ -1,0 +1,54 @@
+"""Groups of a generation: a second one in the same process, with other ranks, meets no first."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from holdfast.layout import Replica, Topology
+from holdfast.parallel.groups import connect
+from holdfast.train.build import build_engine
+from tests.ranks import RankContext, rank_values
+from tests.train.worlds import CPU, digest, tiny, train
+
+
+def _two_generations(rank: RankContext) -> list[str]:
+    """The same training in generation 1, and in generation 2 with the ranks exchanged."""
+    out = []
+    for generation, order in ((1, (0, 1)), (2, (1, 0))):
+        topology = Topology(generation, (Replica(0, order, (1, 2, 1, 1)),), ("node",) * 2)
+        groups = connect(topology, rank.rank, rank.store(), CPU, seconds=30)
+        assert dist.is_initialized()
+        made = build_engine(tiny(), groups, CPU)
+        made.initialise(1)
+        train(made, 3)
+        out.append(digest(made))
+        made.close()
+        assert not dist.is_initialized()
+    return out
+
+
+def test_a_generation_with_exchanged_shards_in_the_same_process_dpshard2() -> None:
+    first, second = rank_values(_two_generations, 2)
+    assert first[0] == second[1]
+    assert first[1] == second[0]
+    assert first[0] != first[1]
+
+
+def _replicas_only(rank: RankContext) -> list[float]:
+    """Ranks of a topology need not be in order; torch's registry stays empty."""
+    replicas = (Replica(0, (1,)), Replica(1, (0,)))
+    groups = connect(Topology(1, replicas, ("node",) * 2), rank.rank, rank.store(), CPU)
+    assert not dist.is_initialized()
+    assert groups.reduce.rank == 1 - rank.rank
+    record = torch.tensor([rank.rank], dtype=torch.int64)
+    into = torch.empty_like(record)
+    receipt = groups.reduce.receive(into, groups.reduce.others[0], tag=5)
+    groups.reduce.send(record, groups.reduce.others[0], tag=5)
+    receipt.wait()
+    groups.close()
+    return [float(into[0])]
+
+
+def test_replication_leaves_torchs_registry_alone() -> None:
+    assert rank_values(_replicas_only, 2) == [[1.0], [0.0]]

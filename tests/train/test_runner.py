@@ -1,0 +1,227 @@
+"""The loop: what it reports, when it saves, how it leaves, and that a resume loses nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.config.run import RunConfig
+from holdfast.errors import NonFiniteError
+from holdfast.events import Event
+from holdfast.layout import Layout, place
+from holdfast.spec.boxes import Box
+from holdfast.train.build import Session, build
+from holdfast.train.runner import Outcome, run
+from holdfast.train.state import LocalTensor
+from holdfast.train.vote import Wishes
+from tests.data.corpus import batches, data_config, make, text_folder, text_source
+from tests.ranks import RankContext, rank_values
+from tests.train.worlds import CPU, digest
+
+STEPS = 6
+
+
+def _config(folder: Path, **checkpoint: Any) -> RunConfig:
+    """The dataset of `folder` is made by the test's own process; ranks only open it."""
+    text_folder(folder / "text", 12, 400)
+    data = data_config(folder / "data", text_source(folder / "text"))
+    vocabulary = make(data).vocab_size
+    return RunConfig.model_validate({
+        "data": data.model_dump(),
+        "model": {"preset": None, "layers": 2, "dim": 16, "heads": 2, "kv_heads": 2, "ffn_dim": 24,
+                  "vocab_size": vocabulary, "qk_norm": True},
+        "train": {"steps": STEPS, "batch_size": 8, "microbatch_size": 2,
+                  "optimizer": {"clip_norm": 0.05},
+                  "evaluate": {"every": 3, "samples": 5}},
+        "checkpoint": checkpoint,
+    })  # fmt: skip
+
+
+class World:
+    """Membership, reporter and saver of one rank, all in memory; `log` keeps the order of calls."""
+
+    def __init__(self, stop_after: int = 0, save_at: int = 0):
+        self.log: list[Any] = []
+        self.saved: dict[int, dict[str, Tensor]] = {}
+        self._stop_after, self._save_at = stop_after, save_at
+
+    def wishes(self, step: int) -> Wishes:
+        return Wishes(stop=step == self._stop_after, save=step == self._save_at)
+
+    def emit(self, event: Event) -> None:
+        self.log.append(event)
+
+    def progress(self, step: int, phase: str) -> None:
+        assert phase in ("compute", "reduce", "capture", "evaluate")
+
+    def capture(self, step: int, state: Sequence[LocalTensor], wait: float) -> bool:
+        self.saved[step] = {local.name: local.tensor.clone() for local in state}
+        return True
+
+    def announce(self, step: int, meta: Mapping[str, Any]) -> None:
+        self.log.append(("announce", step, meta["tokens"]))
+
+    def settle(self, step: int, seconds: float) -> str | None:
+        return None if step in self.saved else f"step {step} was never captured"
+
+    def kinds(self) -> list[str]:
+        return [e[0] if isinstance(e, tuple) else e.kind for e in self.log]
+
+    def events(self, kind: str) -> list[Any]:
+        return [e for e in self.log if not isinstance(e, tuple) and e.kind == kind]
+
+
+def _session(rank: RankContext, config: RunConfig, name: str, dp_shard: int = 1) -> Session:
+    data = batches(make(config.data), config.data, config.seed, **_train_values(config))
+    layout = Layout(dp_replicate=rank.world_size // dp_shard, dp_shard=dp_shard)
+    topology = place(layout, 1, ("node",) * rank.world_size)
+    return build(config, data, topology, rank.rank, rank.store(name), CPU, seconds=60)
+
+
+def _train_values(config: RunConfig) -> dict[str, Any]:
+    return {"batch_size": config.train.batch_size, "microbatch_size": config.train.microbatch_size}
+
+
+def _run(session: Session, rank: int, world: World, start: int = 0) -> Outcome:
+    with session.loader(start) as loader:
+        return run(
+            session.engine, loader, world, world, world, session.evaluator, session.config,
+            rank=rank, start_step=start,
+        )  # fmt: skip
+
+
+def _whole_run(rank: RankContext, config: dict[str, Any], dp_shard: int = 1) -> dict[str, Any]:
+    """From initial weights to the end, in one go; returns what was reported, and the state."""
+    session = _session(rank, RunConfig.model_validate(config), "whole", dp_shard)
+    session.engine.initialise(session.config.seed)
+    world = World()
+    outcome = _run(session, rank.rank, world)
+    assert (outcome.kind, outcome.step, outcome.unsaved) == ("finished", STEPS, None)
+    state = digest(session.engine)
+    session.close()
+    return {
+        "kinds": world.kinds(), "state": state, "saved": sorted(world.saved),
+        "losses": [e.loss.hex() for e in world.events("step_done")],
+        "evaluated": [(e.step, e.loss.hex(), e.bits_per_byte.hex(), e.tokens)
+                      for e in world.events("evaluated")],
+        "fed": [[e.step, e.rank, e.entries] for e in world.events("batch_fed")],
+        "phases": [sorted(e.phases) for e in world.events("step_done")],
+    }  # fmt: skip
+
+
+def _ledger(values: list[dict[str, Any]]) -> list[tuple[int, int, str]]:
+    """(start, stop, hash) of everything that any rank fed, in order."""
+    entries = [entry for value in values for _, _, fed in value["fed"] for entry in fed]
+    return sorted((e["start"], e["stop"], e["hash"]) for e in entries)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    made = _config(tmp_path_factory.mktemp("run"), every_steps=4)
+    value: dict[str, Any] = json.loads(made.model_dump_json())
+    return value
+
+
+def test_a_whole_run_reports_everything_once_and_alike_on_any_world(config: dict[str, Any]) -> None:
+    (alone,) = rank_values(_whole_run, 1, {"config": config})
+    three = rank_values(_whole_run, 3, {"config": config})
+    assert len(alone["losses"]) == STEPS
+    assert [step for step, *_ in alone["evaluated"]] == [3, 6]
+    assert three[0]["losses"] == alone["losses"]
+    assert three[0]["evaluated"] == alone["evaluated"]
+    assert three[1]["losses"] == three[1]["evaluated"] == []
+    assert {value["state"] for value in (alone, *three)} == {alone["state"]}
+    assert all(value["saved"] == [4, STEPS] for value in (alone, *three))
+    starts = [start for start, _, _ in _ledger([alone])]
+    assert starts == list(range(0, STEPS * 8, 2))
+    assert _ledger(three) == _ledger([alone])
+    assert alone["phases"][0] == ["apply", "compute", "data", "reduce"]
+    assert alone["phases"][3] == ["apply", "capture", "compute", "data", "reduce"]
+
+
+def test_a_snapshot_is_announced_after_everything_that_its_step_reported(
+    config: dict[str, Any],
+) -> None:
+    (alone,) = rank_values(_whole_run, 1, {"config": config})
+    tail = alone["kinds"][-4:]
+    assert tail == ["batch_fed", "step_done", "evaluated", "announce"]
+    assert alone["kinds"].count("announce") == 2
+
+
+def test_validation_is_the_same_number_when_sharded_dpshard2(config: dict[str, Any]) -> None:
+    """The last validation microbatch has one row, so one shard computes padding only."""
+    config = json.loads(json.dumps(config))
+    config["train"]["precision"] = "float64"
+    (alone,) = rank_values(_whole_run, 1, {"config": config})
+    sharded = rank_values(_whole_run, 2, {"config": config, "dp_shard": 2})[0]
+    for got, want in zip(sharded["evaluated"], alone["evaluated"], strict=True):
+        assert math.isclose(float.fromhex(got[1]), float.fromhex(want[1]), rel_tol=1e-10)
+        assert got[3] == want[3]
+
+
+def _stopped(rank: RankContext, config: dict[str, Any]) -> dict[str, Any]:
+    """Only rank 1 wishes to stop at step 2, and only rank 0 to save at step 1."""
+    session = _session(rank, RunConfig.model_validate(config), "stopped")
+    session.engine.initialise(session.config.seed)
+    world = World(stop_after=2 if rank.rank == 1 else 0, save_at=1 if rank.rank == 0 else 0)
+    outcome = _run(session, rank.rank, world)
+    torch.save(world.saved[2], rank.folder / f"rank{rank.rank}.state")
+    session.close()
+    return {"kind": outcome.kind, "step": outcome.step, "saved": sorted(world.saved)}
+
+
+def _resumed(rank: RankContext, config: dict[str, Any], path: Path) -> str:
+    session = _session(rank, RunConfig.model_validate(config), "resumed")
+    saved = torch.load(path, weights_only=True)
+
+    def read(box: Box, out: Tensor) -> None:
+        out.copy_(saved[box.name])
+
+    session.engine.load(read)
+    outcome = _run(session, rank.rank, World(), start=2)
+    assert outcome.kind == "finished"
+    state = digest(session.engine)
+    session.close()
+    return state
+
+
+def test_a_wish_of_any_rank_stops_all_after_one_step_and_a_resume_on_another_world_is_bit_equal(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    left = rank_values(_stopped, 2, {"config": config}, folder=tmp_path)
+    assert left == [{"kind": "left", "step": 2, "saved": [1, 2]}] * 2
+    (alone,) = rank_values(_whole_run, 1, {"config": config})
+    arguments = {"config": config, "path": tmp_path / "rank1.state"}
+    assert set(rank_values(_resumed, 3, arguments)) == {alone["state"]}
+
+
+def _poisoned(rank: RankContext, config: dict[str, Any]) -> list[Any]:
+    session = _session(rank, RunConfig.model_validate(config), "poisoned")
+    session.engine.initialise(session.config.seed)
+    if rank.rank == 1:
+        session.engine.parameters.held[0].fill_(math.inf)
+    world = World()
+    with pytest.raises(NonFiniteError, match=r"embed\.weight is not finite on rank 1"):
+        _run(session, rank.rank, world)
+    return [[e.rank, e.parameter, e.step] for e in world.events("non_finite")]
+
+
+def test_a_non_finite_step_is_journalled_once(config: dict[str, Any]) -> None:
+    assert rank_values(_poisoned, 2, {"config": config}) == [[[1, "embed.weight", 1]], []]
+
+
+def _finished(rank: RankContext, config: dict[str, Any]) -> list[Any]:
+    session = _session(rank, RunConfig.model_validate(config), "finished")
+    outcome = _run(session, rank.rank, world := World(), start=STEPS)
+    return [outcome.kind, outcome.step, world.log]
+
+
+def test_a_finished_run_does_nothing_more(config: dict[str, Any]) -> None:
+    assert rank_values(_finished, 1, {"config": config}) == [["finished", STEPS, []]]
