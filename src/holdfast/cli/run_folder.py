@@ -7,6 +7,7 @@ environment.json   versions, git state, hardware
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -20,7 +21,7 @@ from typing import Any
 from holdfast.cli.runs import RESOLVED, read_resolved
 from holdfast.config.identity import config_hash, refuse_other_run
 from holdfast.config.load import Loaded
-from holdfast.errors import RunFolderError
+from holdfast.errors import OutOfSpaceError, RunFolderError
 from holdfast.plan.hardware import Machine
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import read_secret
@@ -116,10 +117,16 @@ def describe(
     except (FileExistsError, NotADirectoryError) as error:
         raise RunFolderError(f"{error.filename} is a file, not a folder", where=str(folder),
                              remedy="choose another with folder=...") from None  # fmt: skip
-    except PermissionError:
-        raise RunFolderError("the run folder cannot be written", where=str(folder),
-                             remedy="choose another with folder=..., or change its permissions",
-                             ) from None  # fmt: skip
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutOfSpaceError("the disk is full", where=str(folder),
+                                  remedy="free some space and run the same command again",
+                                  ) from None  # fmt: skip
+        raise RunFolderError(
+            f"the run folder cannot be written ({error.strerror})",
+            where=str(folder),
+            remedy="choose another with folder=..., or change its permissions",
+        ) from None
 
 
 def environment(machine: Machine) -> dict[str, Any]:

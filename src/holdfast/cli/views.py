@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json as json_format
+import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +18,8 @@ from holdfast.report.live import View
 from holdfast.report.metrics import Metrics
 from holdfast.report.tensorboard import Writer
 from holdfast.spec.flops import CONVENTIONS, flops_per_token
+
+CLOSE_SECONDS = 5.0
 
 
 class Views:
@@ -34,7 +38,9 @@ class Views:
             self._stack.callback(writer.close)
             self.observers.append(writer.observe)
         if json:
-            self.observers.append(print_record)
+            lines = JsonLines()
+            self._stack.callback(lines.close)
+            self.observers.append(lines.observe)
         else:
             view = self._stack.enter_context(View(config.train.steps))
             self.observers.append(view.observe)
@@ -66,6 +72,53 @@ def metrics_of(config: RunConfig, dataset_version: str, machine: Machine) -> Met
     return Metrics(config.name, info, flops_per_token=flops, peak_flops=peak)
 
 
-def print_record(record: Record) -> None:
-    """One line of JSON per record of the journal, for a program that reads along."""
-    print(json_format.dumps(to_json(record), separators=(",", ":")), flush=True)
+class JsonLines:
+    """Prints one line of JSON per record, for a program that reads along.
+
+    A thread of its own prints: the agent, which answers requests and heartbeats, never waits for
+    a slow reader. More than a million unread lines lose the oldest, and that is said.
+    """
+
+    def __init__(self, limit: int = 1_000_000) -> None:
+        self._lines: deque[str] = deque(maxlen=limit)
+        self._changed = threading.Condition()
+        self._closing = False
+        self._lost = 0
+        self._thread = threading.Thread(target=self._run, name="json lines", daemon=True)
+        self._thread.start()
+
+    def observe(self, record: Record) -> None:
+        line = record_line(record)
+        with self._changed:
+            self._lost += len(self._lines) == self._lines.maxlen
+            self._lines.append(line)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Print what waits; give up on a reader that takes nothing for some seconds."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        waiting = -1
+        while self._thread.is_alive() and waiting != len(self._lines):
+            waiting = len(self._lines)
+            self._thread.join(CLOSE_SECONDS)
+        if self._lost:
+            say(f"{self._lost} lines were not read in time and are only in the journal")
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._lines and not self._closing:
+                    self._changed.wait()
+                if not self._lines:
+                    return
+                lines = [self._lines.popleft() for _ in range(min(100, len(self._lines)))]
+            try:
+                print("\n".join(lines), flush=True)
+            except (OSError, ValueError):
+                return  # nobody reads any more: that is no reason to stop training
+
+
+def record_line(record: Record) -> str:
+    return json_format.dumps(to_json(record), separators=(",", ":"))

@@ -27,7 +27,7 @@ def watch(
       holdfast watch runs/quickstart
       holdfast watch run.yaml --json
     """
-    from holdfast.cli.views import print_record
+    from holdfast.cli.views import record_line
     from holdfast.report import live
     from holdfast.report.progress import Progress
     from holdfast.report.timeline import in_order
@@ -39,7 +39,7 @@ def watch(
             progress = Progress(found.config.train.steps)
             for batch in follow(found.store):
                 for record in in_order(batch):
-                    print_record(record)
+                    print(record_line(record), flush=True)
                     progress.observe(record)
                 if progress.ended:
                     return

@@ -1,0 +1,68 @@
+"""What the machine is found to have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from holdfast.plan.hardware import Accelerator, accelerators, this_machine, usable_cores, visible
+
+LISTING = """\
+0, GPU-aaaa-1, NVIDIA H100 80GB HBM3, 81559
+1, GPU-bbbb-2, NVIDIA H100 80GB HBM3, 81559
+2, GPU-cccc-3, NVIDIA H100 PCIe, [N/A]
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "names"),
+    [
+        (None, ["HBM3", "HBM3", "PCIe"]),
+        ("", []),
+        ("2,0", ["PCIe", "HBM3"]),
+        ("GPU-bbbb", ["HBM3"]),
+        ("1,7,0", ["HBM3"]),  # as CUDA does: what follows an unknown device is not seen
+        ("-1", []),
+    ],
+)
+def test_visible_devices(chosen: str | None, names: list[str]) -> None:
+    found = visible(LISTING, chosen)
+    assert [device.name.rsplit(" ", 1)[1] for device in found] == names
+    assert [device.index for device in found] == list(range(len(names)))
+
+
+def test_memory_is_bytes_and_zero_when_not_told() -> None:
+    sizes = [device.memory_bytes for device in visible(LISTING, None)]
+    assert sizes == [81559 * 2**20, 81559 * 2**20, 0]
+
+
+def test_no_driver_is_no_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert accelerators({}) == ()
+
+
+def test_peaks_are_known_by_name_or_not_at_all() -> None:
+    assert Accelerator(0, "NVIDIA H100 80GB HBM3", 0).peak_flops("bf16") == 989e12
+    assert Accelerator(0, "NVIDIA H100 PCIe", 0).peak_flops("bf16") == 756e12
+    assert Accelerator(0, "GeForce 256", 0).peak_flops("bf16") is None
+
+
+def test_cores_are_those_this_process_may_use() -> None:
+    one = min(os.sched_getaffinity(0))
+    code = "from holdfast.plan.hardware import usable_cores; print(usable_cores())"
+    done = subprocess.run(
+        ["taskset", "-c", str(one), sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "1"
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)
+
+
+def test_this_machine() -> None:
+    machine = this_machine({"CUDA_VISIBLE_DEVICES": ""})
+    assert machine.accelerators == ()
+    assert machine.memory_bytes > 2**28
+    assert machine.to_json()["node"] == machine.node
