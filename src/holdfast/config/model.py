@@ -18,6 +18,15 @@ class RopeScaling(Section):
     high_freq_factor: float = Field(4.0, gt=0)
     original_max_position: int = Field(8192, gt=0)
 
+    @model_validator(mode="after")
+    def _band(self) -> RopeScaling:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"high_freq_factor {self.high_freq_factor} must be above low_freq_factor "
+                f"{self.low_freq_factor}: use {4 * self.low_freq_factor}"
+            )
+        return self
+
 
 class ModelConfig(Section):
     """One decoder. `vocab_size` 0 means: the prepared dataset's (planned)."""
