@@ -18,6 +18,8 @@ from holdfast.report.live import View
 from holdfast.report.metrics import Metrics
 from holdfast.report.tensorboard import Writer
 from holdfast.spec.flops import CONVENTIONS, flops_per_token
+from holdfast.wire import journal
+from holdfast.wire.runstore import FolderStore
 
 CLOSE_SECONDS = 5.0
 
@@ -30,7 +32,9 @@ class Views:
     ) -> None:
         self.say: Callable[[str], None] = say
         self._stack = ExitStack()  # what has to be closed, newest first
+        before = journal.read(FolderStore(folder))  # older sessions of the same run
         metrics = metrics_of(config, dataset_version, machine)
+        metrics.replay(before)
         self.render_metrics = metrics.render
         self.observers: list[Callable[[Record], None]] = [metrics.observe]
         if config.tensorboard:
@@ -42,7 +46,9 @@ class Views:
             self._stack.callback(lines.close)
             self.observers.append(lines.observe)
         else:
-            view = self._stack.enter_context(View(config.train.steps))
+            view = View(config.train.steps)
+            view.replay(before)
+            self._stack.enter_context(view)
             self.observers.append(view.observe)
             self.say = view.say
 
