@@ -99,7 +99,8 @@ tr.given td{font-weight:600}
 tr.given td.soft{font-weight:400;color:var(--accent)}
 footer{margin-top:56px;color:var(--faint);font-size:12.5px;border-top:1px solid var(--rule);
  padding-top:14px}
-@media (max-width:700px){.tiles{grid-template-columns:repeat(2,1fr)}
+@media (max-width:700px){figure{overflow-x:auto}figure svg{min-width:640px}
+.tiles{grid-template-columns:repeat(2,1fr)}
 main{padding:26px 14px 50px}h1{font-size:24px}.tile b{font-size:20px}}
 @media print{body{background:#fff}figure,.tile,.card{break-inside:avoid}}
 """

@@ -7,8 +7,6 @@ file opens with the mark that makes TensorBoard forget everything beyond N in th
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,7 +15,6 @@ from holdfast.events import Evaluated, GenerationStarted, Record, StepDone
 from holdfast.report import eventfile
 from holdfast.report.behind import Behind
 
-_FLUSH_SECONDS = 5.0
 _QUEUE = 10_000  # records that may wait for a slow disk
 
 
@@ -27,7 +24,7 @@ class Writer:
     Raises RunFolderError when the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -36,8 +33,6 @@ class Writer:
                 remedy="mend its permissions or set tensorboard=false",
             ) from error  # fmt: skip
         self._folder = folder
-        self._now = now
-        self._flushed = now()
         self._file: BinaryIO | None = None
         self._behind: Behind[Record] = Behind("tensorboard", self._write, _QUEUE)
         self._behind.start()
@@ -66,9 +61,7 @@ class Writer:
             values = {"validation/loss": event.loss,
                       "validation/bits_per_byte": event.bits_per_byte}  # fmt: skip
         self._file.write(eventfile.scalars(record.time, event.step, values))
-        if self._now() - self._flushed > _FLUSH_SECONDS:
-            self._file.flush()
-            self._flushed = self._now()
+        self._file.flush()  # what is written survives a kill of the agent
 
     def _begin(self, record: Record, step: int) -> None:
         """The generation's own file; its name sorts after those of older generations."""
