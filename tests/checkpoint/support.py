@@ -102,7 +102,12 @@ class Mover:
         self.store = FolderStore(folder)
         self.secret = Secret(secrets.token_bytes(32))
         self.private = tempfile.mkdtemp(prefix="hf-")
-        options = {"extent_bytes": 1024, "run": "test", "config_hash": "c", "dataset_version": "d"}
+        options: dict[str, Any] = {
+            "extent_bytes": 1024,
+            "run": "test",
+            "config_hash": "c",
+            "dataset_version": "d",
+        }
         boot = MoverBoot(
             str(folder), f"{self.private}/mover.sock", Settings(**(options | settings)),
             self.secret.hex(),
@@ -157,8 +162,7 @@ def read_box(checkpoint: Checkpoint, box: Box) -> torch.Tensor:
     """A box of a checkpoint as a tensor."""
     out = torch.empty(box.lengths, dtype=DTYPE[checkpoint.spec(box.name).dtype])
     if box.size:
-        raw = out.reshape(-1).view(torch.uint8).numpy()
-        checkpoint.read(box, memoryview(raw))
+        checkpoint.read(box, out.reshape(-1).view(torch.uint8).numpy().data)
     return out
 
 

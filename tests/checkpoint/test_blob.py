@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from holdfast.checkpoint.blob import ExtentHasher, header, parse_header
@@ -41,7 +41,9 @@ def test_stock_readers_understand_a_checkpoint_of_several_writers(
             assert tensor.dtype == DTYPE[next(s.dtype for s in TABLE if s.name == name)]
     full = state(4)
     loaded = {name: torch.full_like(tensor, 77) for name, tensor in full.items()}
-    dcp.load(loaded, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    state_dict_loader.load(
+        loaded, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True
+    )
     for name, tensor in full.items():
         assert torch.equal(loaded[name], tensor), name
 

@@ -79,8 +79,6 @@ def _chunks(spec: TensorSpec, tensors: FolderTensors) -> Iterator[Bytes]:
         for start in range(0, spec.nbytes, len(ZEROS)):
             yield ZEROS[: spec.nbytes - start]
         return
-    import torch
-
-    dtype = {"F32": torch.float32, "F64": torch.float64}[spec.dtype]
-    value = tensors[spec.name.removeprefix(prefix)].to(dtype).contiguous()
-    yield value.reshape(-1).view(torch.uint8).numpy().data
+    value = tensors[spec.name.removeprefix(prefix)]
+    cast = value.double() if spec.dtype == "F64" else value.float()
+    yield cast.contiguous().numpy().reshape(-1).view("uint8").data
