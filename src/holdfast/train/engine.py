@@ -127,6 +127,9 @@ class StepEngine:
                 self._gradients.end_leaf()
                 self._losses.append(loss.detach())
                 self._reducer.check()
+        except PeerLostError:
+            self.groups.abort()  # wakes ranks that wait for this one in another group
+            raise
         except RuntimeError as error:
             self._reducer.fail(error)
             raise self._lost(error) from error
@@ -140,7 +143,7 @@ class StepEngine:
         try:
             self._reducer.finish()
         except PeerLostError:
-            self.groups.abort()  # wakes ranks that wait for this one in another group
+            self.groups.abort()
             raise
         squares = float(sum_of_squares(self._reducer.gradient))
         ballot = Ballot(
