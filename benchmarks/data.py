@@ -7,8 +7,8 @@
 Tokenising: the tokenise stage of `holdfast data prepare` (documents read, checked against the
 scan, encoded, packed and written, up to the end of the processes) against the `tokenizers`
 library's own `encode_batch_fast` on documents that lie in memory, on as many threads as we use
-processes. Both take turns, in an order that alternates; the ratio is the library's time over ours within a
-round, its median with a bootstrap interval.
+processes. Both take turns, in an order that alternates; the ratio is the library's time over
+ours within a round, its median with a bootstrap interval.
 
 Loading: samples of the quickstart's shape out of `Loader`, hashed and as tensors, on one thread
 beside the training loop, against the tokens a second that the quickstart model trains at here.

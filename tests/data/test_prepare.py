@@ -279,7 +279,18 @@ def test_any_tokenizer_and_wide_tokens(tmp_path: Path) -> None:
     assert np.array_equal(a.read(0, a.tokens), b.read(0, b.tokens))
 
 
-def test_prepared_twice_is_opened_and_an_absolute_version_is_kept(tmp_path: Path) -> None:
+def test_how_a_source_is_cut_changes_no_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of a unit is our business: no part of a dataset may depend on it."""
+    trees = []
+    for size in (1 << 14, 1 << 30):
+        monkeypatch.setattr("holdfast.data.sources.UNIT_BYTES", size)
+        trees.append(tree(make(mixed(tmp_path, f"out{size}", processes=1)).folder))
+    assert trees[0] == trees[1]
+
+
+def test_prepared_twice_is_opened_and_the_version_is_the_content_s(tmp_path: Path) -> None:
     folder = text_folder(tmp_path / "in", files=4, words=60)
     config = data_config(tmp_path / "out", text_source(folder))
     first = make(config)

@@ -174,7 +174,7 @@ class _Preparation:
             self._tell(choice)
             known = self._tokenizer(rows, choice)
             self._tokenise(pool, raw, choice, known)
-        self._join(raw, rows, choice, known)
+        self._join(rows, choice, known)
 
     def _path(self, stage: str, unit: Unit) -> Path:
         return self.folder / WORK / stage / f"{unit.index:08d}"
@@ -272,9 +272,7 @@ class _Preparation:
 
         self._each(pool, "tokenising", "tokens", task)
 
-    def _join(
-        self, raw: list[str], rows: list[Rows], choice: Choice, known: vocabulary.Vocabulary
-    ) -> None:
+    def _join(self, rows: list[Rows], choice: Choice, known: vocabulary.Vocabulary) -> None:
         self.say("writing shards")
         shutil.rmtree(self.folder / "shards", ignore_errors=True)  # of a join that was cut short
         (self.folder / "shards").mkdir()
@@ -296,7 +294,7 @@ class _Preparation:
         content = {
             "format": FORMAT,
             "settings": self.wanted,
-            "sources": self._lineage(raw, choice),
+            "sources": self._lineage(rows, choice),
             "tokenizer": {
                 "vocab_size": known.size, "end": known.end, "end_token": known.end_token,
                 "dtype": known.dtype, "xxh3": checksum(tokenizer),
@@ -310,12 +308,13 @@ class _Preparation:
         total = splits["train"]["tokens"]
         self.say(f"dataset {manifest['version']}: {total:,} training tokens in {self.folder}")
 
-    def _lineage(self, raw: list[str], choice: Choice) -> list[dict[str, Any]]:
-        """Where the tokens came from: each source with a hash of every byte read."""
+    def _lineage(self, rows: list[Rows], choice: Choice) -> list[dict[str, Any]]:
+        """Where the tokens came from: each source with a hash of its documents' hashes and sizes,
+        in order, which does not know how the source was cut into units."""
         out = []
         sources = zip(self.plans, self.wanted["sources"], choice.counts, strict=True)
         for plan, wanted, count in sources:
-            digest = checksum("".join(raw[u.index] for u in plan.units).encode())
+            digest = checksum(b"".join(rows[u.index].tobytes() for u in plan.units))
             out.append(
                 {**wanted, "files": plan.files, "bytes": plan.bytes, "xxh3": digest,
                  **asdict(count)}
