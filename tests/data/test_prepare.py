@@ -18,6 +18,7 @@ from holdfast.config.data import DataConfig
 from holdfast.data.dataset import Dataset
 from holdfast.data.prepare import prepare
 from holdfast.data.verify import verify
+from holdfast.errors import HoldfastError
 from tests.data.corpus import (
     data_config,
     jsonl_file,
@@ -200,6 +201,22 @@ def test_killed_half_way_it_goes_on_to_the_same_bytes(
         assert any(line.startswith(again) and "were done before" in line for line in said), said
     elsewhere = make(mixed(tmp_path, "whole", processes=1))
     assert tree(tmp_path / "out") == tree(elsewhere.folder)
+
+
+def test_a_preparing_process_that_dies_is_named_and_costs_its_unit_only(tmp_path: Path) -> None:
+    config = mixed(tmp_path, "out", processes=2)
+
+    def kill(what: str, done: int, total: int) -> None:
+        if (what, done) == ("tokenising", 2):
+            for child in psutil.Process().children():
+                if "holdfast.data.pool" in child.cmdline():
+                    child.kill()
+
+    with pytest.raises(HoldfastError, match="a preparing process ended with -9"):
+        prepare(config, say=lambda _: None, progress=kill)
+    said: list[str] = []
+    assert verify(prepare(config, say=said.append).folder) == []
+    assert any("were done before" in line for line in said)
 
 
 def test_changed_sources_start_over(tmp_path: Path) -> None:
