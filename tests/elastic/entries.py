@@ -62,7 +62,7 @@ def train(boot: WorkerBoot, secret: Secret) -> int:
         print(f"rank {boot.rank} lost a peer: {error}")
         reporter.flush(2.0)
         return exits.PEER_LOST
-    reporter.outcome("left" if stop else "finished", step)
+    reporter.outcome("left" if stop else "finished", step, plan.get("unsaved"))
     reporter.close()
     return exits.DONE
 

@@ -209,7 +209,6 @@ def test_the_worker_that_hangs_is_named_and_the_run_goes_on(tmp_path: Path) -> N
     assert (lost.rank, lost.noticed_by) == (1, "progress")
     assert lost.cause == "no progress for 2 s in step 3, compute"
     assert [e.reason for e in trainer.events(GenerationStarted)] == ["start", "hang"]
-    assert "worker 1" in trainer.said
 
 
 def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
@@ -237,6 +236,16 @@ def test_a_crash_that_comes_back_is_given_up(tmp_path: Path) -> None:
     assert "restarted 2 times" in failed.reason
     assert "ValueError: the toy broke" in failed.reason
     assert 'raise ValueError("the toy broke")' in trainer.said  # the log's last lines
+
+
+def test_a_run_whose_last_state_is_not_durable_is_not_finished(tmp_path: Path) -> None:
+    plan = {"steps": 3, "unsaved": "the disk is full"}
+    with training(tmp_path / "run", plan, "layout.workers=1") as trainer:
+        assert trainer.end() == 1
+    assert trainer.events(RunFinished) == []
+    (stopped,) = trainer.events(RunStopped)
+    assert stopped.reason == "the state after step 3 could not be saved: the disk is full"
+    assert "resume with: holdfast train" in trainer.said
 
 
 def test_what_the_person_can_mend_is_one_sentence(tmp_path: Path) -> None:

@@ -213,6 +213,10 @@ class Agent:
         if isinstance(verdict, Lost) and self._stop is None:
             return self._restart_or_give_up(verdict)
         match verdict:
+            case Finished(step, str(unsaved)) | Left(step, str(unsaved)):
+                why = f"the state after step {step} could not be saved: {unsaved}"
+                self._stopped(self._committed, why)
+                return 1
             case Finished(step):
                 self._become(RunState.FINISHED)
                 self._board.emit("agent", RunFinished(step=step))
@@ -227,7 +231,7 @@ class Agent:
                 self._say(sentence)
                 return 1
             case Lost(_, cause):
-                self._stopped(self._committed, f"{self._stop}, but while saving: {cause}")
+                self._stopped(self._committed, f"{self._stop}; lost while saving: {cause}")
                 return 1
 
     def _restart_or_give_up(self, verdict: Lost) -> int | None:

@@ -131,7 +131,6 @@ class Generation:
         self._board.emit(
             "agent", WorkerLost(member.rank, member.pid, cause, noticed_by, step=self.step)
         )
-        self._say(f"worker {member.rank} (process {member.pid}) is lost: {cause}")
         self.decide(Lost(reason, f"worker {member.rank}: {cause}"))
 
     def _common_outcome(self) -> Verdict:
@@ -139,7 +138,8 @@ class Generation:
         if len(outcomes) > 1:
             return Lost("worker_lost", f"the workers ended differently: {outcomes}")
         ((kind, step),) = (outcome for outcome in outcomes if outcome is not None)
-        return Finished(step) if kind == "finished" else Left(step)
+        unsaved = next((m.unsaved for m in self.members if m.unsaved is not None), None)
+        return Finished(step, unsaved) if kind == "finished" else Left(step, unsaved)
 
     def _non_finite_sentence(self, member: Member) -> str:
         found = self._non_finite

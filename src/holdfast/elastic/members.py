@@ -27,6 +27,7 @@ class Member:
     next_event: int = 0
     ready: bool = False
     outcome: tuple[str, int] | None = None  # ("finished" or "left", step)
+    unsaved: str | None = None  # why the state after that step is not durable
     code: int | None = None  # as os.waitstatus_to_exitcode gives it
 
     @property
@@ -98,7 +99,9 @@ class Members:
         fresh = [event_from_json(str(item["kind"]), item["event"]) for item in events[seen:]]
         member.next_event = max(member.next_event, first + len(events))
         if "outcome" in body:
-            member.outcome = (str(body["outcome"]["kind"]), int(body["outcome"]["step"]))
+            told = body["outcome"]
+            member.outcome = (str(told["kind"]), int(told["step"]))
+            member.unsaved = told["unsaved"]
         return fresh
 
     def hung(self, now: float, limit: float) -> Member | None:

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finished:
-    """Every step of the run file is done and committed."""
+    """Every step of the run file is done; committed, unless `unsaved` says why not."""
 
     step: int
+    unsaved: str | None = None
 
 
 @dataclass(frozen=True)
 class Left:
-    """The workers saved and left, as they were asked to."""
+    """The workers left, as they were asked to; saved, unless `unsaved` says why not."""
 
     step: int
+    unsaved: str | None = None
 
 
 @dataclass(frozen=True)

@@ -80,11 +80,12 @@ def open_term(
         return Term(store, newest + 1, address)
 
 
-def asks(secret: Secret, deadline: float = 5.0) -> Callable[[str], bool]:
+def asks(secret: Secret, deadline: float = 10.0) -> Callable[[str], bool]:
     """The question itself: True only for an answer signed with this run's secret.
 
     A refused connection is told apart from silence at once, so the deadline (seconds) is waited
-    for only where the node is gone or the trainer is stopped.
+    for only where the node is gone or the trainer is stopped. It is long on purpose: a trainer on
+    an overloaded machine must not lose its run folder for being slow.
     """
 
     def ask(address: str) -> bool:

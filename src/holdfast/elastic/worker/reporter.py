@@ -82,10 +82,11 @@ class Reporter:
         """Run `call` on the reporter's thread after all events queued so far are durable."""
         self._put(call)
 
-    def outcome(self, kind: str, step: int) -> None:
-        """Say how this worker is about to end: "finished" or "left", after `step`."""
+    def outcome(self, kind: str, step: int, unsaved: str | None = None) -> None:
+        """Say how this worker is about to end: "finished" or "left", after `step`; `unsaved` is
+        why the state after that step is not durable, when it is not."""
         with self._changed:
-            self._outcome = {"kind": kind, "step": step}
+            self._outcome = {"kind": kind, "step": step, "unsaved": unsaved}
             self._changed.notify_all()
 
     @property
