@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.events import Evaluated, Record, RunFailed, StepDone
+from holdfast.report.history import build
 from holdfast.report.timeledger import CLASSES, TimeLedger
 from tests.report.journals import Scribe, lossy_run, step_done
 
@@ -118,6 +119,26 @@ def test_another_machine_s_clock_that_is_behind_gives_no_negative_pause() -> Non
     ledger = ledger_of(run.records)
     assert ledger.totals()["stopped"] == 0.0
     assert ledger.totals()["productive"] == pytest.approx(6 * 0.625)
+
+
+def test_steps_reported_after_the_loss_was_noticed_still_count_as_done() -> None:
+    """Rank 1 dies; the agent sees that before rank 0's last reports come in."""
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 3)
+    run.commit(3)
+    run.lose(1, after=2.0)
+    for step in (4, 5):
+        run.write(step_done(step, 1.0, {"compute": 0.75, "reduce": 0.25}))
+    run.restart(4)
+    run.steps(5, 6)
+    totals = ledger_of(run.records).totals()
+    assert totals["rework"] == pytest.approx(1.0)
+    assert totals["productive"] == pytest.approx(3 * 0.625 + 0.75 + 2 * 0.625)
+    assert totals["recovery"] == pytest.approx(0.25 + 0.5)
+    (incident,) = build(run.records).incidents
+    assert (incident.reached, incident.steps_lost) == (5, 1)
 
 
 def test_the_last_save_counts_as_blocked_by_the_checkpoint() -> None:

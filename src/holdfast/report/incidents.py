@@ -118,6 +118,9 @@ class IncidentBook:
             self._update(ready=elapsed)
         elif isinstance(event, StepDone):
             self._step = max(self._step, event.step)
+            if self._open is not None and record.generation == self._open.generation:
+                # A report that came in after the loss was noticed.
+                self._update(reached=max(self._open.reached, event.step))
             ended = self._recover(record.generation, elapsed)
         self._last_elapsed = elapsed
         return ended

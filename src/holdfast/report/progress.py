@@ -93,10 +93,10 @@ class Progress:
         return found
 
     def _step(self, event: StepDone, at: float) -> None:
-        self.state = "training" if not self.ended else self.state
+        if self.book.current is None and not self.ended:  # not a late report of a lost generation
+            self.state = "training"
+            self.workers = dict.fromkeys(self.workers, "training")
         self.step, self.loss, self.learning_rate = event.step, event.loss, event.learning_rate
-        for rank in self.workers:
-            self.workers[rank] = "training"
         self._pace.append((at, event.step))
         if event.seconds > 0:
             rate = event.tokens / event.seconds

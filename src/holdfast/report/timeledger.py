@@ -64,6 +64,7 @@ class TimeLedger:
         self._mark = 0.0  # time up to which `_closed` accounts
         self._session = False
         self._gap: str | None = None  # class of the open gap, None in a stretch
+        self._broken = 0  # the newest generation that lost a worker
         self._gap_evaluation = 0.0
         self._rows = array("d")  # claims of each step that still counts, _WIDTH a step
         self._steps = array("q")  # the step of each row, rising
@@ -116,12 +117,16 @@ class TimeLedger:
                 return
             self._start_session(record)  # a journal whose RunStarted is missing
         self._now = max(self._now, record.time)
-        self._take(event)
+        if isinstance(event, WorkerLost):
+            self._broken = record.generation
+        if isinstance(event, StepDone):
+            late = self._gap is not None and record.generation <= self._broken
+            (self._late_step if late else self._step)(event)
+        else:
+            self._take(event)
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, StepDone):
-            self._step(event)
-        elif isinstance(event, Evaluated):
+        if isinstance(event, Evaluated):
             self._claim_evaluation(event.seconds)
         elif isinstance(event, CheckpointCommitted):
             self._last_commit = self._now
@@ -159,17 +164,28 @@ class TimeLedger:
         if self._gap is not None:
             self._close(max(self._mark, self._now - event.seconds))
             self._gap = None
-        claims = [0.0] * _WIDTH
-        for phase, seconds in event.phases.items():
-            claims[_PHASES.get(phase, _WIDTH - 1)] += max(0.0, seconds)
-        if event.phases:
-            claims[-1] += max(0.0, event.seconds - sum(event.phases.values()))
-        else:
-            claims[0] = event.seconds  # an unbroken total counts as useful
-        self._steps.append(event.step)
-        self._rows.extend(claims)
-        self._claims = [total + claim for total, claim in zip(self._claims, claims, strict=True)]
+        self._add_row(event.step, _claims(event), open_stretch=True)
         self._last_claim = self._now
+
+    def _late_step(self, event: StepDone) -> None:
+        """A step of a broken generation, reported after the loss was noticed: it happened inside
+        what looked like the beginning of the recovery."""
+        claims = _claims(event)
+        scale = _scale(sum(claims), max(0.0, self._now - self._mark))
+        claims = [seconds * scale for seconds in claims]
+        for name, seconds in zip(_COLUMNS, claims, strict=True):
+            self._closed[name] += seconds
+        self._mark += sum(claims)
+        self._add_row(event.step, claims, open_stretch=False)
+
+    def _add_row(self, step: int, claims: list[float], *, open_stretch: bool) -> None:
+        self._steps.append(step)
+        self._rows.extend(claims)
+        if open_stretch:
+            self._claims = [a + b for a, b in zip(self._claims, claims, strict=True)]
+        else:
+            self._stretch_row = len(self._steps)
+            self._last_claim = self._mark
 
     def _claim_evaluation(self, seconds: float) -> None:
         if self._gap is None:
@@ -218,6 +234,18 @@ class TimeLedger:
         self._claims = [0.0] * _WIDTH
         self._evaluation = self._last_save = 0.0
         self._mark = max(self._mark, until)
+
+
+def _claims(event: StepDone) -> list[float]:
+    """Seconds of a step by column."""
+    claims = [0.0] * _WIDTH
+    for phase, seconds in event.phases.items():
+        claims[_PHASES.get(phase, _WIDTH - 1)] += max(0.0, seconds)
+    if event.phases:
+        claims[-1] += max(0.0, event.seconds - sum(event.phases.values()))
+    else:
+        claims[0] = max(0.0, event.seconds)  # an unbroken total counts as useful
+    return claims
 
 
 def _scale(claimed: float, length: float) -> float:
