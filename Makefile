@@ -26,6 +26,7 @@ $(VENV)/bin/python:
 # torch first and alone: whatever build of the release is at hand (for a CPU, for one CUDA
 # version) is taken, and nothing after it changes that.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing into $(VENV): torch first, which is the largest part"
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	@touch $@
@@ -43,7 +44,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 pytest: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) -m 'not slow'
