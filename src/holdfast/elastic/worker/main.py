@@ -62,7 +62,7 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
         return _end(reporter, exits.NON_FINITE, error)
     if outcome.unsaved is not None:
         print(f"the state after step {outcome.step} is not durable: {outcome.unsaved}", flush=True)
-    reporter.outcome(outcome.kind, outcome.step)
+    reporter.outcome(outcome.kind, outcome.step, outcome.unsaved)
     reporter.close()
     return exits.FENCED if reporter.fenced else exits.DONE
 
