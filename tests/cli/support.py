@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -75,17 +77,26 @@ def here(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Outcome:
 
 
 def start(*arguments: str | Path, folder: Path | None = None) -> subprocess.Popen[str]:
-    """Start a command in a process, and a process group, of its own."""
+    """Start a command in a process, and a process group, of its own. It does not outlive the
+    thread that started it, so a test run that is killed leaves no trainer behind."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "holdfast.cli.main", *map(str, arguments)], cwd=folder, text=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True, env=environment,
+        start_new_session=True, env=environment, preexec_fn=_end_with_starter,
     )  # fmt: skip
+
+
+def _end_with_starter() -> None:
+    """In the child, before the command: Linux kills it when its starter ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def apart(*arguments: str | Path, folder: Path | None = None, deadline: float = 90) -> Outcome:
     """Run a command in a process of its own."""
     process = start(*arguments, folder=folder)
-    out, err = process.communicate(timeout=deadline)
+    try:
+        out, err = process.communicate(timeout=deadline)
+    finally:
+        process.kill()
     return Outcome(process.returncode, out, err)
