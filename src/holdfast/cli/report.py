@@ -46,13 +46,16 @@ def report(
 
 
 def baselines_of(run: Run) -> dict[str, float] | None:
-    """Bits per byte of unigram and bigram counts, where the dataset is still there."""
+    """Bits per byte of unigram and bigram counts on the very tokens that the run's validation
+    looks at, where the dataset is still there."""
+    from holdfast.data.batch import Batches
     from holdfast.data.dataset import Dataset, exists
 
     if not exists(run.dataset_folder):
         return None
-    found = Dataset.open(run.dataset_folder).baselines or {}
-    return {name: found[name] for name in ("unigram", "bigram") if name in found}
+    config = run.config
+    batches = Batches(Dataset.open(run.dataset_folder), config.data, config.train, config.seed)
+    return batches.validation_baselines(config.train.evaluate.samples)
 
 
 def device_of(run: Run) -> str | None:
