@@ -5,6 +5,9 @@ of a logical microbatch over the shards; the flat result, which the all-reduce h
 a ready bucket of this shard's gradient. Replicas of one sharding therefore sum the same buckets
 in the same tree and are bit-equal for any number of them.
 
+The reduce-scatter is our own: an all-to-all and a sum in shard order. gloo's moves twice the
+bytes; and where a leaf replaces what its slot holds, the sum is written straight into the slot.
+
 Gradients are sums, so FSDP2's own division is switched off. Its sharded `.grad` is dropped after
 each microbatch, or FSDP2 would go on adding in sequence; the optimizer reads the reducer's
 buffer instead, through the same offsets.
@@ -13,8 +16,11 @@ buffer instead, through the same offsets.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -69,6 +75,8 @@ class ShardedGradients:
         for index, unit in enumerate(units):
             assert isinstance(unit, FSDPModule)
             unit.set_all_reduce_hook(self._hook(index))
+            scatter: Any = SumInOrder(sizes[index], self._slot_of(index))
+            unit.set_custom_reduce_scatter(scatter)
 
     def start_leaf(self, leaf: int) -> None:
         """The next backward pass belongs to `leaf`."""
@@ -96,6 +104,14 @@ class ShardedGradients:
                 at += member.flat_size
         return [views[id(parameter)] for parameter in self._parameters]
 
+    def _slot_of(self, index: int) -> Callable[[], Tensor | None]:
+        def slot() -> Tensor | None:
+            if self._target is None or self._accumulate:
+                return None
+            return self.reducer.layout.slices[index].view(self._target)
+
+        return slot
+
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def take(output: Tensor) -> None:
             if self._target is None:
@@ -108,7 +124,7 @@ class ShardedGradients:
                     )
                 if self._accumulate:
                     part.add_(output)
-                else:
+                elif part.data_ptr() != output.data_ptr():
                     part.copy_(output)
                 self._missing.discard(index)
                 self.reducer.done(index)
@@ -116,6 +132,35 @@ class ShardedGradients:
                 self.reducer.fail(error)
 
         return take
+
+
+class SumInOrder:
+    """FSDP2's reduce-scatter of one unit (`fully_shard`'s custom communication interface).
+
+    output_size: elements of the result. slot: where the result may be written, or None.
+    """
+
+    def __init__(self, output_size: int, slot: Callable[[], Tensor | None]):
+        self._output_size, self._slot = output_size, slot
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the input (all shards' parts) or the output (this shard's sum)."""
+        slot = self._slot() if prod(size) == self._output_size else None
+        if slot is not None and slot.dtype == dtype:
+            return slot
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any,
+        async_op: bool = False,
+    ) -> None:  # fmt: skip
+        """output: [n]; input: [shards * n], the parts of all shards one after another."""
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        first, second, *rest = received.view(group.size(), -1)
+        torch.add(first, second, out=output_tensor)
+        for part in rest:
+            output_tensor.add_(part)
 
 
 def local(tensor: Tensor) -> Tensor:
