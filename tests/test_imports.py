@@ -25,7 +25,8 @@ TORCH_ROOMS = (
 # Reads module names, forks once for each, prints {module: what was wrong}.
 SERVER = """
 import importlib, json, os, sys, traceback
-for name in ("numpy", "pydantic", "yaml", "xxhash", "typer", "rich.console", "starlette.applications"):
+for name in ("numpy", "pydantic", "yaml", "xxhash", "typer", "rich.console",
+             "starlette.applications"):
     importlib.import_module(name)
 assert "torch" not in sys.modules and "holdfast" not in sys.modules
 found = {}

@@ -34,6 +34,8 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ("sede: 1\n", "run.yaml:1: unknown key sede; did you mean seed?"),
         ("steps: 1\n", "run.yaml:1: unknown key steps; did you mean train.steps?"),
         ("lr: 1\n", "run.yaml:1: unknown key lr; did you mean train.optimizer.learning_rate?"),
+        ("train.steps: 1\n", "run.yaml:1: unknown key train.steps; write 'steps:' indented below 'train:'"),
+        ("train: {'¹': 1}\n", "run.yaml:1: unknown key train.¹; train has steps, batch_size, microbatch_size, batch_warmup, precision, compile, optimizer, schedule, evaluate"),
         ("model:\n  n_layers: 2\n", "run.yaml:2: unknown key model.n_layers; did you mean model.layers?"),
         ("data:\n  sources:\n    - kind: text\n      pth: x\n",
          "run.yaml:4: unknown key data.sources.0.pth; did you mean data.sources.0.path?"),

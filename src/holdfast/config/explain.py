@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from holdfast.config.fields import all_keys, field_at, section_of, siblings
+from holdfast.config.fields import all_keys, as_path, field_at, section_of, siblings
 from holdfast.errors import ConfigError
 
 Place = Callable[[tuple[str | int, ...]], str | None]
@@ -139,6 +139,9 @@ def suggestion(path: tuple[str | int, ...]) -> str:
             path, rest = path[:length], path[length:]
             break
     last = str(path[-1])
+    nested = (*path[:-1], *as_path(last))
+    if "." in last and field_at(nested) is not None:  # dots are for the command line
+        return f"write '{nested[-1]}:' indented below '{nested[-2]}:'"
     near = get_close_matches(last, siblings(path), n=1, cutoff=0.6)
     if near:
         meant = (*path[:-1], near[0])

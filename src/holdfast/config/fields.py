@@ -18,6 +18,15 @@ from holdfast.config.run import RunConfig
 ITEM = "*"
 
 
+def as_path(key: str) -> tuple[str | int, ...]:
+    """A dotted key in parts; a part of ASCII digits is an index."""
+    return tuple(int(p) if is_index(p) else p for p in key.split("."))
+
+
+def is_index(part: str) -> bool:
+    return part.isascii() and part.isdigit()
+
+
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """The section that a field holds, directly, as `X | None` or as the items of a tuple."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -45,7 +54,7 @@ def field_at(path: Sequence[str | int]) -> FieldInfo | None:
     section: type[BaseModel] | None = RunConfig
     found: FieldInfo | None = None
     for part in path:
-        if isinstance(part, int) or part == ITEM or part.isdigit():
+        if isinstance(part, int) or part == ITEM or is_index(part):
             continue
         found = section.model_fields.get(part) if section is not None else None
         if found is None:
@@ -56,7 +65,7 @@ def field_at(path: Sequence[str | int]) -> FieldInfo | None:
 
 def siblings(path: Sequence[str | int]) -> list[str]:
     """Names of all keys of the section that `path` lies in."""
-    parent = [p for p in path[:-1] if not isinstance(p, int) and not p.isdigit()]
+    parent = [p for p in path[:-1] if not isinstance(p, int) and not is_index(p)]
     if not parent:
         return list(RunConfig.model_fields)
     holder = field_at(parent)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.config.explain import show
-from holdfast.config.fields import leaves
+from holdfast.config.fields import is_index, leaves
 from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 
@@ -59,7 +59,7 @@ def differences(stored: Mapping[str, Any], config: RunConfig) -> list[Difference
     default = decisive(RunConfig().model_dump(mode="json"))
     found: list[Difference] = []
     for key in sorted(here.keys() | there.keys()):
-        in_list = any(part.isdigit() for part in key.split("."))
+        in_list = any(is_index(part) for part in key.split("."))
         if key not in here and not in_list and key not in default:
             continue
         missing = None if in_list else default.get(key)

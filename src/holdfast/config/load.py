@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from holdfast.config import yaml_tree
 from holdfast.config.explain import explain, show, suggestion
-from holdfast.config.fields import allows, field_at, is_list, leaves, section_of
+from holdfast.config.fields import allows, as_path, field_at, is_list, leaves, section_of
 from holdfast.config.presets import PRESETS
 from holdfast.config.run import RunConfig
 from holdfast.errors import ConfigError
@@ -127,7 +127,7 @@ def _override(data: dict[str, Any], override: str) -> str:
     if not equals or not key:
         raise ConfigError("an override is written key=value", where=where,
                           remedy="for example train.steps=200")  # fmt: skip
-    path: KeyPath = tuple(int(p) if p.isdigit() else p for p in key.split("."))
+    path: KeyPath = as_path(key)
     field = field_at(path)
     if field is None:
         raise ConfigError(f"unknown key {key}", where=where, remedy=suggestion(path))
@@ -196,7 +196,7 @@ def _booleans_for_numbers(data: dict[str, Any]) -> list[tuple[KeyPath, bool]]:
     """true and false where a number belongs: Python, and so the schema, takes them for 1 and 0."""
     found: list[tuple[KeyPath, bool]] = []
     for key, value in leaves(data):
-        path: KeyPath = tuple(int(p) if p.isdigit() else p for p in key.split("."))
+        path: KeyPath = as_path(key)
         field = field_at(path)
         kinds = () if field is None else (bool, int, float)
         allowed = {kind for kind in kinds if field and allows(field.annotation, kind)}
