@@ -49,7 +49,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Replica:
-    """One complete copy of the model: ranks in mesh order, over `mesh_shape` (pp, dp_shard, cp, tp)."""
+    """One complete copy of the model: ranks in mesh order, over (pp, dp_shard, cp, tp)."""
 
     index: int
     ranks: tuple[int, ...]
