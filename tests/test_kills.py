@@ -19,7 +19,15 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.restore import Checkpoint, listing
-from holdfast.events import Event, RunFinished, RunStopped, StepDone, WorkerLost, WorkerStarted
+from holdfast.events import (
+    Event,
+    Record,
+    RunFinished,
+    RunStopped,
+    StepDone,
+    WorkerLost,
+    WorkerStarted,
+)
 from holdfast.spec.boxes import Box
 from holdfast.spec.state import ITEM_BYTES
 from holdfast.wire.journal import follow, read
@@ -85,14 +93,17 @@ def _disturbed(
         target=lambda: (process.wait(240), done.set()), daemon=True
     )  # fmt: skip
     watcher.start()
-    due, pids = list(points), dict[int, int]()
-    for event in _news(folder, before, done):
+    due, pids, killed = list(points), dict[int, int](), 0
+    for record in _news(folder, before, done):
+        event = record.event
         if isinstance(event, WorkerStarted):
             pids[event.rank] = event.pid
-        if not isinstance(event, StepDone):
+        # Late reports of a generation that was already hit do not count.
+        if not isinstance(event, StepDone) or record.generation <= killed:
             continue
         if due and event.step >= due[0]:
             due.pop(0)
+            killed = record.generation
             os.kill(pids[chooser.randrange(workers)], signal.SIGKILL)
         elif not due and leave_at is not None and event.step >= leave_at:
             leave_at = None
@@ -102,14 +113,14 @@ def _disturbed(
     return Outcome(process.wait(1), *output)
 
 
-def _news(folder: Path, skip: int, done: threading.Event) -> Iterator[Event]:
-    """Events as they come, until the process has ended."""
+def _news(folder: Path, skip: int, done: threading.Event) -> Iterator[Record]:
+    """Records as they come, until the process has ended."""
     for records in follow(FolderStore(folder), stop=done):
         for record in records:
             if skip:
                 skip -= 1
             else:
-                yield record.event
+                yield record
 
 
 def _clipped_in_every_step(events: list[Event]) -> bool:
