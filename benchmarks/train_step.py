@@ -40,7 +40,7 @@ WORLD = 2
 PARITY_STEPS = 3
 PARITY = 2e-5  # relative, in float32
 TARGET_HALF_WIDTH = 0.015
-OURS = ("holdfast", "holdfast-sharded")
+OURS = ("holdfast", "holdfast-zero2", "holdfast-zero3")
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Pair:
 PAIRS = (
     Pair("ddp", "ddp", "holdfast", "at least 0.98", 0.98),
     Pair("ddp-4", "ddp", "holdfast", "not behind (0.99), 4 microbatches", 0.99, microbatches=4),
-    Pair("fsdp", "fsdp", "holdfast-sharded", "at least 0.97", 0.97),
+    Pair("fsdp", "fsdp", "holdfast-zero3", "at least 0.97", 0.97),
     Pair("accelerate", "accelerate", "holdfast", "not behind (0.99)", 0.99),
     Pair("hf-trainer", "hf-trainer", "holdfast", "not behind (0.99)", 0.99),
-    Pair("zero2", "deepspeed-zero2", "holdfast-sharded", "ahead (low end above 1)", 1.0, True),
-    Pair("zero3", "deepspeed-zero3", "holdfast-sharded", "ahead (low end above 1)", 1.0, True),
-    Pair("torchtitan", "torchtitan", "holdfast-sharded", "not behind (0.99)", 0.99),
+    Pair("zero2", "deepspeed-zero2", "holdfast-zero2", "ahead (low end above 1)", 1.0, True),
+    Pair("zero3", "deepspeed-zero3", "holdfast-zero3", "ahead (low end above 1)", 1.0, True),
+    Pair("torchtitan", "torchtitan", "holdfast-zero3", "not behind (0.99)", 0.99),
     Pair("compile", "holdfast", "holdfast", "gain of compile", 0.0, our_compile=True),
 )
 

@@ -26,14 +26,14 @@ class Samples:
     tokens: int
 
 
-def run_config(work: Work, world: int, shards: int) -> RunConfig:
+def run_config(work: Work, world: int, shards: int, zero: int) -> RunConfig:
     """The work as a run file. A rank's `microbatches` are parts of a logical microbatch each."""
     replicas = world // shards
     model = work.config.model_dump()
     return RunConfig.model_validate({
         "seed": work.seed, "device": "cpu", "model": model,
         "data": {"sequence_length": work.sequence},
-        "layout": {"workers": world, "dp_shard": shards},
+        "layout": {"workers": world, "dp_shard": shards, "zero": zero},
         "train": {
             "steps": 10**6, "batch_size": work.batch, "compile": work.compile,
             "microbatch_size": work.batch // work.microbatches // replicas,
@@ -46,9 +46,9 @@ def run_config(work: Work, world: int, shards: int) -> RunConfig:
     })  # fmt: skip
 
 
-def run(bench: Bench, shards: int) -> None:
+def run(bench: Bench, shards: int, zero: int = 3) -> None:
     work = bench.work
-    config = run_config(work, bench.world, shards)
+    config = run_config(work, bench.world, shards, zero)
     layout = Layout(dp_replicate=bench.world // shards, dp_shard=shards)
     topology = place(layout, 1, ("local",) * bench.world)
     store = dist.FileStore(bench.meeting, bench.world)

@@ -15,7 +15,8 @@ from importlib import import_module
 
 NAMES: dict[str, tuple[str, dict[str, object]]] = {
     "holdfast": ("ours", {"shards": 1}),
-    "holdfast-sharded": ("ours", {"shards": 2}),
+    "holdfast-zero2": ("ours", {"shards": 2, "zero": 2}),
+    "holdfast-zero3": ("ours", {"shards": 2}),
     "ddp": ("ddp", {}),
     "fsdp": ("fsdp", {}),
     "accelerate": ("accelerate", {}),

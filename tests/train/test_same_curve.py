@@ -95,7 +95,11 @@ def _sharded_state(rank: RankContext, dp_shard: int, **changes: Any) -> list[Any
 
 @pytest.mark.parametrize(
     ("dp_shard", "changes"),
-    [(2, {}), (4, {"train__microbatch_size": 4, "model__ffn_dim": 22, "model__qk_norm": True})],
+    [
+        (2, {}),
+        (2, {"layout__zero": 2}),
+        (4, {"train__microbatch_size": 4, "model__ffn_dim": 22, "model__qk_norm": True}),
+    ],
 )
 def test_sharded_equals_unsharded_in_float64(dp_shard: int, changes: dict[str, Any]) -> None:
     changes = {"train__precision": "float64", **changes}

@@ -33,21 +33,25 @@ from holdfast.parallel.transport import Peers
 
 
 def apply_fsdp(
-    root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, compute: torch.dtype | None
-) -> None:
+    root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, compute: torch.dtype | None,
+    zero: int = 3,
+) -> None:  # fmt: skip
     """Shard `root` over the mesh in place: each of `blocks` as a unit, the rest as the last one.
 
     compute: dtype of parameters in the forward and backward (bf16 in mixed precision); None: as
         they are. They stay in their own dtype between steps, and so does the reduction. Inputs
         are not cast, so that the rotary tables keep their precision.
+    zero: 3 shards parameters between forward and backward too; 2 gathers them once for both
+        (Rajbhandari et al., 2020, section 5: stages of ZeRO). State is sharded alike.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=compute,
         reduce_dtype=None if compute is None else torch.float32,
         cast_forward_inputs=False,
     )
+    again = None if zero == 3 else False  # None: all but the root, which the backward begins with
     for module in (*blocks, root):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

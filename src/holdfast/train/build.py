@@ -121,7 +121,7 @@ def _sharded(
     """A shard of the model by FSDP2, which makes the bf16 copies itself."""
     assert groups.mesh is not None
     compute = precision.compute if precision.mixed else None
-    apply_fsdp(objective, blocks, groups.mesh, compute)
+    apply_fsdp(objective, blocks, groups.mesh, compute, config.layout.zero)
     objective.to_empty(device=device)
     named = _by_table(config, objective)
     gradients = ShardedGradients(
