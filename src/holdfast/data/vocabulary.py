@@ -14,18 +14,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from holdfast.errors import DataError
-
-END = "<|end|>"
-# End-of-text tokens of tokenizers in use, in the order in which they are looked for.
-KNOWN_ENDS = (
-    END,
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|im_end|>",
-    "<end_of_turn>",
-)
+from holdfast.spec.special_tokens import END, KNOWN_ENDS
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.model.huggingface_config import ModelFolderError
+from holdfast.spec.special_tokens import KNOWN_BEGINS, KNOWN_ENDS
 
-# Names that end a text in public tokenizers, and those that begin one.
-_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "</s>", "<eos>")
-_BEGINS = ("<|begin_of_text|>", "<s>", "<bos>")
 _ALONGSIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -56,7 +54,7 @@ def _settings(special: dict[str, int], max_length: int) -> dict[str, Any]:
         "model_max_length": max_length,
         "clean_up_tokenization_spaces": False,  # decoding must give back the bytes
     }
-    for key, known in (("eos_token", _ENDS), ("bos_token", _BEGINS)):
+    for key, known in (("eos_token", KNOWN_ENDS), ("bos_token", KNOWN_BEGINS)):
         found = next((name for name in known if name in special), None)
         if found is not None:
             settings[key] = found
