@@ -200,6 +200,7 @@ def test_a_skipped_range_counts_as_used_with_its_reason(source: Batches) -> None
     result = audit([*records, committed(3)], source)
     assert result.ok
     assert result.skipped == {"loss spike": 4}
+    assert "none twice, 4 skipped (loss spike), each fed" in result.sentence()
 
 
 def test_another_dataset_or_seed_is_noticed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -316,3 +317,29 @@ def test_prepared_twice_is_opened_and_the_version_is_the_content_s(tmp_path: Pat
     assert tree(first.folder) == before
     other = make(data_config(tmp_path / "other", text_source(folder)))
     assert other.version == first.version
+
+
+def test_sources_that_changed_since_are_told_and_change_nothing(tmp_path: Path) -> None:
+    folder = text_folder(tmp_path / "in", files=3, words=60)
+    config = data_config(tmp_path / "out", text_source(folder))
+    version = make(config).version
+    said: list[str] = []
+    assert prepare(config, said.append).version == version
+    assert said == []
+    (folder / "more.txt").write_text("another text")
+    assert prepare(config, said.append).version == version
+    (line,) = said
+    assert "its sources have changed (text: 3 files of" in line
+    assert "name another data.folder to read them anew" in line
+    shutil.rmtree(folder)  # a dataset stands for itself
+    assert prepare(config, said.append).version == version
+    assert len(said) == 1
+
+
+def test_prepare_does_without_an_affinity_mask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS has none."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    config = mixed(tmp_path, "out", processes=0)
+    assert make(config).counts("train")["documents"] > 0

@@ -117,8 +117,9 @@ def audit(
 ) -> int:
     """Prove that a run used each sample exactly once.
 
-    Every step up to the last committed one is checked against the ledger. Exit code 1 if a
-    sample is missing, was used twice, or if other tokens were fed than its place calls for.
+    Every step up to the last committed one is checked against the ledger, and the ledger against
+    a dataset that is verified first. Exit code 1 if a sample is missing, was used twice, or if
+    other tokens were fed than its place calls for.
 
     \b
     Example:
@@ -126,15 +127,21 @@ def audit(
     """
     from dataclasses import asdict
 
+    from holdfast.data.audit import Problem
     from holdfast.data.audit import audit as audit_journal
     from holdfast.data.batch import Batches
     from holdfast.data.dataset import Dataset
+    from holdfast.data.verify import verify as problems_of
     from holdfast.wire.journal import read
 
     found = open_run(run)
     config = found.config
     batches = Batches(Dataset.open(found.dataset_folder), config.data, config.train, config.seed)
     result = audit_journal(read(found.store), batches)
+    # Tokens that were fed from a changed shard would agree with that shard.
+    result.problems += [
+        Problem("dataset", 0, 0, text) for text in problems_of(batches.dataset.folder)
+    ]
     if json:
         print_json(asdict(result) | {"ok": result.ok, "sentence": result.sentence()})
     else:

@@ -75,9 +75,10 @@ class AuditResult:
             return "nothing is committed yet, so there is nothing to audit"
         if self.first is not None:
             return f"{len(self.problems)} problems; the first: {self.first.message}"
+        left_out = "".join(f", {n:,} skipped ({why})" for why, n in sorted(self.skipped.items()))
         return (
-            f"{self.samples:,} samples in {self.last_step:,} steps: none missing, none twice, "
-            "each fed as the dataset and the seed say"
+            f"{self.samples:,} samples in {self.last_step:,} steps: none missing, none twice"
+            f"{left_out}, each fed as the dataset and the seed say"
         )
 
 

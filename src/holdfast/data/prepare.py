@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,9 +36,17 @@ from holdfast.data.dataset import FORMAT, MANIFEST, Dataset, Stream, exists, sea
 from holdfast.data.files import canonical, checksum, explained, file_checksum, write_atomic
 from holdfast.data.pool import Pool, Task
 from holdfast.data.shards import Shard, write_shards
-from holdfast.data.sources import SourcePlan, Unit, plan_source, read_unit, source_names
+from holdfast.data.sources import (
+    SourcePlan,
+    Unit,
+    plan_source,
+    read_unit,
+    size_of,
+    source_names,
+)
 from holdfast.data.tasks import SPLITS, read_result, read_scan
 from holdfast.errors import CorruptError, DataError
+from holdfast.plan.hardware import usable_cores
 
 WORK = ".prepare"
 
@@ -65,6 +72,11 @@ def prepare(config: DataConfig, say: Say = print, progress: Progress | None = No
         if exists(folder):
             dataset = Dataset.open(folder)
             demand_match(dataset, wanted, config.tokenizer.path)
+            if changed := changed_sources(config, dataset):
+                say(
+                    f"{folder} stays as it was prepared, though its sources have changed "
+                    f"({'; '.join(changed)}): name another data.folder to read them anew"
+                )
             shutil.rmtree(folder / WORK, ignore_errors=True)  # left by a kill after the manifest
             return dataset
         _make_folder(folder / WORK)
@@ -114,6 +126,22 @@ def demand_match(dataset: Dataset, wanted: dict[str, Any], tokenizer: str | None
                 where=str(dataset.folder),
                 remedy="name another data.folder, or remove this one",
             )
+
+
+def changed_sources(config: DataConfig, dataset: Dataset) -> list[str]:
+    """Sources whose files are more, fewer or of another size than when they were read. One that
+    is not there any more has not changed: a dataset stands for itself."""
+    changed = []
+    for index, (source, made) in enumerate(
+        zip(config.sources, dataset.manifest["sources"], strict=True)
+    ):
+        found = size_of(source, index)
+        if found is not None and found != (made["files"], made["bytes"]):
+            changed.append(
+                f"{made['name']}: {made['files']:,} files of {made['bytes']:,} bytes then, "
+                f"{found[0]:,} of {found[1]:,} now"
+            )
+    return changed
 
 
 def demand_tokenizer(dataset: Dataset, path: Path) -> None:
@@ -200,7 +228,7 @@ class _Preparation:
 
     def _processes(self) -> int:
         """0 (right here) for a single unit, else one process per core that may be used."""
-        cores = self.config.processes or len(os.sched_getaffinity(0))
+        cores = self.config.processes or usable_cores()
         return 0 if len(self.units) == 1 else min(cores, len(self.units))
 
     def _each(self, pool: Pool, what: str, stage: str, task: Callable[[Unit], Task]) -> None:

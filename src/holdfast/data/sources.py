@@ -119,6 +119,17 @@ def plan_source(config: SourceConfig, index: int, first_unit: int) -> SourcePlan
     return SourcePlan(name, units, len(files), sum(s for _, s in files), stamp.hexdigest())
 
 
+def size_of(config: SourceConfig, index: int) -> tuple[int, int] | None:
+    """(files, bytes) of a source as it is now; None where it has no files, or not any more."""
+    if config.kind == "huggingface":
+        return None
+    try:
+        files = _files(config, f"data.sources[{index}]")
+    except (DataError, OSError):
+        return None
+    return len(files), sum(size for _, size in files)
+
+
 def read_unit(unit: Unit, limit: int, seen: xxh3_128) -> Iterator[str]:
     """The documents of a unit in order, in normal form; `seen` takes in every byte read.
 
