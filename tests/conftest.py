@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.ranks import ADDRESS, Server
 
 _SERVER = pytest.StashKey[Server]()
+
+# How long an example takes says how busy the machine is, not whether the code is right.
+settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("house")
 
 
 def pytest_configure(config: pytest.Config) -> None:

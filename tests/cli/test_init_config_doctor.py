@@ -23,6 +23,18 @@ def test_init_writes_a_short_commented_file_that_loads(tmp_path: Path, capsys: C
     assert load(path).config.name == "my-run"
 
 
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("2026.yaml", "2026"), ("null.yaml", "null"), ("1e3.yml", "1e3"), ("größe.yaml", "gr--e"),
+     ("...yaml", "run"), ("-x.yaml", "x"), ("0x1f.yaml", "0x1f")],
+)  # fmt: skip
+def test_init_writes_what_loads_whatever_the_file_is_called(
+    file: str, name: str, tmp_path: Path, capsys: Capture
+) -> None:
+    assert here(capsys, "init", "--", tmp_path / file).code == 0
+    assert load(tmp_path / file).config.name == name
+
+
 def test_init_never_overwrites(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("mine\n")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from html import escape
 from pathlib import Path
 
 import pytest
 
+from holdfast.cli.runs import open_run
+from holdfast.cli.weights import Sampling, choose, continuations
 from tests.cli.conftest import Trained
 from tests.cli.support import here, write_run_file
 
@@ -134,6 +137,74 @@ def test_report_and_watch_of_a_finished_run(
     assert here(capsys, "watch", trained.folder).code == 0
 
 
+def test_the_report_holds_what_the_model_makes_of_a_prompt(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    page = tmp_path / "page.html"
+    prompts = ["--sample", "the quick", "--sample", "<over> lazy"]
+    assert here(capsys, "report", trained.folder, "--output", page, *prompts).code == 0
+    told = json.loads(here(capsys, "report", trained.folder, "--json", *prompts).out)["samples"]
+    assert [(s["step"], s["prompt"]) for s in told] == [(6, "the quick"), (6, "<over> lazy")]
+    content = page.read_text()
+    for one in told:
+        assert one["text"]
+        assert escape(one["prompt"] + one["text"]) in content
+    alone = json.loads(here(capsys, "generate", trained.folder, "the quick", "--json").out)
+    assert alone["text"] == told[0]["text"]
+
+
+def test_a_report_needs_no_dataset(copy: Trained, tmp_path: Path, capsys: Capture) -> None:
+    """Without the counts that only the run's own dataset gives, and it says so."""
+    resolved = copy.folder / "resolved.json"
+    value = json.loads(resolved.read_text())
+    dataset = Path(shutil.copytree(value["dataset"]["folder"], tmp_path / "set"))
+    resolved.write_text(
+        json.dumps(value | {"dataset": value["dataset"] | {"folder": str(dataset)}})
+    )
+    found = here(capsys, "report", copy.folder, "--json")
+    assert set(json.loads(found.out)["baselines_bits_per_byte"]) == {"unigram", "bigram"}
+    shard = max(dataset.rglob("*.bin"))
+    shard.unlink()
+    found = here(capsys, "report", copy.folder, "--json")
+    assert (found.code, json.loads(found.out)["baselines_bits_per_byte"]) == (0, {})
+    assert "no counts beside the curve" in found.err
+    shutil.rmtree(dataset)
+    write_run_file(tmp_path / "other", documents=3)
+    assert here(
+        capsys, "data", "prepare", tmp_path / "other" / "run.yaml", f"data.folder={dataset}"
+    ).code == 0  # fmt: skip
+    found = here(capsys, "report", copy.folder)
+    assert (found.code, "holds another dataset now" in found.err) == (0, True)
+
+
+def test_an_audit_against_changed_tokens_proves_nothing(
+    copy: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    resolved = copy.folder / "resolved.json"
+    value = json.loads(resolved.read_text())
+    dataset = Path(shutil.copytree(value["dataset"]["folder"], tmp_path / "set"))
+    resolved.write_text(
+        json.dumps(value | {"dataset": value["dataset"] | {"folder": str(dataset)}})
+    )
+    assert here(capsys, "data", "audit", copy.folder).code == 0
+    shard = max(dataset.rglob("validation*.bin"))  # no step is fed from it
+    shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+    found = here(capsys, "data", "audit", copy.folder)
+    assert found.code == 1
+    assert f"{shard}: its bytes are not what was written" in found.out
+
+
+def test_text_ends_where_the_model_ends_it(trained: Trained) -> None:
+    run = open_run(trained.folder)
+    checkpoint = choose(run, None)
+    texts = [
+        continuations(run, checkpoint, ["the"], Sampling(tokens=200, temperature=3.0, seed=seed))[0]
+        for seed in range(8)
+    ]
+    assert not any("<|end|>" in text for text in texts)
+    assert min(map(len, texts)) < max(map(len, texts)) / 2
+
+
 def test_text_is_sampled_repeatably(trained: Trained, capsys: Capture) -> None:
     arguments = ["generate", trained.folder, "the quick", "--tokens", "8", "--json"]
     first = json.loads(here(capsys, *arguments).out)
@@ -145,6 +216,21 @@ def test_text_is_sampled_repeatably(trained: Trained, capsys: Capture) -> None:
     here(capsys, *arguments, "--step", "4").refuses(
         "no whole checkpoint of step 4", "there are: 3, 6"
     )
+    here(capsys, *arguments, "--temperature", "nan").refuses("cannot be sampled from")
+
+
+def test_a_checkpoint_that_is_asked_for_is_found_behind_a_damaged_one(
+    copy: Trained, capsys: Capture
+) -> None:
+    newest = min((copy.folder / "commits").iterdir())
+    newest.write_text("{")
+    arguments = ["generate", copy.folder, "the", "--tokens", "1", "--json"]
+    for more in ([], ["--step", "3"]):
+        found = here(capsys, *arguments, *more)
+        assert found.code == 0, found.err
+        assert json.loads(found.out)["step"] == 3
+        assert newest.name in found.err
+    here(capsys, *arguments, "--step", "6").refuses_last("no whole checkpoint of step 6")
 
 
 def test_an_exported_folder_imports_as_the_start_of_a_run(
@@ -156,6 +242,10 @@ def test_an_exported_folder_imports_as_the_start_of_a_run(
         p.name for p in model.iterdir()
     }
     here(capsys, "export", trained.folder, "--to", model).refuses(str(model), "empty")
+    for name in ("config.json", "generation_config.json"):
+        told = json.loads((model / name).read_text())
+        assert told["eos_token_id"] == 0, f"{name}: what ends a document must end generation"
+    assert json.loads((model / "tokenizer_config.json").read_text())["eos_token"] == "<|end|>"
     run = tmp_path / "run"
     options = [trained.run_file, "--from", model, f"folder={run}"]
     imported = here(capsys, "checkpoint", "import", *options, "--json")
@@ -166,6 +256,24 @@ def test_an_exported_folder_imports_as_the_start_of_a_run(
     name = "model.safetensors"
     assert (again / name).read_bytes() == (model / name).read_bytes()
     here(capsys, "checkpoint", "import", *options).refuses("has checkpoints already")
+
+
+def test_a_folder_in_bf16_comes_back_byte_for_byte(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    """As public models are: imported into float32, exported in the dtype that it had."""
+    model, run, again = tmp_path / "model", tmp_path / "run", tmp_path / "again"
+    half = ["--dtype", "bfloat16"]
+    assert here(capsys, "export", trained.folder, "--to", model, *half).code == 0
+    assert json.loads((model / "config.json").read_text())["dtype"] == "bfloat16"
+    imported = here(
+        capsys, "checkpoint", "import", trained.run_file, "--from", model, f"folder={run}"
+    )
+    assert imported.code == 0, imported.err
+    assert here(capsys, "export", run, "--to", again, *half).code == 0
+    for path in model.iterdir():
+        assert (again / path.name).read_bytes() == path.read_bytes(), path.name
+    here(capsys, "export", run, "--to", tmp_path / "x", "--dtype", "int3").refuses("--dtype")
 
 
 def test_a_damaged_checkpoint_is_found_and_passed_over(copy: Trained, capsys: Capture) -> None:

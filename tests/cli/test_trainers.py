@@ -69,6 +69,24 @@ def test_two_trainers_ctrl_c_and_fresh(running: tuple[Path, subprocess.Popen[str
     assert json.loads((folder / "resolved.json").read_text())["config"]["train"]["steps"] == 6
 
 
+def test_a_trainer_that_is_killed_is_missed(running: tuple[Path, subprocess.Popen[str]]) -> None:
+    """`watch` does not wait for the dead, and `report` does not call them running."""
+    run_file, process = running
+    folder = run_file.parent / "run"
+    alive = apart("report", folder, "--json")
+    assert json.loads(alive.out)["state"] == "running"
+    watcher = start("watch", folder, "--json")
+    assert watcher.stdout is not None
+    assert json.loads(watcher.stdout.readline())["kind"] == "run_started"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
+    watched = end(watcher)
+    assert watched.code == 1, watched.err
+    assert "no trainer is at work here: it ended without a word after step" in watched.err
+    story = json.loads(apart("report", folder, "--json").out)
+    assert (story["state"], story["sessions"][-1]["ended"]) == ("lost", "lost")
+
+
 def test_a_second_ctrl_c_leaves_at_once(running: tuple[Path, subprocess.Popen[str]]) -> None:
     _, process = running
     process.send_signal(signal.SIGINT)

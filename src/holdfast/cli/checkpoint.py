@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from holdfast.cli.call import app as make_app
 from holdfast.cli.output import print_json, print_table, say
 from holdfast.cli.runs import open_run
+from holdfast.errors import DataError
 from holdfast.report.numbers import size
+
+if TYPE_CHECKING:
+    from holdfast.data.dataset import Dataset
 
 app = make_app("List, verify and import checkpoints.")
 
@@ -104,6 +108,7 @@ def import_(
     folder = Path(loaded.config.run_folder)
     refuse_in_use(folder)
     dataset = ready_dataset(loaded)
+    refuse_other_tokenizer(source, dataset)
     loaded = with_vocabulary(loaded, dataset.vocab_size)
     refuse_other(folder, loaded, dataset.version)
     describe(folder, loaded, machine, dataset.folder, dataset.version)
@@ -118,3 +123,17 @@ def import_(
         print_json(row | {"folder": str(folder)})
     else:
         say(f"imported {size(row['bytes'])} into {folder}; train it: holdfast train {run_file}")
+
+
+def refuse_other_tokenizer(source: Path, dataset: Dataset) -> None:
+    """Raises DataError when a model's folder has a tokenizer, and it is not the dataset's: every
+    token would mean something else than the weights have learnt."""
+    from holdfast.data.vocabulary import differences
+
+    theirs = source / "tokenizer.json"
+    if theirs.is_file() and (difference := differences(theirs, dataset.tokenizer_path)):
+        raise DataError(
+            f"the dataset in {dataset.folder} was tokenised with another tokenizer: {difference}",
+            where=str(theirs),
+            remedy=f"add data.tokenizer.path={theirs} and name another data.folder",
+        )

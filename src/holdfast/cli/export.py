@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,11 +15,22 @@ from holdfast.cli.runs import open_run
 app = make_app("Write a folder that transformers loads.")
 
 
+class Dtype(Enum):
+    """Of exported weights, by torch's and Hugging Face's name."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
     to: Annotated[Path, typer.Option("--to", help="a new or empty folder")],
     step: Annotated[int | None, typer.Option(help="of the checkpoint; none: the newest")] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="of the weights; none: as they are trained")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Write weights, config and tokenizer of a run as safetensors, in Hugging Face's form.
@@ -26,16 +38,16 @@ def export(
     \b
     Example:
       holdfast export runs/quickstart --to model
+      holdfast export runs/quickstart --to model-bf16 --dtype bfloat16
       python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('model')"
     """
-    from holdfast.cli.weights import Weights, choose
-    from holdfast.model.huggingface import export_folder
+    from holdfast.cli.weights import choose, write_folder
 
     found = open_run(run)
     checkpoint = choose(found, step)
     tokenizer = found.dataset_folder / "tokenizer.json"
     known = tokenizer if tokenizer.is_file() else None
-    export_folder(to, found.config.model, Weights(found, checkpoint), known)
+    write_folder(to, found, checkpoint, known, None if dtype is None else dtype.value)
     if known is None:
         say(f"no tokenizer at {tokenizer}: the folder has none")
     if json:

@@ -9,6 +9,7 @@ import typer
 
 from holdfast.cli.call import app as make_app
 from holdfast.cli.output import say
+from holdfast.config.yaml_tree import scalar
 from holdfast.errors import UserError
 
 TEMPLATE = """\
@@ -51,8 +52,7 @@ def init(
       holdfast init            writes run.yaml
       holdfast init big.yaml   writes big.yaml, with the run's name 'big'
     """
-    stem = "".join(c if c.isalnum() or c in "._-" else "-" for c in path.stem) or "run"
-    text = TEMPLATE.format(name=path, stem=stem)
+    text = TEMPLATE.format(name=path, stem=_run_name(path.stem))
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -66,3 +66,10 @@ def init(
         raise UserError("there is no such folder", where=str(path.parent),
                         remedy=f"make it first: mkdir -p {path.parent}") from None  # fmt: skip
     say(f"wrote {path}; train it with: holdfast train {path}")
+
+
+def _run_name(stem: str) -> str:
+    """A run's name out of a file's, as YAML reads it: 2026.yaml's run is '2026', not a number."""
+    name = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in stem)
+    name = name.lstrip("._-") or "run"
+    return name if scalar(name) == name else f'"{name}"'

@@ -17,6 +17,11 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False, default=str), flush=True)
 
 
+def print_line(value: Any) -> None:
+    """One JSON value on a line of its own, where lines are what is read."""
+    print(json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str), flush=True)
+
+
 def print_table(rows: Sequence[Sequence[object]], head: Sequence[str] = ()) -> None:
     """Columns padded to their widest cell; the last is not padded."""
     cells = [[str(cell) for cell in row] for row in ([head] if head else []) + list(rows)]

@@ -9,7 +9,8 @@ import typer
 
 from holdfast.cli.call import app as make_app
 from holdfast.cli.output import print_json, say
-from holdfast.cli.runs import Run, open_run, read_environment
+from holdfast.cli.runs import Run, open_run, read_environment, trainer_answers
+from holdfast.errors import DataError
 
 app = make_app("Write one HTML page about a run.")
 
@@ -20,41 +21,68 @@ def report(
     output: Annotated[
         Path | None, typer.Option(help="where to write the page; none: report.html in the folder")
     ] = None,
+    sample: Annotated[
+        list[str] | None, typer.Option(help="text for the model to continue; may be repeated")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON instead")] = False,
 ) -> None:
     """Write loss, throughput, where the time went and every incident of a run as one HTML page.
 
-    It can be made at any time, also while the run goes on, and loads nothing from anywhere.
+    It can be made at any time, also while the run goes on, and loads nothing from anywhere. With
+    --sample, what the newest whole checkpoint makes of a prompt stands on the page too.
 
     \b
     Example:
       holdfast report runs/quickstart
-      holdfast report run.yaml --output page.html
+      holdfast report run.yaml --output page.html --sample "import os" --sample "def f("
     """
     from holdfast.report import history, page
     from holdfast.report.summary import summary
 
     found = open_run(run)
     story = history.read(found.store)
-    device = device_of(found)
+    if story.state == "running" and trainer_answers(found.folder) is False:
+        story = story.interrupted()
+    counts, device = baselines_of(found), device_of(found)
+    samples = samples_of(found, sample) if sample else []
     if json:
-        print_json(summary(story, found.resolved, baselines=baselines_of(found), device=device))
+        numbers = summary(story, found.resolved, baselines=counts, device=device)
+        print_json(numbers | {"samples": samples})
         return
     path = output or found.folder / "report.html"
-    page.write(story, found.resolved, path, baselines=baselines_of(found), device=device)
+    texts = [one["prompt"] + one["text"] for one in samples]
+    page.write(story, found.resolved, path, baselines=counts, samples=texts, device=device)
     say(f"wrote {path}")
+
+
+def samples_of(run: Run, prompts: list[str]) -> list[dict[str, Any]]:
+    """What the newest whole checkpoint makes of each prompt."""
+    from holdfast.cli.weights import Sampling, choose, continuations
+
+    checkpoint = choose(run, None)
+    texts = continuations(run, checkpoint, prompts, Sampling())
+    return [
+        {"step": checkpoint.step, "prompt": prompt, "text": text}
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
 
 
 def baselines_of(run: Run) -> dict[str, float] | None:
     """Bits per byte of unigram and bigram counts on the very tokens that the run's validation
-    looks at, where the dataset is still there."""
+    looks at; None, with a word about it, where the run's dataset is not there any more."""
     from holdfast.data.batch import Batches
-    from holdfast.data.dataset import Dataset, exists
+    from holdfast.data.dataset import Dataset
 
-    if not exists(run.dataset_folder):
-        return None
     config = run.config
-    batches = Batches(Dataset.open(run.dataset_folder), config.data, config.train, config.seed)
+    try:
+        dataset = Dataset.open(run.dataset_folder)
+        if dataset.version != run.dataset_version:
+            say(f"no counts beside the curve: {run.dataset_folder} holds another dataset now")
+            return None
+        batches = Batches(dataset, config.data, config.train, config.seed)
+    except DataError as error:
+        say(f"no counts beside the curve: {error}")
+        return None
     return batches.validation_baselines(config.train.evaluate.samples)
 
 

@@ -14,6 +14,7 @@ import platform
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from holdfast.plan.hardware import Machine
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import read_secret
 from holdfast.wire.term import asks, newest_term
+
+FIRST = frozenset({"run.yaml", "environment.json"})
+"""What a start that was cut short may leave before `resolved.json` makes it a run folder."""
 
 PACKAGES = ("holdfast", "torch", "numpy", "pydantic", "tokenizers", "safetensors", "xxhash",
             "starlette", "uvicorn", "psutil", "rich", "typer")  # fmt: skip
@@ -52,13 +56,7 @@ def refuse_other(folder: Path, loaded: Loaded, dataset_version: str) -> None:
     a folder with other things in it."""
     stored = read_resolved(folder)
     if stored is None:
-        foreign = [] if not folder.is_dir() else sorted(p.name for p in folder.iterdir())
-        if foreign:
-            raise RunFolderError(
-                f"this folder is not a run folder and has things in it ({', '.join(foreign[:3])})",
-                where=str(folder),
-                remedy="choose another with folder=..., or empty it",
-            )
+        refuse_foreign(folder)
         return
     refuse_other_run(stored["config"], loaded.config, str(folder))
     before = stored.get("dataset", {}).get("version", dataset_version)
@@ -70,10 +68,27 @@ def refuse_other(folder: Path, loaded: Loaded, dataset_version: str) -> None:
         )
 
 
+def refuse_foreign(folder: Path) -> None:
+    """Raises RunFolderError for a folder with things in it that no `train` put there."""
+    found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    foreign = [name for name in found if name not in FIRST and not name.startswith(".tmp-")]
+    if foreign:
+        raise RunFolderError(
+            f"this folder is not a run folder and has things in it ({', '.join(foreign[:3])})",
+            where=str(folder),
+            remedy="choose another with folder=..., or empty it",
+        )
+
+
 def set_aside(folder: Path) -> Path | None:
-    """Move a run folder to `<folder>.old-<n>`; None when there was nothing to move."""
+    """Move a run folder to `<folder>.old-<n>`; None when there was nothing to move.
+
+    Raises RunFolderError for a folder that no `train` made: it is not ours to move.
+    """
     if not folder.exists():
         return None
+    if not (folder / RESOLVED).exists():
+        refuse_foreign(folder)
     number = 1
     while True:
         target = folder.with_name(f"{folder.name}.old-{number}")
@@ -105,15 +120,13 @@ def describe(
     }
     files = {
         "run.yaml": loaded.text,
-        RESOLVED: _json(resolved),
         "environment.json": _json(environment(machine)),
+        RESOLVED: _json(resolved),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            temporary = folder / f".tmp-{name}-{os.getpid()}"
-            temporary.write_text(text, "utf-8")
-            temporary.replace(folder / name)
+            _replace(folder / name, text)
     except (FileExistsError, NotADirectoryError) as error:
         raise RunFolderError(f"{error.filename} is a file, not a folder", where=str(folder),
                              remedy="choose another with folder=...") from None  # fmt: skip
@@ -127,6 +140,18 @@ def describe(
             where=str(folder),
             remedy="choose another with folder=..., or change its permissions",
         ) from None
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all; a full disk gives back what was begun."""
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        temporary.write_text(text, "utf-8")
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def environment(machine: Machine) -> dict[str, Any]:

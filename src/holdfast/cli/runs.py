@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from holdfast.config.load import load
 from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 from holdfast.wire.runstore import FolderStore
+from holdfast.wire.secret import open_secret
+from holdfast.wire.term import asks, newest_term
 
 RESOLVED = "resolved.json"
 
@@ -29,6 +34,11 @@ class Run:
         """Where the dataset lay when the run was last started."""
         return Path(self.resolved.get("dataset", {}).get("folder") or self.config.data.folder)
 
+    @property
+    def dataset_version(self) -> str:
+        """Of the dataset that the run is trained on."""
+        return str(self.resolved.get("dataset", {}).get("version", ""))
+
 
 def open_run(argument: Path) -> Run:
     """The run that `argument` names: its folder, or the run file that it was started with.
@@ -45,8 +55,12 @@ def open_run(argument: Path) -> Run:
             where=str(folder),
             remedy="name a run folder, or a run file that was trained: holdfast train RUN.yaml",
         )
-    config = RunConfig.model_validate(known_only(resolved["config"]))
-    return Run(folder, FolderStore(folder), config, resolved)
+    known = known_only(resolved["config"])
+    try:
+        config = RunConfig.model_validate(known)
+    except ValidationError:
+        raise _not_ours(folder / RESOLVED) from None
+    return Run(folder, FolderStore(folder), config, resolved | {"config": known})
 
 
 def read_resolved(folder: Path) -> dict[str, Any] | None:
@@ -55,14 +69,39 @@ def read_resolved(folder: Path) -> dict[str, Any] | None:
     path = folder / RESOLVED
     try:
         value = json.loads(path.read_text("utf-8"))
-        if isinstance(value, dict) and isinstance(value.get("config"), dict):
-            return value
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError:
-        pass
-    raise RunFolderError("this is not what 'holdfast train' wrote", where=str(path),
-                         remedy="restore it from a backup, or start over with --fresh")  # fmt: skip
+    except (ValueError, IsADirectoryError):
+        raise _not_ours(path) from None
+    if isinstance(value, dict) and _has_sections(value):
+        return value
+    raise _not_ours(path)
+
+
+def _has_sections(value: dict[str, Any]) -> bool:
+    return isinstance(value.get("config"), dict) and isinstance(value.get("dataset", {}), dict)
+
+
+def _not_ours(path: Path) -> RunFolderError:
+    return RunFolderError(
+        "this is not what 'holdfast train' wrote",
+        where=str(path),
+        remedy="restore it from a backup, or start over with --fresh",
+    )
+
+
+def trainer_answers(folder: Path) -> bool | None:
+    """Whether a trainer is at work in a run folder; None where that cannot be told from here."""
+    _, holder = newest_term(FolderStore(folder))
+    if holder is None:
+        return False
+    if holder.get("node") != platform.node():
+        return None  # its address may mean something else on this machine
+    try:
+        secret = open_secret(folder) if (folder / "secret").exists() else None
+    except RunFolderError:
+        return None
+    return secret is not None and asks(secret)(str(holder.get("address", "")))
 
 
 def known_only(stored: dict[str, Any]) -> dict[str, Any]:

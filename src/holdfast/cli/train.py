@@ -10,7 +10,7 @@ import typer
 
 from holdfast.cli.call import app as make_app
 from holdfast.cli.call import crash_log_in
-from holdfast.cli.output import print_json, say
+from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import Progress
 from holdfast.cli.run_folder import describe, refuse_in_use, refuse_other, set_aside
 from holdfast.config.load import Loaded, load
@@ -66,7 +66,7 @@ def _train(loaded: Loaded, machine: Machine, folder: Path, *, fresh: bool, json:
         say(f"this run is finished: all {last} steps are done; see it with: holdfast report "
             f"{folder}, or start over with --fresh")  # fmt: skip
         if json:
-            print_json({"finished": True, "step": last, "folder": str(folder)})
+            print_line({"finished": True, "step": last, "folder": str(folder)})
         return 0
     describe(folder, loaded, machine, dataset.folder, dataset.version)
     with Views(loaded.config, folder, dataset.version, machine, json=json) as views:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from holdfast.cli.call import app as make_app
-from holdfast.cli.runs import open_run
+from holdfast.cli.output import say
+from holdfast.cli.runs import open_run, trainer_answers
+from holdfast.events import Record
+
+QUIET_SECONDS = 5.0  # without a record, until the trainer is asked whether it is there
 
 app = make_app("Follow a run from another terminal.")
 
@@ -19,8 +25,10 @@ def watch(
     json: Annotated[
         bool, typer.Option("--json", help="print the journal as JSON lines instead of a view")
     ] = False,
-) -> None:
+) -> int:
     """Show what a run does, from its beginning until it ends. Ctrl-C leaves; the run goes on.
+
+    Exit code 1 when the trainer went away without a word: it was killed, or its machine was.
 
     \b
     Example:
@@ -34,17 +42,42 @@ def watch(
     from holdfast.wire.journal import follow
 
     found = open_run(run)
+    news = attended(follow(found.store), lambda: trainer_answers(found.folder) is False)
     try:
         if json:
             progress = Progress(found.config.train.steps)
-            for batch in follow(found.store):
+            for batch in news:
                 for record in in_order(batch):
                     print(record_line(record), flush=True)
                     progress.observe(record)
                 if progress.ended:
-                    return
+                    return 0
         else:
             with live.View(found.config.train.steps) as view:
-                live.watch(follow(found.store), view)
+                live.watch(news, view)
+            progress = view.progress
     except KeyboardInterrupt:
-        return
+        return 0
+    if progress.ended:
+        return 0
+    say(f"no trainer is at work here: it ended without a word after step {progress.step}; "
+        "the command that started it goes on from the last checkpoint")  # fmt: skip
+    return 1
+
+
+def attended(
+    batches: Iterable[list[Record]], gone: Callable[[], bool],
+    patience: float = QUIET_SECONDS, now: Callable[[], float] = time.monotonic,
+) -> Iterator[list[Record]]:  # fmt: skip
+    """The batches, until `patience` seconds have brought no record and `gone` says that nobody
+    writes any more."""
+    heard = now()
+    leaving = False
+    for batch in batches:
+        yield batch
+        if batch:
+            heard, leaving = now(), False
+        elif leaving:  # and nothing was written between the question and now
+            return
+        elif now() - heard > patience:
+            heard, leaving = now(), gone()

@@ -6,13 +6,16 @@ import torch inside its functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.checkpoint.restore import Checkpoint, listing, newest_verified, verify
 from holdfast.cli.output import say
 from holdfast.cli.runs import Run
-from holdfast.errors import CheckpointError
+from holdfast.data.vocabulary import describe, load
+from holdfast.errors import CheckpointError, DataError, HoldfastError
 from holdfast.spec.boxes import Box
 
 if TYPE_CHECKING:
@@ -35,7 +38,11 @@ def choose(run: Run, step: int | None) -> Checkpoint:
         return newest
     there: list[int] = []
     for key in listing(run.store):
-        checkpoint = Checkpoint.open(run.store, key)
+        try:
+            checkpoint = Checkpoint.open(run.store, key)
+        except HoldfastError as error:
+            passed_over(key, str(error))
+            continue
         there.append(checkpoint.step)
         if checkpoint.step == step:
             problems = verify(run.store, key, first_only=True)
@@ -84,3 +91,53 @@ def load_decoder(run: Run, checkpoint: Checkpoint) -> Decoder:
     state = {name: weights[name] for name in weights}
     model.load_state_dict(state, strict=True, assign=True)
     return model.eval()
+
+
+def write_folder(
+    to: Path, run: Run, checkpoint: Checkpoint, tokenizer: Path | None, dtype: str | None
+) -> None:
+    """Export in Hugging Face's form; `dtype` by torch's name, None: as the state has it."""
+    import torch
+
+    from holdfast.model.huggingface import export_folder
+
+    cast = None if dtype is None else getattr(torch, dtype)
+    export_folder(to, run.config.model, Weights(run, checkpoint), tokenizer, dtype=cast)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How text is drawn from a model; `tokens` at most, fewer where it ends its document."""
+
+    tokens: int = 120
+    temperature: float = 0.8
+    top_p: float = 0.95
+    seed: int = 0
+
+
+def continuations(
+    run: Run, checkpoint: Checkpoint, prompts: Sequence[str], how: Sampling
+) -> list[str]:
+    """What the model writes after each prompt, up to the end of the document."""
+    import torch
+
+    from holdfast.model.generate import generate
+
+    path = run.dataset_folder / "tokenizer.json"
+    if not path.is_file():
+        raise DataError("the run's tokenizer is not there", where=str(path),
+                        remedy="prepare the dataset again: holdfast data prepare RUN.yaml",
+                        )  # fmt: skip
+    tokenizer = load(path)
+    end = describe(tokenizer, path).end
+    model = load_decoder(run, checkpoint)
+    texts = []
+    for prompt in prompts:
+        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+        found = generate(
+            model, torch.tensor([ids], dtype=torch.long).reshape(1, -1), how.tokens,
+            temperature=how.temperature, top_p=how.top_p, seed=how.seed, stop=end,
+        )  # fmt: skip
+        added = [token for token in found[0, len(ids) :].tolist() if token != end]
+        texts.append(tokenizer.decode(added, skip_special_tokens=False))
+    return texts

@@ -86,7 +86,7 @@ def generate(
     drawn it, generation ends. Raises UserError if the text would outgrow the model's positions or
     a setting is out of range.
     """
-    if temperature < 0 or not 0 < top_p <= 1:
+    if not (0 <= temperature < float("inf") and 0 < top_p <= 1):
         raise UserError(
             f"temperature {temperature} with top_p {top_p} cannot be sampled from",
             remedy="use a temperature of at least 0 and a top_p above 0 and at most 1",

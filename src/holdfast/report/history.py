@@ -162,6 +162,12 @@ class History:
     def best(self) -> EvaluationPoint | None:
         return min(self.evaluations, key=lambda e: e.loss, default=None)
 
+    def interrupted(self) -> History:
+        """The same run once it is known that no trainer is at work any more."""
+        *before, last = self.sessions
+        sessions = (*before, replace(last, ended="lost"))
+        return replace(self, state="lost", sessions=sessions)
+
     @property
     def tokens_per_second(self) -> float:
         """Median over the steps that count, so that a pause does not show."""
