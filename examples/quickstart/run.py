@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.config.load import load
@@ -42,29 +43,38 @@ def demand(process: subprocess.Popen[bytes]) -> None:
 
 
 class Killer(threading.Thread):
-    """Follows the journal, and kills one worker when a little over half of the steps are done."""
+    """Follows the journal, and kills one worker when a little over half of the steps are done.
+
+    What an earlier start wrote is passed over: its processes have ended, and their numbers may be
+    somebody else's by now.
+    """
 
     def __init__(self, folder: Path, steps: int) -> None:
         super().__init__(daemon=True)
         self.done = threading.Event()  # training has ended: nobody is left to kill
         self.said = ""
         self._store = FolderStore(folder)
+        self._before = len(read(self._store)) if folder.exists() else 0
         self._middle = steps * 11 // 20  # not at a checkpoint: some steps are to be lost
 
     def run(self) -> None:
         workers: dict[int, Record] = {}  # rank -> how it started, in the newest generation
         saved = False
+        for record in self._news():
+            event = record.event
+            saved = saved or isinstance(event, CheckpointCommitted)
+            if isinstance(event, WorkerStarted):
+                workers[event.rank] = record
+            if isinstance(event, StepDone) and event.step > self._middle:
+                return  # this part was done in an earlier start
+            if isinstance(event, StepDone) and event.step == self._middle and saved:
+                self._kill(workers[max(workers)], event.step)
+                return
+
+    def _news(self) -> Iterator[Record]:
         for records in follow(self._store, stop=self.done):
-            for record in records:
-                event = record.event
-                saved = saved or isinstance(event, CheckpointCommitted)
-                if isinstance(event, WorkerStarted):
-                    workers[event.rank] = record
-                if isinstance(event, StepDone) and event.step > self._middle:
-                    return  # this part was done in an earlier start
-                if isinstance(event, StepDone) and event.step == self._middle and saved:
-                    self._kill(workers[max(workers)], event.step)
-                    return
+            old, self._before = self._before, max(0, self._before - len(records))
+            yield from records[old:]
 
     def _kill(self, record: Record, step: int) -> None:
         worker = record.event
@@ -93,7 +103,7 @@ def main() -> int:
     if killer.said:
         print(f"\n{killer.said}; the run went on from its last checkpoint by itself")
     demand(holdfast("data", "audit", folder))
-    demand(holdfast("report", folder))
+    demand(holdfast("report", folder, "--sample", PROMPT))
     demand(holdfast("generate", folder, PROMPT, "--temperature", "0.6"))
     baselines = Dataset.open(config.data.folder).baselines
     limit = baselines["bigram"] if size == "standard" and baselines else SMALL_LIMIT
