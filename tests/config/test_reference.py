@@ -22,6 +22,13 @@ def test_every_key_is_on_the_page() -> None:
     assert missing == []
 
 
+def test_every_key_has_a_meaning() -> None:
+    assert [key for key, info in all_keys() if not info.description] == []
+    assert "the preset's" not in "".join(
+        line for line in markdown().splitlines() if "`train." in line
+    )
+
+
 def test_the_schema_describes_every_section_and_refuses_unknown_keys() -> None:
     schema = json_schema()
     assert set(schema["properties"]) == set(RunConfig.model_fields)

@@ -10,10 +10,14 @@ from holdfast.config.base import Section
 class ClusterConfig(Section):
     interface: str = Field("127.0.0.1", description="address that control listens on")
     gloo_interface: str = Field("lo", description="network interface of gloo's traffic")
-    metrics_port: int = Field(0, ge=0, description="of /healthz and /metrics; 0: any free one")
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="of /healthz and /metrics; 0: any free one"
+    )
     heartbeat_seconds: float = Field(0.2, gt=0, description="the agent's tick")
     progress_seconds: float = Field(
         300, gt=0, description="a worker without progress for this long is taken for hung"
     )
-    max_restarts_without_progress: int = Field(3, ge=0)
+    max_restarts_without_progress: int = Field(
+        3, ge=0, description="new generations that end before a new step; then the run fails"
+    )
     threads_per_worker: int = Field(0, ge=0, description="0: cores / workers")

@@ -12,7 +12,9 @@ from holdfast.config.base import Section
 class SourceConfig(Section):
     """One source of documents. `path` may be a file, a folder or a glob."""
 
-    kind: Literal["python-stdlib", "text", "jsonl", "parquet", "huggingface"] = "python-stdlib"
+    kind: Literal["python-stdlib", "text", "jsonl", "parquet", "huggingface"] = Field(
+        "python-stdlib", description="python-stdlib: this Python's own library, without its tests"
+    )
     name: str | None = Field(None, description="name in the mixture; the kind if left out")
     path: str | None = Field(None, description="file, folder or glob; Hugging Face dataset name")
     field: str = Field("text", description="JSONL field or Parquet column that holds the text")
@@ -44,6 +46,8 @@ class DataConfig(Section):
         "full", description="document: a token attends to its own document only"
     )
     validation_fraction: float = Field(0.01, ge=0, lt=1, description="of documents, by hash")
-    max_document_bytes: int = Field(16 * 2**20, ge=1)
+    max_document_bytes: int = Field(
+        16 * 2**20, ge=1, description="a longer file or line is refused, and named"
+    )
     shard_tokens: int = Field(8_000_000, ge=1024, description="tokens of one shard file")
     processes: int = Field(0, ge=0, description="of prepare; 0: one per core")

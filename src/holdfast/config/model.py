@@ -13,10 +13,16 @@ from holdfast.config.presets import PRESETS, nearest_preset
 class RopeScaling(Section):
     """Llama 3's frequency scaling (Llama 3.1 model card; `rope_type: llama3` in Hugging Face)."""
 
-    factor: float = Field(8.0, gt=0)
-    low_freq_factor: float = Field(1.0, gt=0)
-    high_freq_factor: float = Field(4.0, gt=0)
-    original_max_position: int = Field(8192, gt=0)
+    factor: float = Field(8.0, gt=0, description="by which long waves are slowed")
+    low_freq_factor: float = Field(
+        1.0, gt=0, description="a wave of which fewer fit into the original context is long"
+    )
+    high_freq_factor: float = Field(
+        4.0, gt=0, description="a wave of which more fit is short, and kept"
+    )
+    original_max_position: int = Field(
+        8192, gt=0, description="context that the model was first trained with"
+    )
 
     @model_validator(mode="after")
     def _band(self) -> RopeScaling:
@@ -31,22 +37,22 @@ class RopeScaling(Section):
 class ModelConfig(Section):
     """One decoder. `vocab_size` 0 means: the prepared dataset's (planned)."""
 
-    preset: str | None = "tiny"
+    preset: str | None = Field("tiny", description="a shape of the table below; null: none")
     family: Literal["llama", "qwen3"] = Field("llama", description="which export it maps to")
-    layers: int = Field(ge=1)
+    layers: int = Field(ge=1, description="blocks")
     dim: int = Field(ge=1, description="model dim D")
     heads: int = Field(ge=1, description="query heads H")
     kv_heads: int = Field(ge=1, description="key/value heads K, a divisor of heads")
     head_dim: int = Field(0, ge=0, description="0: dim / heads")
     ffn_dim: int = Field(ge=1, description="SwiGLU's inner dim")
-    vocab_size: int = Field(0, ge=0)
-    max_position: int = Field(8192, ge=1)
-    rope_theta: float = Field(10_000.0, gt=0)
+    vocab_size: int = Field(0, ge=0, description="0: the dataset's (planned)")
+    max_position: int = Field(8192, ge=1, description="longest sequence")
+    rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = Field(1e-5, gt=0)
-    qk_norm: bool = False
-    tied_embeddings: bool = False
-    init_std: float = Field(0.02, gt=0)
+    norm_eps: float = Field(1e-5, gt=0, description="of RMSNorm")
+    qk_norm: bool = Field(False, description="RMSNorm of queries and keys, as in Qwen 3")
+    tied_embeddings: bool = Field(False, description="the head is the embedding table")
+    init_std: float = Field(0.02, gt=0, description="of matrices at the start")
 
     @model_validator(mode="before")
     @classmethod

@@ -96,7 +96,7 @@ def _type(info: FieldInfo) -> str:
 def _default(info: FieldInfo, key: str) -> str:
     value = info.get_default(call_default_factory=True, validated_data={})
     if value is PydanticUndefined:
-        return "the preset's"
+        return "the preset's" if key.startswith("model.") else "must be given"
     return "none" if value is None else f"`{show(value)}`"
 
 

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from holdfast.config.base import Section
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter, 2019), fused; matrices decay, vectors do not."""
 
-    learning_rate: float = Field(3e-3, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
+    learning_rate: float = Field(3e-3, gt=0, description="the schedule's peak")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the two moments")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled; of matrices")
     clip_norm: float = Field(1.0, ge=0, description="global norm; 0: no clipping")
 
 
 class ScheduleConfig(Section):
     """Learning rate over steps; `wsd` is warm-up, stable, decay."""
 
-    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    warmup_steps: int = Field(20, ge=0)
+    kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        "cosine", description="what follows the warm-up"
+    )
+    warmup_steps: int = Field(20, ge=0, description="the rate rises linearly")
     decay_steps: int = Field(0, ge=0, description="of wsd; 0: a fifth of the run")
     final_ratio: float = Field(0.1, ge=0, le=1, description="last rate / peak rate")
 
@@ -31,8 +35,8 @@ class ScheduleConfig(Section):
 class BatchStage(Section):
     """From step `from_step` on, a global batch of `batch_size` samples."""
 
-    from_step: int = Field(ge=1)
-    batch_size: int = Field(ge=1)
+    from_step: int = Field(ge=1, description="must rise from item to item")
+    batch_size: int = Field(ge=1, description="a multiple of train.microbatch_size")
 
 
 class EvaluateConfig(Section):
@@ -41,12 +45,14 @@ class EvaluateConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: int = Field(1000, ge=1)
+    steps: int = Field(1000, ge=1, description="of the whole run")
     batch_size: int = Field(16, ge=1, description="samples of one step, over all workers")
     microbatch_size: int = Field(2, ge=1, description="samples of one logical microbatch")
     batch_warmup: tuple[BatchStage, ...] = ()
-    precision: Literal["fp32", "float64", "bf16"] = "fp32"
-    compile: bool = False
+    precision: Literal["fp32", "float64", "bf16"] = Field(
+        "fp32", description="bf16: fp32 parameters, bf16 compute, fp32 reduction"
+    )
+    compile: bool = Field(False, description="torch.compile of each block")
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
