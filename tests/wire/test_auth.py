@@ -93,6 +93,23 @@ def test_memory_is_bounded_and_forgetting_opens_no_door() -> None:
             verifier.check("POST", "/report", BODY, proof)
 
 
+def test_a_clock_that_is_set_back_locks_nobody_out() -> None:
+    """A machine boots with its clock hours ahead, and time service sets it right."""
+    clock = Clock()
+    clock.now = 1e6
+    verifier = Verifier(SECRET, clock, capacity=1000)
+    before = _proof(clock.now)
+    verifier.check("POST", "/report", BODY, before)
+    clock.now -= 7200
+    for _ in range(3000):
+        clock.now += 1
+        verifier.check("POST", "/report", BODY, _proof(clock.now))
+    assert len(verifier._seen) < 200
+    clock.now = 1e6
+    with pytest.raises(AuthError, match="seen before"):
+        verifier.check("POST", "/report", BODY, before)
+
+
 def test_headers_carry_a_proof_there_and_back() -> None:
     proof = _proof(1234.5678901)
     assert Proof.from_headers(proof.headers()) == proof

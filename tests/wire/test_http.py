@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +18,7 @@ from holdfast.errors import FencedError
 from holdfast.wire.auth import AuthError, Verifier, sign
 from holdfast.wire.client import Client, RequestError, UnreachableError
 from holdfast.wire.secret import Secret
-from holdfast.wire.server import AddressError, Guard, Listener, address_of, bind
+from holdfast.wire.server import AddressError, Guard, Handler, Listener, address_of, bind
 
 SECRET = Secret(b"s" * 32)
 
@@ -26,7 +26,8 @@ SECRET = Secret(b"s" * 32)
 class Service:
     """A control server in a thread. `calls` are the bodies that reached a handler."""
 
-    def __init__(self, bound: socket.socket) -> None:
+    def __init__(self, bound: socket.socket, handlers: Mapping[str, Handler] | None = None) -> None:
+        self._more = handlers or {}
         self.calls: list[dict[str, Any]] = []
         self.newest = 2
         self.address = address_of(bound)
@@ -45,11 +46,11 @@ class Service:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         guard = Guard(
-            {"/echo": self._echo, "/who": self._echo, "/bug": self._bug},
+            {"/echo": self._echo, "/who": self._echo, "/bug": self._bug, **self._more},
             SECRET,
             Verifier(SECRET, time.time),
             lambda: self.newest,
-            outside=frozenset({"/who"}),
+            outside=frozenset({"/who", *self._more}),
             max_body=10_000,
         )
         self._listener = Listener(guard.application, self._bound)
@@ -65,8 +66,8 @@ class Service:
 
 
 @contextmanager
-def serving() -> Iterator[Service]:
-    service = Service(bind("127.0.0.1", 0, "cluster.interface"))
+def serving(handlers: Mapping[str, Handler] | None = None) -> Iterator[Service]:
+    service = Service(bind("127.0.0.1", 0, "cluster.interface"), handlers)
     service.start()
     try:
         yield service

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import CorruptError, OutOfSpaceError
+from holdfast.errors import CorruptError, OutOfSpaceError, RunFolderError
 from holdfast.events import RunStarted, RunStopped, StepDone, WorkerReady
-from holdfast.wire.journal import Follower, JournalWriter, follow, read, segment_key
+from holdfast.wire.journal import Follower, JournalWriter, follow, parse, read, segment_key
 from holdfast.wire.runstore import Buffer, FolderStore, MemoryStore
 
 
@@ -110,6 +110,44 @@ def test_a_failed_flush_loses_nothing() -> None:
     writer.flush()
     assert [r.event.step for r in read(store)] == [1, 2]
     assert not writer.pending
+
+
+class SlowStore(MemoryStore):
+    """Writes only when it is let, and cannot be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.let = threading.Event(), threading.Event()
+
+    def get(self, key: str) -> bytes:
+        raise RunFolderError("the disk is sick")
+
+    def append(self, key: str, data: Buffer, sync: bool = False) -> None:
+        self.asked.set()
+        assert self.let.wait(10)
+        super().append(key, data, sync)
+
+
+def test_a_slow_or_sick_disk_holds_up_no_event() -> None:
+    """The agent's event loop emits while a thread of it stores."""
+    store = SlowStore()
+    writer = JournalWriter(store, "agent", 1, fresh=True)
+    writer.emit(_step(1))
+    storing = threading.Thread(target=writer.flush)
+    storing.start()
+    assert store.asked.wait(10)
+    emitting = threading.Thread(target=writer.emit, args=(_step(2),))
+    emitting.start()
+    emitting.join(5)
+    waited = emitting.is_alive()
+    store.let.set()
+    storing.join(10)
+    assert not waited
+    assert writer.pending
+    writer.flush()
+    key = segment_key(1, "agent")
+    found, _ = parse(key, MemoryStore.get(store, key))
+    assert [(r.sequence, r.event.step) for r in found] == [(0, 1), (1, 2)]
 
 
 def test_following_sees_each_record_once_and_waits_for_whole_lines(tmp_path: Path) -> None:

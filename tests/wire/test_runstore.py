@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import CorruptError, RunFolderError
+from holdfast.errors import CorruptError, OutOfSpaceError, RunFolderError
 from holdfast.wire.runstore import (
     AlreadyExistsError,
     FolderStore,
@@ -120,8 +122,68 @@ def test_a_killed_creator_leaves_no_object(tmp_path: Path) -> None:
     assert ended.returncode == -9
     store = FolderStore(tmp_path)
     assert store.list("") == []
+    (half,) = (tmp_path / "data").iterdir()
+    assert half.stat().st_size == 1_000_000
+    assert store.sweep("data/", keep="data/") == 0
+    assert store.sweep("dat") == store.sweep("other/") == 0
+    assert half.exists()
     store.create("data/blob", b"whole")
+    assert store.sweep("data/") == 1
+    assert not half.exists()
     assert store.get("data/blob") == b"whole"
+
+
+def test_a_listing_that_cannot_be_read_is_no_empty_one(tmp_path: Path) -> None:
+    """Taken for empty, checkpoints would be thought gone, and their bytes be swept."""
+    store = FolderStore(tmp_path)
+    store.create("commits/a", b"")
+    (tmp_path / "commits").rename(tmp_path / "elsewhere")
+    (tmp_path / "commits").symlink_to("commits")  # reading it is an error, also for root
+    for ask in (store.list, store.sweep):
+        with pytest.raises(RunFolderError, match="Too many levels of symbolic links"):
+            ask("commits/")
+
+
+def test_a_folder_that_was_moved_or_replaced_is_left_alone(tmp_path: Path) -> None:
+    """A run folder is moved aside while its trainer is stopped: it must not write into the next."""
+    old = FolderStore(tmp_path / "run")
+    old.create("journal/a", b"1")
+    (tmp_path / "run").rename(tmp_path / "run.old-1")
+    uses: list[Callable[[], object]] = [
+        lambda: old.create("journal/b", b"2"), lambda: old.append("journal/a", b"2"),
+        lambda: old.delete("journal/a"), lambda: old.sweep("journal/"),
+    ]  # fmt: skip
+    for _ in range(2):
+        for use in uses:
+            with pytest.raises(RunFolderError, match="moved, removed or replaced"):
+                use()
+        assert not (tmp_path / "run" / "journal" / "b").exists()
+        new = FolderStore(tmp_path / "run")
+        if not (tmp_path / "run").exists():
+            new.create("journal/a", b"of another run")
+    assert FolderStore(tmp_path / "run").get("journal/a") == b"of another run"
+    (tmp_path / "run").rename(tmp_path / "other")
+    (tmp_path / "run.old-1").rename(tmp_path / "run")
+    old.append("journal/a", b"2")
+    assert old.get("journal/a") == b"12"
+
+
+def test_a_disk_that_is_found_full_at_the_sync_keeps_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS does it: what is appended again after the failure must not be there already."""
+    store = FolderStore(tmp_path)
+    store.append("log", b"one\n")
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OutOfSpaceError):
+            store.append("log", b"two\n", sync=True)
+    store.append("log", b"two\n", sync=True)
+    assert store.get("log") == b"one\ntwo\n"
 
 
 def _in_a_small_tmpfs(script: str, folder: Path, options: str = "size=1m") -> str:

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import threading
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from holdfast.errors import FencedError, RunFolderError
 from holdfast.wire.runstore import MemoryStore
 from holdfast.wire.secret import Secret
 from holdfast.wire.term import (
+    QUESTION,
     asks,
     generation_key,
     newest_generation,
@@ -59,6 +61,18 @@ def test_a_silent_holder_is_succeeded_and_finds_out() -> None:
         old.check()
 
 
+def test_a_term_that_is_gone_or_another_ones_is_not_ours() -> None:
+    """The run folder was moved aside, and perhaps another run begun at its path."""
+    store = MemoryStore()
+    term = open_term(store, "127.0.0.1:1", SECRET, lambda _: False)
+    store.delete("terms/0000000001.json")
+    with pytest.raises(FencedError, match="moved, removed or replaced"):
+        term.check()
+    open_term(store, "127.0.0.1:2", SECRET, lambda _: False).check()
+    with pytest.raises(FencedError, match="moved, removed or replaced"):
+        term.check()
+
+
 def test_of_many_at_once_one_wins() -> None:
     store = MemoryStore()
     start, won, refused = threading.Barrier(8), [], []
@@ -81,11 +95,16 @@ def test_of_many_at_once_one_wins() -> None:
 
 
 def test_the_question_wants_an_answer_signed_with_the_secret() -> None:
+    async def refuse(generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        raise RuntimeError("broken on purpose")
+
     ask = asks(SECRET, deadline=0.3)
     with serving() as service:
         # This service has no /term: an answer, but not one that is signed.
         assert not ask(service.address)
     assert not ask(service.address)  # refused now
+    with serving({QUESTION: refuse}) as service:
+        assert ask(service.address)  # a refusal that is signed: somebody is there
     assert not ask("nonsense")
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         assert not ask(f"127.0.0.1:{deaf.getsockname()[1]}")

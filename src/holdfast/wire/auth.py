@@ -9,10 +9,10 @@ it was its own agent that answered, not whoever has the port now.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import hmac
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -103,7 +103,7 @@ class Verifier:
         self._window = window
         self._capacity = capacity
         self._seen: set[str] = set()
-        self._order: deque[tuple[float, float, str]] = deque()  # (forget at, time stamp, nonce)
+        self._order: list[tuple[float, str]] = []  # heap of (time stamp, nonce)
         self._floor = 0.0  # stamps up to here are refused: a nonce of that age was forgotten early
         self._lock = threading.Lock()
 
@@ -125,14 +125,15 @@ class Verifier:
             if proof.nonce in self._seen:
                 raise AuthError("the request has been seen before")
             self._seen.add(proof.nonce)
-            # Acceptable until its stamp leaves the window: a stamp from the future lives longer.
-            self._order.append((proof.time + self._window, proof.time, proof.nonce))
+            heapq.heappush(self._order, (proof.time, proof.nonce))
 
     def _forget(self, now: float) -> None:
-        while self._order and self._order[0][0] < now:
-            self._seen.discard(self._order.popleft()[2])
+        """Oldest stamps first, not first come: when a clock is set back, what came before lies in
+        the future and must neither hide what has expired nor raise the floor above the present."""
+        while self._order and self._order[0][0] + self._window < now:
+            self._seen.discard(heapq.heappop(self._order)[1])
         while len(self._order) >= self._capacity:
-            _, stamp, nonce = self._order.popleft()
+            stamp, nonce = heapq.heappop(self._order)
             self._seen.discard(nonce)
             self._floor = max(self._floor, stamp)
 

@@ -120,6 +120,8 @@ class Client:
     def _judge(self, proof: Proof, status: int, data: bytes, digest: str | None) -> dict[str, Any]:
         if status == 401:  # the agent cannot sign for somebody it does not know
             raise AuthError(f"{self.address} does not accept this run's secret")
+        if status == 413:  # refused unread, so nothing could be signed: send less
+            raise RequestError(status, "the request is too long")
         check_answer(self._secret, proof.nonce, status, data, digest or "")
         value = json.loads(data)
         if status == 409:

@@ -35,14 +35,19 @@ class JournalWriter:
         writer: str,
         generation: int,
         clock: Callable[[], float] = time.time,
+        *,
+        fresh: bool = False,
     ) -> None:
+        """`fresh`: the caller has just opened this generation, so nothing of it can be stored yet,
+        and the store need not be asked."""
         self.writer = writer
         self.generation = generation
         self._store = store
         self._clock = clock
         self._key = segment_key(generation, writer)
-        self._lock = threading.Lock()
-        self._sequence, torn = _end_of(store, self._key)
+        self._lock = threading.Lock()  # of what is pending; never held while the store works
+        self._storing = threading.Lock()
+        self._sequence, torn = (0, False) if fresh else _end_of(store, self._key)
         # A torn line is closed, so that the next record begins a line of its own.
         self._pending: list[bytes] = [b"\n"] if torn else []
         self._unsynced = False
@@ -68,11 +73,14 @@ class JournalWriter:
 
         Raises what the run store raises (OutOfSpaceError, RunFolderError); nothing is lost then.
         """
-        with self._lock:
-            if not self._pending and not (sync and self._unsynced):
+        with self._storing:
+            with self._lock:
+                lines = list(self._pending)
+            if not lines and not (sync and self._unsynced):
                 return
-            self._store.append(self._key, b"".join(self._pending), sync=sync)
-            self._pending.clear()
+            self._store.append(self._key, b"".join(lines), sync=sync)
+            with self._lock:
+                del self._pending[: len(lines)]
             self._unsynced = not sync
 
 

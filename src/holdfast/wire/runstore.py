@@ -55,7 +55,8 @@ class RunStore(Protocol):
         """
 
     def list(self, prefix: str) -> list[str]:
-        """Every key that begins with `prefix`, sorted."""
+        """Every key that begins with `prefix`, sorted. Never a part of them for all: raises
+        RunFolderError when some cannot be read."""
 
     def delete(self, key: str) -> None:
         """Remove the object; a key that is not there is no error."""
@@ -69,6 +70,10 @@ class RunStore(Protocol):
         With `sync` it is durable on return. Object stores cannot append: a bucket driver rolls a
         segment into numbered objects instead, which readers list and concatenate.
         """
+
+    def sweep(self, prefix: str, keep: str = "") -> int:
+        """Remove the unfinished objects that killed creators left below the folder `prefix`, save
+        for those below the folder `keep`; how many. Whoever is still creating one there fails."""
 
 
 def check_key(key: str) -> str:
@@ -91,10 +96,14 @@ class FolderStore:
 
     Atomicity comes from `link(2)`: the bytes are written and synced under a temporary name, and
     the link to the final name fails if somebody else has it. (`rename` would replace silently.)
+
+    The store is the folder that was there when this object was made or first wrote, not whatever
+    has its path later: once it is moved or replaced, nothing is written or deleted any more.
     """
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
+        self._inode = _inode(self.folder)
 
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
         target = self._path(key)
@@ -138,15 +147,31 @@ class FolderStore:
             check_key(parent)
         found: list[str] = []
         with self._spoken(prefix):
-            for folder, _, names in os.walk(root):
+            for folder, _, names in os.walk(root, onerror=_raise_unless_missing):
                 base = Path(folder).relative_to(self.folder).as_posix()
                 start = "" if base == "." else f"{base}/"
                 found += [f"{start}{name}" for name in names if not name.startswith(_TEMPORARY)]
         return sorted(key for key in found if key.startswith(prefix))
 
     def delete(self, key: str) -> None:
+        path = self._path(key)
         with self._spoken(key):
-            self._path(key).unlink(missing_ok=True)
+            self._same_folder()
+            path.unlink(missing_ok=True)
+
+    def sweep(self, prefix: str, keep: str = "") -> int:
+        root, kept = self.folder / prefix.rstrip("/"), self.folder / keep.rstrip("/")
+        count = 0
+        with self._spoken(prefix):
+            self._same_folder()
+            for folder, _, names in os.walk(root, onerror=_raise_unless_missing):
+                if keep and Path(folder).is_relative_to(kept):
+                    continue
+                for name in names:
+                    if name.startswith(_TEMPORARY):
+                        Path(folder, name).unlink(missing_ok=True)
+                        count += 1
+        return count
 
     def size(self, key: str) -> int:
         with self._spoken(key):
@@ -161,13 +186,13 @@ class FolderStore:
                 before = os.fstat(fd).st_size
                 try:
                     _write_all(fd, memoryview(data).cast("B"))
+                    if sync:
+                        os.fsync(fd)  # a network's file system says only here that it is full
                 except OSError:
                     os.ftruncate(fd, before)  # no torn line: the caller may append it again
                     raise
-                if sync:
-                    os.fsync(fd)
-                    if before == 0:
-                        _sync_folder(path.parent)
+                if before == 0:  # with or without `sync`: the next append would not do it
+                    _sync_folder(path.parent)
             finally:
                 os.close(fd)
 
@@ -177,6 +202,7 @@ class FolderStore:
 
     def _make_parents(self, target: Path) -> None:
         """Make the folders above `target`; each new one is synced into its parent."""
+        self._same_folder()
         missing: list[Path] = []
         folder = target.parent
         while not folder.is_dir():
@@ -185,6 +211,14 @@ class FolderStore:
         for new in reversed(missing):
             new.mkdir(exist_ok=True)
             _sync_folder(new.parent)
+        if self._inode is None:
+            self._inode = _inode(self.folder)
+
+    def _same_folder(self) -> None:
+        """Raises RunFolderError when the path leads to another folder than it did, or to none."""
+        if self._inode is not None and _inode(self.folder) != self._inode:
+            raise RunFolderError("the run folder has been moved, removed or replaced",
+                                 where=str(self.folder))  # fmt: skip
 
     @staticmethod
     def _write(path: Path, data: Buffer | Iterable[Buffer]) -> None:
@@ -253,6 +287,9 @@ class MemoryStore:
         with self._lock:
             self._objects[key] = self._objects.get(key, bytearray()) + bytes(data)
 
+    def sweep(self, prefix: str, keep: str = "") -> int:
+        return 0  # objects appear in one assignment
+
     def _find(self, key: str) -> bytearray:
         try:
             return self._objects[check_key(key)]
@@ -263,6 +300,23 @@ class MemoryStore:
 def _write_all(fd: int, data: memoryview) -> None:
     while data:
         data = data[os.write(fd, data) :]
+
+
+def _inode(folder: Path) -> int | None:
+    """Which folder this path leads to; None for none. (A remount changes the device's number,
+    not this one.)"""
+    try:
+        return os.stat(folder).st_ino
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise spoken_error(error, folder) from error
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    """`os.walk` leaves out what it cannot read: taken for absent, a checkpoint would be removed."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def _sync_folder(folder: Path) -> None:

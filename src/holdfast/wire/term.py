@@ -13,12 +13,12 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from holdfast.errors import FencedError, HoldfastError, RunFolderError
-from holdfast.wire.client import OUTSIDE, Client
+from holdfast.wire.client import OUTSIDE, Client, RequestError
 from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
 from holdfast.wire.secret import Secret
 
@@ -35,14 +35,25 @@ class Term:
     store: RunStore
     number: int
     address: str
+    held: bytes = field(repr=False)  # what our object says, and nobody else's does
 
     def check(self) -> None:
-        """Raises FencedError when a newer term has been opened."""
+        """Raises FencedError when a newer term has been opened, or ours is no longer there: the
+        run folder was moved or removed, and another one may lie at its path."""
         newest, _ = newest_term(self.store)
         if newest > self.number:
             raise FencedError(
                 f"another trainer has taken over the run folder (term {newest}, ours was "
                 f"{self.number})"
+            )
+        try:
+            found = self.store.get(_term_key(self.number))
+        except MissingKeyError:
+            found = None
+        if found != self.held:
+            raise FencedError(
+                f"the run folder has been moved, removed or replaced (our term {self.number} is "
+                f"not in it); put it back, or start another run"
             )
 
     def close(self) -> None:
@@ -73,15 +84,16 @@ def open_term(
             "address": address,
             "since": time.time(),
         }
+        held = json.dumps(value).encode() + b"\n"
         try:
-            store.create(_term_key(newest + 1), json.dumps(value).encode() + b"\n")
+            store.create(_term_key(newest + 1), held)
         except AlreadyExistsError:
             continue  # another trainer was faster: ask that one
-        return Term(store, newest + 1, address)
+        return Term(store, newest + 1, address, held)
 
 
 def asks(secret: Secret, deadline: float = 10.0) -> Callable[[str], bool]:
-    """The question itself: True only for an answer signed with this run's secret.
+    """The question itself: True only for an answer signed with this run's secret, be it a refusal.
 
     A refused connection is told apart from silence at once, so the deadline (seconds) is waited
     for only where the node is gone or the trainer is stopped. It is long on purpose: a trainer on
@@ -95,6 +107,8 @@ def asks(secret: Secret, deadline: float = 10.0) -> Callable[[str], bool]:
             return False
         try:
             client.post(QUESTION, {}, deadline)
+        except (RequestError, FencedError):
+            return True  # signed by somebody who knows the secret
         except HoldfastError:
             return False
         finally:
