@@ -48,6 +48,7 @@ def test_kill_at_every_point_of_the_protocol(tmp_path: Path) -> None:
         assert all(verify(store, key) == [] for key in listing(store))
         kept = [key for key in store.list("") if key.startswith(("data/", "parts/"))]
         assert len(kept) == 4 * len(listing(store))
+        assert not [name for name in files(store) if ".tmp" in name]
     assert reached == {1, 2, 3}
 
 

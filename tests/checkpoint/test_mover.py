@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_stray_and_repeated_bytes_are_harmless(start: Start) -> None:
         b"\xff",
     ):
         assert send(line) == b""
-    once, _ = request_line(mover.secret, "status", {}, 1, __import__("time").time())
+    once, _ = request_line(mover.secret, "status", {}, 1, time.time())
     assert b'"status":200' in send(once)
     assert send(once) == b""  # a proof is good for one request
     assert client.status()["generation"] == 1
@@ -127,12 +128,96 @@ def test_what_older_generations_left_unfinished_is_swept(start: Start) -> None:
     workers.compute(2)
     assert isinstance(workers.capturers[0].capture(2), Captured)
     assert workers.capturers[0].announce(2, {}) is None
-    mover.client(1).newest()  # drained: what could be written has been
+    assert mover.client(1).drain()  # what could be written has been
     assert [n for n in files(mover.store) if "0000000002-rank" in n]
+    half = [mover.store.folder / f"{place}/.tmp-0123" for place in
+            ("data/0000000001", "parts/0000000001", "commits", "data/0000000002")]  # fmt: skip
+    half[-1].parent.mkdir()
+    for path in half:  # what a killed mover leaves of an object
+        path.write_bytes(b"half")
     mover.begin(topology(2, generation=2))
+    assert [path.exists() for path in half] == [False, False, False, True]
+    half[-1].unlink()
     left = [n for n in files(mover.store) if n.startswith(("data", "parts"))]
     assert len(left) == 4
     assert all("0000000001-rank" in name for name in left)
+
+
+def test_what_cannot_be_listed_is_not_swept(start: Start) -> None:
+    """A disk that errs for a moment: no checkpoint is taken for absent, and none is removed."""
+    mover = start()
+    workers = Workers(mover.begin(topology()), topology())
+    workers.commit(1)
+    commits, aside = mover.store.folder / "commits", mover.store.folder / "aside"
+    commits.rename(aside)
+    commits.symlink_to("commits")  # reading it is an error, also for root
+    with pytest.raises(HoldfastError, match="Too many levels"):
+        mover.begin(topology(generation=2))
+    with pytest.raises(HoldfastError, match="Too many levels"):
+        mover.client(2).newest()
+    commits.unlink()
+    aside.rename(commits)
+    assert mover.client(2).newest().step == 1
+
+
+def test_a_proof_that_expired_on_the_way_costs_no_slot(start: Start) -> None:
+    """The machine slept between signing and checking: what is asked again is taken."""
+    mover = start()
+    topo = topology()
+    client = mover.begin(topo)
+    workers = Workers(client, topo)
+    (capturer,) = workers.capturers
+    stale = 0
+
+    def clock() -> float:
+        nonlocal stale
+        stale -= 1
+        return time.time() - (1000 if stale >= 0 else 0)
+
+    client._clock = clock
+    for step in (1, 2, 3):
+        stale = 1
+        workers.commit(step)
+    for step in (4, 5, 6):  # longer than is waited for
+        stale = 2
+        assert isinstance(capturer.capture(step), Captured)
+        assert isinstance(capturer.announce(step, {}), Skipped)
+    workers.commit(7)
+
+
+def test_a_snapshot_is_announced_once_whatever_arrives_twice_or_late(start: Start) -> None:
+    mover = start()
+    topo = topology()
+    client = mover.begin(topo)
+    workers = Workers(client, topo)
+    (capturer,) = workers.capturers
+    workers.compute(1)
+    assert isinstance(capturer.capture(1), Captured)
+    slot, made = capturer._held[1]
+    with pytest.raises(HoldfastError, match="does not hold step 9"):
+        client.captured(0, 9, slot, made.sequence, {})
+    assert capturer._arena.held(slot)  # a stranger to this slot cannot give it back
+    for _ in range(3):
+        client.captured(0, 1, slot, made.sequence, {})
+    assert capturer.settle(1, 20) is None
+    client.captured(0, 1, slot, made.sequence, {})
+    assert client.drain()
+    events, _ = client.events(0)
+    assert [event.kind for event in events] == ["checkpoint_committed"]
+    workers.commit(2)
+
+
+def test_who_waits_for_a_save_can_say_that_he_lives(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mover = start()
+    client = mover.begin(topology())
+    workers = Workers(client, topology())
+    monkeypatch.setattr("holdfast.checkpoint.mover_client.SETTLE_SLICE", 0.02)
+    said: list[int] = []
+    reason = workers.capturers[0].settle(1, 0.2, lambda: said.append(1))
+    assert reason == "not committed after 0.2 s"
+    assert len(said) >= 4
 
 
 def test_saves_handed_over_count_before_a_restart(start: Start) -> None:

@@ -113,8 +113,9 @@ def test_training_goes_on_without_a_mover(start: Start) -> None:
     assert isinstance(answer, Skipped)
     assert "mover" in answer.reason
     assert "mover" in (capturer.settle(1, 1) or "")
-    assert isinstance(capturer.capture(2), Captured)
-    assert isinstance(capturer.capture(3, wait=1), Skipped)
+    for step in (2, 3):  # the slot of step 1 is free again
+        assert isinstance(capturer.capture(step), Captured)
+    assert isinstance(capturer.capture(4, wait=1), Skipped)
 
 
 def test_a_step_that_one_rank_skipped_is_never_committed(start: Start) -> None:

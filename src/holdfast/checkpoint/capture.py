@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,8 +145,9 @@ class Capturer:
     def announce(self, step: int, meta: Mapping[str, Any]) -> Skipped | None:
         """Have the mover save what was captured; None when it has taken it over.
 
-        A mover that is gone or refuses is no reason to stop training. Raises FencedError when a
-        newer generation has begun.
+        A mover that is gone or refuses is no reason to stop training; the slot is free again
+        then. One that does not answer is asked once more, with a new proof: while a machine
+        sleeps, proofs expire. Raises FencedError when a newer generation has begun.
         """
         with self._lock:
             held = self._held.pop(step, None)
@@ -154,10 +155,16 @@ class Capturer:
             return Skipped(step, "nothing was captured at this step")
         slot, made = held
         try:
-            self._mover.captured(self._rank, step, slot, made.sequence, meta)
+            try:
+                self._mover.captured(self._rank, step, slot, made.sequence, meta)
+            except MoverGoneError:
+                self._mover.captured(self._rank, step, slot, made.sequence, meta)
         except FencedError:
             raise
         except HoldfastError as error:
+            # Should it be saved all the same, the next capture shows in its header, and the save
+            # fails: better than a slot that nobody gives back.
+            self._arena.release(slot)
             return Skipped(step, str(error))
         return None
 
@@ -168,10 +175,13 @@ class Capturer:
         if held is not None:
             self._arena.release(held[0])
 
-    def settle(self, step: int, timeout: float) -> str | None:
-        """Wait until the checkpoint of `step` is committed; None then, else why it is not."""
+    def settle(
+        self, step: int, timeout: float, alive: Callable[[], None] = lambda: None
+    ) -> str | None:
+        """Wait until the checkpoint of `step` is committed; None then, else why it is not. `alive`
+        is called every few seconds meanwhile."""
         try:
-            return self._mover.settle(step, timeout)
+            return self._mover.settle(step, timeout, alive)
         except MoverGoneError as error:
             return str(error)
 

@@ -64,12 +64,15 @@ def discard(store: RunStore, generation: int, step: int) -> int:
 
 
 def sweep(store: RunStore, generation: int) -> int:
-    """Remove what older generations began and never committed; the number of objects removed.
+    """Remove what older generations began and never committed, objects and halves of objects; the
+    number removed.
 
     They are fenced, so nobody can complete it any more.
     """
+    count = store.sweep("commits/")
+    for prefix in ("parts/", "data/"):
+        count += store.sweep(prefix, keep=f"{prefix}{generation:010d}/")
     committed = {parse_commit_key(key) for key in listing(store)}
-    count = 0
     for key in (*store.list("parts/"), *store.list("data/")):
         found = parse_save_key(key)
         if found and found[1] < generation and found not in committed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -66,11 +67,18 @@ class Server:
         self._listener.bind(path)
         os.chmod(path, 0o600)
         self._listener.listen(128)
+        self._listener.setblocking(False)
 
-    def serve(self) -> None:
-        """Accept for ever; the process ends by its lifeline or by a signal."""
+    def serve(self, leave: int) -> None:
+        """Accept until the descriptor `leave` can be read; or the lifeline ends the process."""
         while True:
-            connection, _ = self._listener.accept()
+            ready, _, _ = select.select([self._listener.fileno(), leave], [], [])
+            if leave in ready:
+                return
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:  # whoever knocked has gone again
+                continue
             threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
 
     def _converse(self, connection: socket.socket) -> None:
@@ -122,7 +130,10 @@ class Server:
             case "wait_free":
                 return {"free": service.wait_free(generation, **body)}
             case "settle":
-                return {"reason": service.outcomes.settle((generation, body["step"]), body["wait"])}
+                ended, reason = service.outcomes.settle((generation, body["step"]), body["wait"])
+                return {"ended": ended, "reason": reason}
+            case "drain":
+                return {"drained": service.drain(**body)}
             case "newest":
                 return service.newest(**body)
             case "events":
@@ -149,13 +160,14 @@ def main() -> None:
     service = Service(FolderStore(boot.store), boot.settings)
     server = Server(service, Secret.from_hex(boot.secret), boot.socket)
 
-    def leave(*_: object) -> None:
-        raise SystemExit(0)
-
-    signal.signal(signal.SIGTERM, leave)
+    # The signal writes into a pipe: a handler that raises would be too late for an accept that is
+    # just about to block.
+    leave, signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(signalled)
+    signal.signal(signal.SIGTERM, lambda *_: None)
     print(json.dumps({"ready": True, "pid": os.getpid()}), flush=True)
     try:
-        server.serve()
+        server.serve(leave)
     finally:
         service.close()
         Path(boot.socket).unlink(missing_ok=True)

@@ -20,6 +20,8 @@ from holdfast.spec.state import StateTable
 from holdfast.wire.secret import Secret
 
 ANSWER_SECONDS = 30.0
+SETTLE_SLICE = 5.0
+"""Seconds that one question about the end of a save waits, so that who asks can say he is alive."""
 
 
 class MoverGoneError(HoldfastError):
@@ -63,11 +65,19 @@ class MoverClient:
         rows = [spec.to_json() for spec in table]
         self._call("expect", {"topology": topology.to_json(), "table": rows})
 
+    def drain(self, wait: float = 30.0) -> bool:
+        """Wait up to `wait` seconds for the end of all saves under way; whether that was enough.
+
+        To be asked before the next generation is opened, which fences them: what the workers of a
+        lost generation had handed over in time is then not lost with them.
+        """
+        return bool(self._call("drain", {"wait": wait}, wait + ANSWER_SECONDS)["drained"])
+
     def newest(self, drain: float = 30.0, timeout: float = 600.0) -> Newest:
         """The newest checkpoint whose every byte has just been read and checked.
 
-        Waits up to `drain` seconds for saves under way, so ask before the next generation is
-        opened: that fences them.
+        Waits up to `drain` seconds for saves under way. Asked after the next generation was
+        opened, which fences all older ones, so that no older commit can appear afterwards.
 
         Raises CheckpointError when there are checkpoints but none can be trusted.
         """
@@ -112,11 +122,22 @@ class MoverClient:
         body = {"rank": rank, "wait": timeout}
         return bool(self._call("wait_free", body, timeout + ANSWER_SECONDS)["free"])
 
-    def settle(self, step: int, timeout: float) -> str | None:
-        """Wait until the checkpoint of `step` is committed; None then, else why it is not."""
-        body = self._call("settle", {"step": step, "wait": timeout}, timeout + ANSWER_SECONDS)
-        reason = body["reason"]
-        return None if reason is None else str(reason)
+    def settle(
+        self, step: int, timeout: float, alive: Callable[[], None] = lambda: None
+    ) -> str | None:
+        """Wait until the checkpoint of `step` is committed; None then, else why it is not.
+
+        `alive` is called every few seconds meanwhile: a large checkpoint takes its time.
+        """
+        end = time.monotonic() + timeout
+        while True:
+            alive()
+            wait = max(0.0, min(end - time.monotonic(), SETTLE_SLICE))
+            body = self._call("settle", {"step": step, "wait": wait}, wait + ANSWER_SECONDS)
+            if body["ended"]:
+                return None if body["reason"] is None else str(body["reason"])
+            if time.monotonic() >= end:
+                return f"not committed after {timeout:g} s"
 
     # --- the exchange -----------------------------------------------------------------------
     def _call(

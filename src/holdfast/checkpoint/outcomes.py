@@ -70,13 +70,13 @@ class Outcomes:
         with self._change:
             self._put(event)
 
-    def settle(self, save: Save, wait: float) -> str | None:
-        """Wait for a save's end: None when it is committed, else why it is not."""
+    def settle(self, save: Save, wait: float) -> tuple[bool, str | None]:
+        """(whether the save has ended within `wait` seconds, why it is not committed)."""
         with self._change:
             done = self._change.wait_for(lambda: save in self._keys or save in self._reasons, wait)
             if not done:
-                return f"not committed after {wait:g} s"
-            return None if save in self._keys else self._reasons[save]
+                return False, None
+            return True, None if save in self._keys else self._reasons[save]
 
     def since(self, mark: int, wait: float) -> tuple[list[list[Any]], int]:
         """Events after `mark` as [kind, fields], and the next mark; waits for the first."""

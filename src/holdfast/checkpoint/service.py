@@ -116,7 +116,10 @@ class Service:
 
         A worker that asks again gets the same memory, so a slot being saved stays safe.
         """
-        plan = self._current(generation)
+        with self._change:  # no newer generation begins before this arena is there
+            return self._arena(self._current(generation), rank, blob_bytes, slots)
+
+    def _arena(self, plan: Plan, rank: int, blob_bytes: int, slots: int) -> int:
         if not 0 <= rank < plan.topology.world_size:
             raise CheckpointError(f"rank {rank} is not in a world of {plan.topology.world_size}")
         tensors = placed(owned_boxes(plan.topology, plan.table, rank), plan.table)
@@ -127,13 +130,12 @@ class Service:
                 f"rank {rank} asks for {slots} slots of {blob_bytes} bytes, its state needs "
                 f"2 or 3 of {due}"
             )
-        with self._change:
-            found = self._ranks.get(rank)
-            if found is None:
-                fd = Arena.create(f"holdfast-{generation}-{rank}", slots, due)
-                found = _Rank(fd, Arena(fd), head, tensors)
-                self._ranks[rank] = found
-            return os.dup(found.fd)
+        found = self._ranks.get(rank)
+        if found is None:
+            fd = Arena.create(f"holdfast-{plan.generation}-{rank}", slots, due)
+            found = _Rank(fd, Arena(fd), head, tensors)
+            self._ranks[rank] = found
+        return os.dup(found.fd)
 
     def wait_free(self, generation: int, rank: int, wait: float) -> bool:
         """Whether a slot of the rank became free in time."""
@@ -155,13 +157,13 @@ class Service:
         sequence: int,
         meta: Mapping[str, Any],
     ) -> None:
-        """Take over a snapshot and save it in the background.
+        """Take over a snapshot and save it in the background; asked again, do nothing more.
 
-        Raises CorruptError when the slot does not hold what the request says; the slot is then
-        given back to the worker.
+        Raises CorruptError when the slot does not hold what the request says. Nothing is done to
+        the slot then: a request that was held up must not give back what has come after it.
         """
-        plan = self._current(generation)
         with self._change:
+            plan = self._current(generation)
             found = self._ranks.get(rank)
             if found is None:
                 raise HoldfastError(f"rank {rank} has no arena")
@@ -170,11 +172,10 @@ class Service:
                 digest(self._settings.run), generation, step, sequence,
                 total_size(found.head, found.tensors), digest(found.head),
             )  # fmt: skip
-            if slot in found.saving:
-                raise CorruptError(f"slot {slot} of rank {rank} is being saved already")
             if seen != due:
-                found.arena.release(slot)
                 raise CorruptError(f"slot {slot} of rank {rank} does not hold step {step}")
+            if slot in found.saving or not found.arena.held(slot):
+                return  # its first answer was lost on the way
             found.saving.add(slot)
             self._pending[generation, step] += 1
         self.outcomes.captured((generation, step))
@@ -256,16 +257,19 @@ class Service:
             self.outcomes.warn(f"an unfinished checkpoint could not be removed: {second}")
 
     # --- questions --------------------------------------------------------------------------
+    def drain(self, wait: float) -> bool:
+        """Wait for the end of the saves under way; whether all have ended."""
+        with self._change:
+            return self._change.wait_for(lambda: not self._pending, wait)
+
     def newest(self, drain: float) -> dict[str, Any]:
         """The newest verified checkpoint, and every one that was passed over.
 
-        First waits up to `drain` seconds for saves that are under way: what the workers of a
-        broken generation had handed over in time is not lost with them.
+        First waits up to `drain` seconds for saves that are under way.
 
         Raises CheckpointError when there are some but none can be trusted.
         """
-        with self._change:
-            self._change.wait_for(lambda: not self._pending, drain)
+        self.drain(drain)
         rejected: list[tuple[str, str]] = []
 
         def reject(key: str, reason: str) -> None:
