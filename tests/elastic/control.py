@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from holdfast.elastic.rendezvous import Rendezvous
 from holdfast.wire.auth import Verifier
 from holdfast.wire.secret import Secret
-from holdfast.wire.server import Guard, Handler, Listener, address_of, bind
+from holdfast.wire.server import MAX_BODY, Guard, Handler, Listener, address_of, bind
 
 SECRET = Secret(b"e" * 32)
 
@@ -19,7 +19,8 @@ SECRET = Secret(b"e" * 32)
 class Control:
     """The rendezvous at /store, and `report` at /report when given."""
 
-    def __init__(self, report: Handler | None = None) -> None:
+    def __init__(self, report: Handler | None, max_body: int) -> None:
+        self._max_body = max_body
         self._bound = bind("127.0.0.1", 0, "cluster.interface")
         self.address = address_of(self._bound)
         self.generation = 1
@@ -47,15 +48,15 @@ class Control:
         if self._report is not None:
             handlers["/report"] = self._report
         verifier = Verifier(SECRET, time.time)
-        guard = Guard(handlers, SECRET, verifier, lambda: self.generation)
+        guard = Guard(handlers, SECRET, verifier, lambda: self.generation, max_body=self._max_body)
         self._listener = Listener(guard.application, self._bound)
         self._started.set()
         await self._listener.serve()
 
 
 @contextmanager
-def controlling(report: Handler | None = None) -> Iterator[Control]:
-    control = Control(report)
+def controlling(report: Handler | None = None, max_body: int = MAX_BODY) -> Iterator[Control]:
+    control = Control(report, max_body)
     control._thread.start()
     assert control._started.wait(10)
     try:

@@ -9,21 +9,30 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
+import socket
+import struct
 import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from holdfast.checkpoint.mover_client import MoverClient
+from holdfast.config.run import RunConfig
 from holdfast.elastic import exits
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.worker.reporter import Reporter
 from holdfast.elastic.worker.store import HttpStore
 from holdfast.errors import CheckpointError, FencedError
 from holdfast.events import NonFinite, StepDone, WorkerReady
+from holdfast.spec.state import local_boxes, state_table
 from holdfast.wire.client import Client
 from holdfast.wire.secret import Secret
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.capture import Capturer
 
 
 def train(boot: WorkerBoot, secret: Secret) -> int:
@@ -49,7 +58,7 @@ def train(boot: WorkerBoot, secret: Secret) -> int:
         while step < plan["steps"] and not stop:
             step += 1
             reporter.progress(step, "compute")
-            _misbehave(plan, boot, step, reporter)
+            _misbehave(plan, boot, secret, step, reporter)
             _pause(float(plan.get("pace", 0.0)))
             reporter.progress(step, "reduce")
             vote = torch.tensor([1.0, float(reporter.wishes.stop)])
@@ -71,13 +80,21 @@ def _pause(seconds: float) -> None:
     select.select([], [], [], seconds)
 
 
-def _misbehave(plan: dict[str, Any], boot: WorkerBoot, step: int, reporter: Reporter) -> None:
+def _misbehave(
+    plan: dict[str, Any], boot: WorkerBoot, secret: Secret, step: int, reporter: Reporter
+) -> None:
     def due(deed: str) -> bool:
         when = plan.get(deed)
         return when is not None and (when["generation"] in (0, boot.generation)) and (
             (when["rank"], when["step"]) == (boot.rank, step)
         )  # fmt: skip
 
+    if due("save_and_die"):
+        _save_and_die(boot, secret, step)
+    if due("map"):
+        _capturer(boot, secret)
+    if due("die"):
+        os.kill(os.getpid(), signal.SIGKILL)
     if due("hang"):
         threading.Event().wait()
     if due("hold_gil"):  # a regular expression that backtracks keeps the interpreter lock
@@ -94,3 +111,30 @@ def _misbehave(plan: dict[str, Any], boot: WorkerBoot, step: int, reporter: Repo
         raise SystemExit(exits.NON_FINITE)
     if due("fenced"):
         raise FencedError("the toy is old")
+
+
+def _capturer(boot: WorkerBoot, secret: Secret) -> Capturer:
+    """This rank's arena, mapped: its state is all zeros."""
+    import torch
+
+    from holdfast.checkpoint.capture import Capturer
+
+    config = RunConfig.model_validate(boot.config)
+    topology, table = boot.placed(), state_table(config.model, config.train.precision)
+    held = local_boxes(topology, table, boot.rank)
+    return Capturer(
+        MoverClient(boot.mover_socket, secret, boot.generation), topology, table, boot.rank,
+        {box.name: torch.zeros(box.lengths) for box in held}, run=config.name,
+    )  # fmt: skip
+
+
+def _save_and_die(boot: WorkerBoot, secret: Secret, step: int) -> None:
+    """Hand a snapshot over; stop the mover while it writes, and end."""
+    capturer = _capturer(boot, secret)
+    with socket.socket(socket.AF_UNIX) as mover:
+        mover.connect(boot.mover_socket)
+        peer = mover.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    capturer.capture(step)
+    assert capturer.announce(step, {}) is None
+    os.kill(struct.unpack("3i", peer)[0], signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGKILL)

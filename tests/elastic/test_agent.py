@@ -16,6 +16,7 @@ import pytest
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.errors import FencedError
 from holdfast.events import (
+    CheckpointCommitted,
     GenerationStarted,
     NonFinite,
     Record,
@@ -36,6 +37,7 @@ from holdfast.wire.term import newest_term
 from tests.elastic.trainer import Trainer, gone, parent_of, training
 from tests.ranks import wait_until
 
+RESTARTS = 6
 ENDLESS = {"steps": 1_000_000, "pace": 0.005}
 
 
@@ -278,6 +280,87 @@ def test_a_stopped_trainer_is_succeeded_and_leaves_when_it_wakes(tmp_path: Path)
         wait_until(lambda: gone(family), 5, "nobody is left")
     assert "another trainer has taken over" in old.said
     assert new.events(RunFailed) == []
+
+
+def test_a_snapshot_handed_over_is_not_lost_with_its_worker(tmp_path: Path) -> None:
+    """The worker dies while the mover writes: the next generation, which fences older writers, is
+    opened when that is done, and begins from it."""
+    plan = {"steps": 6, "save_and_die": {"generation": 1, "rank": 0, "step": 3}}
+    overrides = ("layout.workers=1", "model.vocab_size=64")
+    with training(tmp_path / "run", plan, *overrides) as trainer:
+        trainer.wait(lambda: trainer.events(WorkerLost), "the loss")
+        family = trainer.family() - {trainer.process.pid}
+        stopped = [pid for pid in family if _state(pid) == "T"]
+        assert len(stopped) == 1
+        second = trainer.folder / "generations" / "0000000002.json"
+        with pytest.raises(TimeoutError):
+            wait_until(second.exists, 1, "the next generation")
+        os.kill(stopped[0], signal.SIGCONT)
+        assert trainer.end() == 0, trainer.said
+    assert [e.step for e in trainer.events(CheckpointCommitted, 1)] == [3]
+    assert [e.step for e in trainer.events(GenerationStarted)] == [0, 3]
+    assert [e.step for e in trainer.events(StepDone, 2)] == [4, 5, 6]
+
+
+def test_restarts_leave_nothing_behind(tmp_path: Path) -> None:
+    """Neither descriptors in agent, template and mover, nor arenas of older generations."""
+    plan = ENDLESS | {"map": {"generation": 0, "rank": 1, "step": 1}}
+    overrides = ("layout.workers=2", "cluster.max_restarts_without_progress=99",
+                 "model.vocab_size=64")  # fmt: skip
+    held: list[list[int]] = []
+    with training(tmp_path / "run", plan, *overrides) as trainer:
+        for generation in range(1, RESTARTS + 1):
+            trainer.wait_step(2, generation)
+            workers = trainer.workers(generation)
+            template = parent_of(workers[0])
+            (mover,) = trainer.family() - {trainer.process.pid, template, *workers.values()}
+            assert _arenas(mover) == 1
+            held.append([_descriptors(pid) for pid in (trainer.process.pid, template, mover)])
+            os.kill(workers[1], signal.SIGKILL)
+    for early, late in zip(held[1], held[-1], strict=True):
+        assert late < early + RESTARTS // 2, held
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def _arenas(pid: int) -> int:
+    return Path(f"/proc/{pid}/maps").read_text().count("memfd:holdfast-")
+
+
+def test_a_run_folder_that_vanishes_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    with training(tmp_path / "run", ENDLESS, "layout.workers=1") as trainer:
+        trainer.wait_step(2, 1)
+        family = trainer.family()
+        trainer.folder.rename(tmp_path / "moved")
+        assert trainer.end(30) == 1
+        wait_until(lambda: gone(family), 5, "nobody is left")
+        assert "the run folder has been moved, removed or replaced" in trainer.said
+        assert "Traceback" not in trainer.said
+        assert not trainer.folder.exists()
+
+
+def test_a_stopped_trainer_does_not_write_into_the_run_that_replaced_its_own(
+    tmp_path: Path,
+) -> None:
+    """The folder is moved aside (as `train --fresh` does) and another run begun at its path: its
+    term and its generation have the same numbers."""
+    with training(tmp_path / "run", ENDLESS, "layout.workers=1") as old:
+        old.wait_step(20, 1)
+        os.kill(old.process.pid, signal.SIGSTOP)
+        old.folder.rename(tmp_path / "run.old-1")
+        with training(tmp_path / "run", {"steps": 3}, "layout.workers=1") as new:
+            assert new.end() == 0, new.said
+        os.kill(old.process.pid, signal.SIGCONT)
+        assert old.end(30) == 1
+        assert "the run folder has been moved, removed or replaced" in old.said
+    assert [e.step for e in new.events(StepDone)] == [1, 2, 3]
+    assert len(new.events(RunFinished)) == 1
 
 
 def test_a_boot_travels_as_json() -> None:

@@ -169,6 +169,17 @@ def test_events_that_cannot_travel_or_be_read_take_no_others_with_them() -> None
     assert errors == [RequestError, TypeError]
 
 
+def test_a_backlog_that_is_too_long_for_one_request_arrives() -> None:
+    desk = Desk()
+    with controlling(desk.report, max_body=2000) as control, reporting(control.address) as reporter:
+        with reporter._changed:  # nothing is sent before all of it is there
+            for step in range(40):
+                reporter._queue.append(_step(step))
+        assert reporter.flush(10)
+    assert [event.step for event in desk.events] == list(range(40))
+    assert reporter.errors == []  # type: ignore[attr-defined]
+
+
 def test_wishes_come_back_with_any_answer() -> None:
     desk = Desk()
     with controlling(desk.report) as control, reporting(control.address) as reporter:

@@ -24,13 +24,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.mover_client import MoverGoneError
 from holdfast.checkpoint.service import Settings
 from holdfast.config.run import RunConfig
 from holdfast.elastic import exits, health
 from holdfast.elastic.board import Board, Observer, Say
 from holdfast.elastic.boot import DEFAULT_ENTRY
-from holdfast.elastic.children import ChildFailedError, Template
+from holdfast.elastic.children import Template
 from holdfast.elastic.generation import Generation
 from holdfast.elastic.mover_link import MoverLink
 from holdfast.elastic.opening import boots, plan_topology
@@ -193,7 +192,7 @@ class Agent:
                 raise
             except FencedError as error:
                 verdict = Failed(str(error), exits.FENCED)
-            except (MoverGoneError, ChildFailedError) as error:
+            except HoldfastError as error:  # of the mover or the template
                 # One that cannot start at all will not the next time; later, it is a loss.
                 verdict = Failed(str(error)) if first else Lost("mover_lost", str(error))
             first = False
@@ -269,8 +268,10 @@ class Agent:
         if self._state is RunState.RECOVERING:
             self._become(RunState.OPENING)
         await self._ensure_children()
-        await asyncio.to_thread(self._term.check)
+        await self._mover.settle(self._number)  # the next generation fences what is being saved
+        # In this order: whoever takes over in between opens this number, and ours comes too late.
         number = await asyncio.to_thread(newest_generation, self._store) + 1
+        await asyncio.to_thread(self._term.check)
         topology = plan_topology(self._config, number, self._node)
         value = {"topology": topology.to_json(), "term": self._term.number, "reason": reason}
         await asyncio.to_thread(open_generation, self._store, number, value)
@@ -316,6 +317,7 @@ class Agent:
         if self._template is None or not self._template.alive:
             if self._template is not None:
                 await self._template.stop()
+                self._template = None
             log = self._folder / "logs" / "template.log"
             self._template = await Template.start(
                 self._lifeline, self._entry, log, self._told, self._template_gone

@@ -40,7 +40,8 @@ class Board:
     def emit(self, writer: str, event: Event) -> Record:
         """Number, stamp and show an event; `flush` stores it."""
         if writer not in self._writers:
-            self._writers[writer] = JournalWriter(self._store, writer, self._generation)
+            # No read: an event must not be lost, nor the event loop wait, for a sick disk.
+            self._writers[writer] = JournalWriter(self._store, writer, self._generation, fresh=True)
         record = self._writers[writer].emit(event)
         for observer in tuple(self._observers):
             try:

@@ -15,11 +15,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.control import Lines, encode
 from holdfast.errors import HoldfastError
+from holdfast.wire.runstore import spoken_error
 from holdfast.wire.secret import Secret
 
 START_SECONDS = 180.0
@@ -166,7 +167,6 @@ async def start_mover(line: bytes, lifeline: int, log: Path, gone: Callable[[], 
 async def _spawn(
     arguments: Sequence[str], log: Path, fds: Sequence[int], pipes: bool = False
 ) -> asyncio.subprocess.Process:
-    log.parent.mkdir(parents=True, exist_ok=True)
     environment = dict(os.environ)
     # A pool of threads that exists before a fork is lost in it; workers set their own number.
     environment["OMP_NUM_THREADS"] = "1"
@@ -174,7 +174,7 @@ async def _spawn(
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     pipe = asyncio.subprocess.PIPE
     nothing = asyncio.subprocess.DEVNULL
-    with log.open("ab") as output:
+    with _open_log(log) as output:
         return await asyncio.create_subprocess_exec(
             sys.executable, "-m", *arguments,
             stdin=pipe if pipes else nothing,
@@ -184,6 +184,15 @@ async def _spawn(
             pass_fds=tuple(fds),
             start_new_session=True,
         )  # fmt: skip
+
+
+def _open_log(path: Path) -> BinaryIO:
+    """Raises RunFolderError, OutOfSpaceError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        raise spoken_error(error, path.parent) from error
 
 
 async def _first(wanted: Any, process: asyncio.subprocess.Process, child: Child) -> Any:

@@ -12,13 +12,15 @@ from holdfast.checkpoint.mover_client import MoverClient, MoverGoneError, Newest
 from holdfast.checkpoint.service import Settings
 from holdfast.config.run import RunConfig
 from holdfast.elastic.children import Child, start_mover
-from holdfast.errors import FencedError
+from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Event
 from holdfast.layout import Topology
 from holdfast.spec.state import state_table
 from holdfast.wire.secret import Secret
 
 POLL_SECONDS = 5.0
+PAUSE_SECONDS = 1.0
+"""Before a mover that lives and did not answer is asked again."""
 
 
 class MoverLink:
@@ -67,6 +69,14 @@ class MoverLink:
         log = self._folder / "logs" / "mover.log"
         self._child = await start_mover(boot.to_line(), lifeline, log, gone)
 
+    async def settle(self, generation: int) -> None:
+        """Let the saves end that workers of `generation`, now gone, had handed over."""
+        try:
+            client = MoverClient(self.socket_path, self._secret, generation)
+            await asyncio.to_thread(client.drain)
+        except MoverGoneError:
+            return  # and its saves with it
+
     async def begin(self, topology: Topology) -> Newest:
         """Ask for the restore point, then tell it who will write from now on.
 
@@ -90,8 +100,8 @@ class MoverLink:
         client = MoverClient(self.socket_path, self._secret, generation)
         try:
             await self._collect(client, 0.0)
-        except (MoverGoneError, FencedError):
-            return
+        except HoldfastError:
+            return  # they are told when it is asked the next time, unless it is gone
 
     async def stop(self) -> None:
         if self._pump is not None:
@@ -102,11 +112,13 @@ class MoverLink:
 
     async def _listen(self, client: MoverClient) -> None:
         """Until the mover is gone (which is told otherwise) or a newer generation has begun."""
-        while True:
+        while self.alive:
             try:
                 await self._collect(client, POLL_SECONDS)
-            except (MoverGoneError, FencedError):
+            except FencedError:
                 return
+            except HoldfastError:  # it was stopped, or the machine slept and the proof is too old
+                await asyncio.sleep(PAUSE_SECONDS)
 
     async def _collect(self, client: MoverClient, wait: float) -> None:
         mark = self._mark

@@ -7,6 +7,7 @@ from pathlib import Path
 from holdfast.config.run import RunConfig
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.layout import Layout, Topology, place
+from holdfast.wire.runstore import spoken_error
 
 
 def plan_topology(config: RunConfig, generation: int, node: str) -> Topology:
@@ -35,8 +36,12 @@ def boots(
     restore_key: str | None,
     start_step: int,
 ) -> list[WorkerBoot]:
-    """One WorkerBoot a rank; makes the folder of their logs."""
-    worker_log(folder, topology.generation, 0).parent.mkdir(parents=True, exist_ok=True)
+    """One WorkerBoot a rank; makes the folder of their logs. Raises RunFolderError."""
+    logs = worker_log(folder, topology.generation, 0).parent
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise spoken_error(error, logs) from error
     dumped = config.model_dump(mode="json")
     return [
         WorkerBoot(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint.capture import Capturer, Skipped
-from holdfast.checkpoint.mover_client import MoverClient
+from holdfast.checkpoint.mover_client import SETTLE_SLICE, MoverClient
 from holdfast.checkpoint.restore import Checkpoint
 from holdfast.config.run import RunConfig
 from holdfast.data.batch import Batches
@@ -107,6 +107,7 @@ def _restore(boot: WorkerBoot, session: Session, reporter: Reporter) -> None:
     checkpoint = Checkpoint.open(FolderStore(boot.run_folder), boot.restore_key)
 
     def read(box: Box, out: Tensor) -> None:
+        reporter.progress(boot.start_step, "restore")
         checkpoint.read(box, out.view(-1).view(torch.uint8).numpy().data)
 
     session.engine.load(read)
@@ -165,10 +166,17 @@ class ArenaSaver:
         self._reporter.then(tell)
 
     def settle(self, step: int, seconds: float) -> str | None:
+        """A slow disk is not a hang: progress is reported for as long as this waits."""
         deadline = time.monotonic() + seconds
-        if not self._reporter.flush(seconds):
-            return "the agent did not take the last reports"
-        return self._capturer.settle(step, max(0.0, deadline - time.monotonic()))
+
+        def alive() -> None:
+            self._reporter.progress(step, "save")
+
+        while not self._reporter.flush(min(SETTLE_SLICE, deadline - time.monotonic())):
+            if self._reporter.fenced or time.monotonic() >= deadline:
+                return "the agent could not store the last reports"
+            alive()
+        return self._capturer.settle(step, max(0.0, deadline - time.monotonic()), alive)
 
 
 def _end(reporter: Reporter, code: int, error: BaseException) -> int:
