@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -9,7 +10,7 @@ from holdfast.layout import Replica, Topology
 from holdfast.parallel.groups import connect
 from holdfast.train.build import build_engine
 from tests.ranks import RankContext, rank_values
-from tests.train.worlds import CPU, digest, tiny, train
+from tests.train.worlds import CPU, digest, engine, one_step, tiny, train
 
 
 def _two_generations(rank: RankContext) -> list[str]:
@@ -52,3 +53,24 @@ def _replicas_only(rank: RankContext) -> list[float]:
 
 def test_replication_leaves_torchs_registry_alone() -> None:
     assert rank_values(_replicas_only, 2) == [[1.0], [0.0]]
+
+
+def _kept_sends(rank: RankContext, dp_shard: int) -> list[int]:
+    """Sends that are still held after each step."""
+    made = engine(
+        tiny(), rank.rank, rank.store(), replicas=rank.world_size // dp_shard, dp_shard=dp_shard
+    )
+    peers = {id(p): p for p in (made.groups.control, made.groups.reduce)}.values()
+    held = []
+    for step in range(1, 5):
+        one_step(made, step)
+        held.append(sum(len(p._sends) + len(p._said) for p in peers))
+    made.close()
+    return held
+
+
+@pytest.mark.parametrize("dp_shard", [1, 2])
+def test_sends_are_held_until_they_have_arrived_and_no_longer(dp_shard: int) -> None:
+    for held in rank_values(_kept_sends, 4, {"dp_shard": dp_shard}):
+        assert held[0] > 0
+        assert len(set(held)) == 1

@@ -6,6 +6,7 @@ gloo shape this file (all observed with torch 2.13):
 
 - A wait on a *send* may never return after its peer has died. Sends are therefore never waited
   for: their buffers are reused only after the vote of the step, which proves that they arrived.
+  A send that is dropped before it has left is lost, so each is kept until then, and no longer.
 - A wait that times out closes every connection of the group. So there is one deadline, the
   group's own, and `abort` is a deliberate wait of a millisecond for a message that never comes:
   it wakes every thread blocked in this group, here and, through closed connections, elsewhere.
@@ -39,6 +40,7 @@ class Peers:
     ):  # fmt: skip
         self.rank, self.size = rank, size
         self._sends: list[object] = []
+        self._said: list[object] = []  # the sends of the last exchange
         self._group: GlooGroup | None = None
         if size == 1:
             return
@@ -74,6 +76,14 @@ class Peers:
         """Drop finished sends. Call only when a vote has shown that they arrived."""
         self._sends.clear()
 
+    def say(self, record: Tensor, tag: int) -> None:
+        """Send a record to everybody, as part of an exchange."""
+        self._said += [self.group.send([record], peer, tag) for peer in self.others]
+
+    def heard(self) -> None:
+        """An exchange has ended, so everybody had ended the one before: forget its sends."""
+        del self._said[: len(self._said) - len(self.others)]
+
     def abort(self) -> None:
         """Close every connection: all waits in this group raise, here and at the peers."""
         if self._group is None:
@@ -85,6 +95,7 @@ class Peers:
     def close(self) -> None:
         """Give the group up after an orderly end."""
         self._sends.clear()
+        self._said.clear()
         self._group = None
 
 
@@ -101,10 +112,10 @@ def exchange(peers: Peers, record: Tensor, lengths: list[int], tag: int) -> list
         return out
     try:
         receipts = [peers.receive(out[peer], peer, tag) for peer in peers.others]
-        for peer in peers.others:
-            peers.send(record, peer, tag)
+        peers.say(record, tag)
         for receipt in receipts:
             receipt.wait()
+        peers.heard()
     except RuntimeError as error:
         peers.abort()
         raise PeerLostError(f"a peer was lost during an exchange: {error}") from error
