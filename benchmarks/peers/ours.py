@@ -14,6 +14,7 @@ from holdfast.config.run import RunConfig
 from holdfast.layout import Layout, place
 from holdfast.parallel.groups import connect
 from holdfast.train.build import build_engine
+from holdfast.train.precision import same_products_on_any_threads
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def run_config(work: Work, world: int, shards: int, zero: int) -> RunConfig:
 
 
 def run(bench: Bench, shards: int, zero: int = 3) -> None:
+    same_products_on_any_threads()  # as a worker does: its cost is ours
     work = bench.work
     config = run_config(work, bench.world, shards, zero)
     layout = Layout(dp_replicate=bench.world // shards, dp_shard=shards)

@@ -97,6 +97,20 @@ def test_a_nan_born_in_the_backward_is_named_by_its_first_gradient() -> None:
     assert math.isnan(float(made._reducer.gradient.sum()))
 
 
+def test_a_nan_inside_compiled_blocks_is_named_all_the_same() -> None:
+    made = engine(tiny(), 0, torch.distributed.HashStore())
+    for index in range(2):
+        block = made.objective.get_submodule(f"decoder.layers.{index}")
+        block.compile(backend="aot_eager")
+    one_step(made, 1)
+    name = "layers.1.ffn.up.weight"
+    index = [row.name for row in made.parameters.table].index(name)
+    made.parameters.held[index].view(-1)[0] = math.nan
+    with pytest.raises(NonFiniteError) as caught:
+        one_step(made, 2)
+    assert caught.value.parameter == name
+
+
 def test_after_a_non_finite_step_a_clean_one_gives_the_same_bits_as_ever() -> None:
     made = engine(tiny(), 0, torch.distributed.HashStore())
     clean = engine(tiny(), 0, torch.distributed.HashStore())

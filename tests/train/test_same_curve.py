@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from holdfast.spec.tree import Shares
+from holdfast.train.precision import same_products_on_any_threads
 from tests.ranks import RankContext, rank_values
-from tests.train.worlds import digest, engine, tiny, train
+from tests.train.worlds import Fed, digest, engine, tiny, train
 
 STEPS = 20
 
@@ -60,6 +61,32 @@ def test_bit_equal_in_bf16_mixed_precision_too() -> None:
         for values in rank_values(_replicated, replicas, arguments):
             curves.update(tuple(curve) for curve in values)
     assert len(curves) == 1
+
+
+def _on_threads(rank: RankContext, threads: int) -> list[str]:
+    """Matrices that are large enough for MKL to cut their products."""
+    same_products_on_any_threads()
+    torch.set_num_threads(threads)
+    large = {
+        "model__dim": 128, "model__heads": 4, "model__kv_heads": 2, "model__ffn_dim": 384,
+        "model__vocab_size": 1024, "data__sequence_length": 128,
+    }  # fmt: skip
+    made = engine(tiny(**large), rank.rank, rank.store())
+    share = made.begin(1)
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for _ in share:
+        tokens = torch.randint(0, 1024, (2, 129), generator=generator)
+        batches.append(Fed(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None, 256))
+    made.compute(batches)
+    made.apply(made.reduce())
+    return [digest(made)]
+
+
+def test_bit_equal_on_any_number_of_threads_per_worker() -> None:
+    """A worker has cores / workers threads, so their number changes with that of the workers."""
+    one, two = (rank_values(_on_threads, 1, {"threads": threads}) for threads in (1, 2))
+    assert one == two
 
 
 def _sharded(rank: RankContext, dp_shard: int, dealing: Any, **changes: Any) -> list[str]:

@@ -78,8 +78,10 @@ def _first_bad(objective: nn.Module, batch: Inputs, count: int) -> int | None:
 
     hooks = [m.register_forward_hook(look) for m in objective.modules() if owners[id(m)]]
     try:
-        loss = objective(batch.inputs, batch.targets, batch.documents)
-        loss.backward()
+        # Compiled code does not call hooks that are newer than itself.
+        with torch.compiler.set_stance("force_eager"):
+            loss = objective(batch.inputs, batch.targets, batch.documents)
+            loss.backward()
     finally:
         for hook in hooks:
             hook.remove()

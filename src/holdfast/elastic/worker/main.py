@@ -37,6 +37,7 @@ from holdfast.spec.boxes import Box
 from holdfast.spec.order import BatchSchedule
 from holdfast.spec.state import state_table
 from holdfast.train.build import Session, build
+from holdfast.train.precision import same_products_on_any_threads
 from holdfast.train.runner import Outcome
 from holdfast.train.runner import run as train
 from holdfast.train.state import LocalTensor
@@ -48,6 +49,7 @@ from holdfast.wire.secret import Secret
 
 def run(boot: WorkerBoot, secret: Secret) -> int:
     """Take part in one generation; returns the exit code that tells the agent how it ended."""
+    same_products_on_any_threads()
     config = RunConfig.model_validate(boot.config)
     client = Client(boot.agent, secret, boot.generation)
     reporter = Reporter(client, boot.rank, heartbeat=boot.heartbeat_seconds, on_error=_complain)
