@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from holdfast.config.train import OptimizerConfig
-from holdfast.train.objective import chunk_tokens, linear_cross_entropy
+from holdfast.train.objective import IGNORED, chunk_tokens, linear_cross_entropy, slope
 from holdfast.train.optimizer import AdamW
 
 
@@ -47,6 +47,19 @@ def test_bf16_takes_the_softmax_in_float32(chunk: int | None) -> None:
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_what_the_compiler_is_given_is_the_same_function(dtype: torch.dtype) -> None:
+    hidden, weight, targets = _case(dtype)
+    assert bool((targets == IGNORED).any())
+    compiled = torch.compile(slope, backend="aot_eager", fullgraph=True)
+    want = linear_cross_entropy(hidden, weight, targets, 10)
+    got = linear_cross_entropy(hidden, weight, targets, 10, compiled)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    gradients = [torch.autograd.grad(loss, (hidden, weight)) for loss in (got, want)]
+    near = 1e-12 if dtype == torch.float64 else 0.02
+    torch.testing.assert_close(*gradients, rtol=near, atol=near)
+
+
 def test_no_gradient_is_computed_where_none_is_wanted() -> None:
     hidden, weight, targets = _case(torch.float64)
     with torch.no_grad():
@@ -66,7 +79,8 @@ def test_chunks_bound_the_logits_that_are_held() -> None:
     cpu = torch.device("cpu")
     assert chunk_tokens(1024, cpu) * 1024 == 2**24
     assert chunk_tokens(128_256, cpu) * 128_256 <= 2**24
-    assert chunk_tokens(10**9, cpu) == 64
+    assert chunk_tokens(10**9, cpu) == chunk_tokens(10**9, torch.device("cuda")) == 64
+    assert chunk_tokens(128_256, torch.device("cuda")) == 2048
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -80,7 +80,7 @@ def build_engine(
                           remedy="prepare the dataset, or set it")  # fmt: skip
     precision = Precision.of(config.train.precision)
     with torch.device("meta"):
-        objective = NextToken(Decoder(config.model))
+        objective = NextToken(Decoder(config.model), config.train.compile)
     objective.to(precision.state)
     blocks: Sequence[nn.Module] = list(objective.decoder.layers)
     if config.train.compile:
@@ -142,18 +142,3 @@ def _by_table(config: RunConfig, objective: NextToken) -> list[nn.Parameter]:
     if list(named) != table:
         raise RuntimeError(f"the model has {list(named)}, its table {table}")
     return list(named.values())
-
-
-def pick_device(name: str, index: int = 0) -> torch.device:
-    """`auto`: the accelerator if there is one, else the CPU. `index`: which of a node's devices.
-
-    Raises ConfigError when `cuda` is asked for and there is none.
-    """
-    if name == "cpu":
-        return torch.device("cpu")
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == "cuda" and (found is None or found.type != "cuda"):
-        raise ConfigError("there is no CUDA device here", where="device", remedy="use auto or cpu")
-    if found is None or found.type != "cuda":
-        return torch.device("cpu")
-    return torch.device("cuda", index)

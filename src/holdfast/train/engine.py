@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from holdfast.config.train import TrainConfig
@@ -78,6 +79,7 @@ class StepEngine:
         self.objective, self.parameters, self.groups = objective, parameters, groups
         self.train = train
         self._gradients, self._reducer = gradients, gradients.reducer
+        self._device = gradients.reducer.gradient.device
         self._dealer = dealer
         self._schedule = BatchSchedule(
             train.batch_size, [(s.from_step, s.batch_size) for s in train.batch_warmup]
@@ -127,6 +129,8 @@ class StepEngine:
                 self._gradients.end_leaf()
                 self._losses.append(loss.detach())
                 self._reducer.check()
+            if self._device.type != "cpu":  # else its work would count as the next phase's
+                torch.accelerator.synchronize(self._device)
         except PeerLostError:
             self.groups.abort()  # wakes ranks that wait for this one in another group
             raise

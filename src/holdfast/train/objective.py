@@ -12,6 +12,7 @@ costs the same three matrix products as the plain form and holds [chunk, V] inst
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from holdfast.model.decoder import Decoder
 
 IGNORED = -100
 
+Slope = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(logits [c, V], targets [c]) -> losses [c], and d loss / d logits [c, V] in the logits' dtype."""
+
 _CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # logits held at a time
 
 
@@ -29,31 +33,38 @@ class NextToken(nn.Module):
     """A decoder and its training objective: tokens and targets to a loss sum.
 
     The loss is inside the module so that one forward covers everything that a sharded model
-    must gather.
+    must gather. compiled: torch's compiler fuses the softmax and its gradient.
     """
 
-    def __init__(self, decoder: Decoder):
+    def __init__(self, decoder: Decoder, compiled: bool = False):
         super().__init__()
         self.decoder = decoder
+        self._slope: Slope = torch.compile(slope) if compiled else _slope_in_place
 
     def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """tokens, targets, documents: [B, S] -> loss sum: float64 scalar"""
         hidden = self.decoder.hidden(tokens, documents)  # [B, S, D]
         head = self.decoder.head
         weight = self.decoder.embed.weight if head is None else head.weight
-        return linear_cross_entropy(hidden.flatten(0, 1), weight, targets.flatten())
+        return linear_cross_entropy(
+            hidden.flatten(0, 1), weight, targets.flatten(), slope=self._slope
+        )
 
 
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
     """Tokens whose logits are held at a time: a function of the model and the device kind, not
-    of any layout, because it decides the order of additions in the head's gradient."""
-    limit = _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cuda"])
-    return max(64, limit // vocabulary)
+    of any layout, because it decides the order of additions in the head's gradient. On an
+    accelerator a power of two: whole tiles of its matrix units, and no odd last chunk."""
+    if device.type == "cpu":
+        return max(64, _CHUNK_ELEMENTS["cpu"] // vocabulary)
+    fitting = max(64, _CHUNK_ELEMENTS["cuda"] // vocabulary)
+    return 1 << (fitting.bit_length() - 1)
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None,
+    slope: Slope | None = None,
+) -> Tensor:  # fmt: skip
     """Sum of -log softmax(hidden weight^T)[target], in float64, over targets that are not -100.
 
     hidden: [T, D], weight: [V, D], targets: [T] int64 -> scalar. The softmax is taken in at least
@@ -61,7 +72,7 @@ def linear_cross_entropy(
     """
     size = chunk or chunk_tokens(weight.shape[0], hidden.device)
     out: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, size
+        hidden, weight, targets, size, slope or _slope_in_place
     )
     return out
 
@@ -70,27 +81,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Loss and gradients in one pass; the backward only scales what the forward found."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, slope: Slope
+    ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if wanted else None
         weight_gradient: Tensor | None = None
         for start in range(0, hidden.shape[0], chunk):
             h, t = hidden[start : start + chunk], targets[start : start + chunk]  # [c, D], [c]
-            log_p = _log_softmax(F.linear(h, weight))  # [c, V]
-            carried = t != IGNORED
-            index = t.clamp_min(0)[:, None]  # [c, 1]
-            losses = log_p.gather(1, index)[:, 0].masked_fill(~carried, 0.0)
-            total -= losses.sum(dtype=torch.float64)
+            logits = F.linear(h, weight)  # [c, V]
             if hidden_gradient is None:
+                total += losses_of(_log_softmax(logits), t).sum(dtype=torch.float64)
                 continue
-            g = log_p.exp_().scatter_add_(1, index, log_p.new_full((1, 1), -1.0).expand_as(index))
-            g = _zero_rows(g, ~carried).to(weight.dtype)  # [c, V]: d loss / d logits
+            losses, g = slope(logits, t)
+            total += losses.sum(dtype=torch.float64)
             torch.mm(g, weight, out=hidden_gradient[start : start + chunk])
             if weight_gradient is None:
                 weight_gradient = g.T @ h
                 if hidden.shape[0] > chunk:  # several chunks add up in at least float32
-                    weight_gradient = weight_gradient.to(log_p.dtype)
+                    weight_gradient = weight_gradient.to(_wide(weight.dtype))
             elif weight_gradient.dtype == weight.dtype:
                 weight_gradient.addmm_(g.T, h)
             else:
@@ -100,22 +110,53 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         if scale.device.type == "cpu" and scale.item() == 1.0:  # the rule; no pass over memory
-            return hidden_gradient, weight_gradient, None, None
+            return hidden_gradient, weight_gradient, None, None, None
         return (
             hidden_gradient * scale.to(hidden_gradient.dtype),
             weight_gradient * scale.to(weight_gradient.dtype),
             None,
             None,
+            None,
         )
 
 
+def slope(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """A `Slope` without side effects, for the compiler to make one or two passes of."""
+    wide = logits.to(_wide(logits.dtype))
+    carried, index = (targets != IGNORED)[:, None], targets.clamp_min(0)[:, None]  # [c, 1]
+    log_sum = wide.logsumexp(-1, keepdim=True)  # [c, 1]
+    losses = torch.where(carried, log_sum - wide.gather(1, index), 0.0)
+    hot = torch.arange(logits.shape[1], device=logits.device)[None] == index  # [c, V]
+    found = torch.where(carried, (wide - log_sum).exp() - hot.to(wide.dtype), 0.0)
+    return losses[:, 0], found.to(logits.dtype)
+
+
+def _slope_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """A `Slope` operation by operation, each into the memory of the one before."""
+    log_p = _log_softmax(logits)
+    losses = losses_of(log_p, targets)
+    index = targets.clamp_min(0)[:, None]
+    g = log_p.exp_().scatter_add_(1, index, log_p.new_full((1, 1), -1.0).expand_as(index))
+    return losses, _zero_rows(g, targets == IGNORED).to(logits.dtype)
+
+
+def losses_of(log_p: Tensor, targets: Tensor) -> Tensor:
+    """-log p of each target that carries loss, else 0.  log_p: [c, V], targets: [c] -> [c]"""
+    picked = log_p.gather(1, targets.clamp_min(0)[:, None])[:, 0]
+    return -picked.masked_fill(targets == IGNORED, 0.0)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmaxes and sums: at least float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _log_softmax(logits: Tensor) -> Tensor:
-    """In float32 at least.  [c, V] -> [c, V], a new tensor"""
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return F.log_softmax(logits, dim=-1, dtype=wide)
+    """[c, V] -> [c, V], a new tensor"""
+    return F.log_softmax(logits, dim=-1, dtype=_wide(logits.dtype))
 
 
 def _zero_rows(tensor: Tensor, rows: Tensor) -> Tensor:
