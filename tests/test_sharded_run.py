@@ -1,0 +1,103 @@
+"""Promise 1 across layouts, from outside: a sharded run that loses a worker, is told to leave, and
+goes on unsharded on another number of workers, ends where a run on one worker ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.restore import Checkpoint, listing
+from holdfast.events import Evaluated, StepDone, WorkerLost, WorkerStarted
+from holdfast.spec.boxes import Box
+from holdfast.wire.journal import follow, read
+from holdfast.wire.runstore import FolderStore
+from tests.cli.support import apart, start, write_run_file
+
+STEPS, KILL, LEAVE = 90, 25, 45
+DEADLINE = 120
+SETTINGS = (
+    f"train.steps={STEPS}", "train.microbatch_size=2", "train.precision=float64",
+    "train.optimizer.clip_norm=0.05", "train.evaluate.every=30", "checkpoint.every_steps=10",
+    "cluster.threads_per_worker=1",
+)  # fmt: skip
+
+
+def test_sharded_killed_and_resumed_unsharded_is_the_run_of_one_worker(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    alone, moved = tmp_path / "alone", tmp_path / "moved"
+    undisturbed = apart(
+        "train", run_file, f"folder={alone}", *SETTINGS, "layout.workers=1", deadline=DEADLINE
+    )
+    assert undisturbed.code == 0, undisturbed.err
+    _sharded_until_told_to_leave(run_file, moved)
+    resumed = apart(
+        "train", run_file, f"folder={moved}", *SETTINGS, "layout.workers=3", deadline=DEADLINE
+    )
+    assert resumed.code == 0, resumed.err
+
+    for name, want in _state(alone).items():
+        error = np.linalg.norm(_state(moved)[name] - want) / np.linalg.norm(want)
+        assert error < 1e-10, name
+    validations = [_validations(folder) for folder in (alone, moved)]
+    assert list(validations[0]) == [30, 60, 90]
+    np.testing.assert_allclose(
+        list(validations[1].values()), list(validations[0].values()), rtol=1e-10
+    )
+    audit = apart("data", "audit", moved)
+    assert "none missing, none twice" in audit.out
+
+
+def _sharded_until_told_to_leave(run_file: Path, folder: Path) -> None:
+    """Two replicas of two shards; one worker gets SIGKILL, later the agent gets SIGTERM."""
+    layout = ("layout.workers=4", "layout.dp_shard=2")
+    process = start("train", run_file, f"folder={folder}", *SETTINGS, *layout)
+    ended = threading.Event()
+    output: list[str] = []
+
+    def collect() -> None:
+        output.extend(process.communicate(timeout=DEADLINE))
+        ended.set()
+
+    collector = threading.Thread(target=collect)
+    collector.start()
+    pids: dict[int, int] = {}
+    killed = left = False
+    for records in follow(FolderStore(folder), stop=ended):
+        for event in (record.event for record in records):
+            if isinstance(event, WorkerStarted):
+                pids[event.rank] = event.pid
+            if isinstance(event, StepDone) and event.step >= KILL and not killed:
+                killed = True
+                os.kill(pids[3], signal.SIGKILL)
+            if isinstance(event, StepDone) and event.step >= LEAVE and not left:
+                left = True
+                process.send_signal(signal.SIGTERM)
+    collector.join(DEADLINE)
+    assert process.returncode == 0, output
+    events = [record.event for record in read(FolderStore(folder))]
+    assert [e.cause for e in events if isinstance(e, WorkerLost)] == ["SIGKILL"]
+    assert max(e.step for e in events if isinstance(e, StepDone)) < STEPS, "it left too late"
+
+
+def _state(folder: Path) -> dict[str, NDArray[np.float64]]:
+    """Every tensor of the last checkpoint."""
+    store = FolderStore(folder)
+    checkpoint = Checkpoint.open(store, listing(store)[0])
+    assert checkpoint.step == STEPS
+    out = {}
+    for spec in checkpoint.tensors:
+        value = np.empty(spec.shape, np.float64)
+        checkpoint.read(Box(spec.name, (0,) * len(spec.shape), spec.shape), value.data.cast("B"))
+        out[spec.name] = value
+    return out
+
+
+def _validations(folder: Path) -> dict[int, float]:
+    """Loss of each validation; of one that was made twice, the last."""
+    events = [record.event for record in read(FolderStore(folder))]
+    return {e.step: e.loss for e in events if isinstance(e, Evaluated)}
