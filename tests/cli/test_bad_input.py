@@ -57,6 +57,18 @@ def test_run_file(old: str, new: str, words: list[str], tmp_path: Path, capsys: 
     assert tree(tmp_path) == before
 
 
+def test_compiling_without_a_compiler(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_file = write_run_file(tmp_path)
+    before = tree(tmp_path)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    here(capsys, "train", run_file, "train.compile=true").refuses(
+        "command line: train.compile=true: train.compile needs a C++ compiler", "install g++"
+    )
+    assert tree(tmp_path) == before
+
+
 # --- sources ----------------------------------------------------------------------------------
 def binary(texts: Path) -> None:
     (texts / "3.txt").write_bytes(b"text\0and more")

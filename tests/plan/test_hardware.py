@@ -5,10 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from holdfast.plan.hardware import Accelerator, accelerators, this_machine, usable_cores, visible
+from holdfast.plan.hardware import (
+    Accelerator,
+    accelerators,
+    cpp_compiler,
+    this_machine,
+    usable_cores,
+    visible,
+)
 
 LISTING = """\
 0, GPU-aaaa-1, NVIDIA H100 80GB HBM3, 81559
@@ -66,3 +74,16 @@ def test_this_machine() -> None:
     assert machine.accelerators == ()
     assert machine.memory_bytes > 2**28
     assert machine.to_json()["node"] == machine.node
+
+
+def test_the_compiler_is_the_one_that_torch_would_call(tmp_path: Path) -> None:
+    for name in ("g++", "clang++", "mine"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": str(tmp_path)}
+    assert cpp_compiler(path | {"CXX": "mine"}) == str(tmp_path / "mine")
+    assert cpp_compiler(path | {"CXX": "none"}) is None
+    usual = tmp_path / ("clang++" if sys.platform == "darwin" else "g++")
+    assert cpp_compiler(path) == str(usual)
+    usual.unlink()
+    assert cpp_compiler(path) is None, "torch does not look for another by itself"

@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from holdfast.plan.hardware import Machine, this_machine
+from holdfast.plan.hardware import Machine, cpp_compiler, this_machine
 
 State = Literal["good", "weak", "fails"]
 GIB = 2**30
@@ -112,7 +112,7 @@ def _torch() -> Check:
 
 
 def _compiler() -> Check:
-    found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    found = cpp_compiler(os.environ)
     if found is None:
         return Check("compiler", "weak", "no C++ compiler, which train.compile needs on a CPU",
                      "install g++, or leave train.compile at false")  # fmt: skip

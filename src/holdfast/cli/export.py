@@ -41,13 +41,15 @@ def export(
       holdfast export runs/quickstart --to model-bf16 --dtype bfloat16
       python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('model')"
     """
-    from holdfast.cli.weights import choose, write_folder
+    from holdfast.cli.weights import with_checkpoint, write_folder
 
     found = open_run(run)
-    checkpoint = choose(found, step)
     tokenizer = found.dataset_folder / "tokenizer.json"
     known = tokenizer if tokenizer.is_file() else None
-    write_folder(to, found, checkpoint, known, None if dtype is None else dtype.value)
+    cast = None if dtype is None else dtype.value
+    checkpoint, _ = with_checkpoint(
+        found, step, lambda chosen: write_folder(to, found, chosen, known, cast)
+    )
     if known is None:
         say(f"no tokenizer at {tokenizer}: the folder has none")
     if json:

@@ -32,12 +32,13 @@ def generate(
       holdfast generate runs/quickstart "def read_lines("
       holdfast generate run.yaml "import os" --tokens 60 --temperature 0
     """
-    from holdfast.cli.weights import Sampling, choose, continuations
+    from holdfast.cli.weights import Sampling, continuations, with_checkpoint
 
     found = open_run(run)
-    checkpoint = choose(found, step)
     how = Sampling(tokens, temperature, top_p, seed)
-    (added,) = continuations(found, checkpoint, [prompt], how)
+    checkpoint, (added,) = with_checkpoint(
+        found, step, lambda chosen: continuations(found, chosen, [prompt], how)
+    )
     if json:
         print_json({"step": checkpoint.step, "prompt": prompt, "text": added})
     else:

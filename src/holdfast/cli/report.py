@@ -57,10 +57,11 @@ def report(
 
 def samples_of(run: Run, prompts: list[str]) -> list[dict[str, Any]]:
     """What the newest whole checkpoint makes of each prompt."""
-    from holdfast.cli.weights import Sampling, choose, continuations
+    from holdfast.cli.weights import Sampling, continuations, with_checkpoint
 
-    checkpoint = choose(run, None)
-    texts = continuations(run, checkpoint, prompts, Sampling())
+    checkpoint, texts = with_checkpoint(
+        run, None, lambda chosen: continuations(run, chosen, prompts, Sampling())
+    )
     return [
         {"step": checkpoint.step, "prompt": prompt, "text": text}
         for prompt, text in zip(prompts, texts, strict=True)

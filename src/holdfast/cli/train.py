@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,7 @@ from holdfast.cli.progress import Progress
 from holdfast.cli.run_folder import describe, refuse_in_use, refuse_other, set_aside
 from holdfast.config.load import Loaded, load
 from holdfast.errors import ConfigError
-from holdfast.plan.hardware import Machine, this_machine
+from holdfast.plan.hardware import Machine, cpp_compiler, this_machine
 
 if TYPE_CHECKING:
     from holdfast.data.dataset import Dataset
@@ -113,6 +114,14 @@ def plan(loaded: Loaded, machine: Machine) -> Loaded:
             f"layout.workers is {workers}, but this machine has {found} accelerators",
             where=_place(loaded, "layout.workers"),
             remedy=f"use {found}, or device=cpu" if found else "use device=cpu",
+        )
+    if loaded.config.train.compile and loaded.config.device == "cpu" and (
+        cpp_compiler(os.environ) is None
+    ):  # fmt: skip
+        raise ConfigError(
+            "train.compile needs a C++ compiler on a CPU, and there is none on the PATH",
+            where=_place(loaded, "train.compile"),
+            remedy="install g++, name another in CXX, or use train.compile=false",
         )
     if platform.system() == "Darwin" and workers > 1:
         raise ConfigError("on macOS one worker is supported",

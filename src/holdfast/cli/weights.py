@@ -6,10 +6,11 @@ import torch inside its functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.checkpoint.restore import Checkpoint, listing, newest_verified, verify
 from holdfast.cli.output import say
@@ -17,11 +18,41 @@ from holdfast.cli.runs import Run
 from holdfast.data.vocabulary import describe, load
 from holdfast.errors import CheckpointError, DataError, HoldfastError
 from holdfast.spec.boxes import Box
+from holdfast.wire.runstore import MissingKeyError
 
 if TYPE_CHECKING:
     from holdfast.model.decoder import Decoder
 
+Used = TypeVar("Used")
+ATTEMPTS = 5  # to read a checkpoint before the run that goes on removes it
+
 _NUMPY = {"F32": "<f4", "F64": "<f8"}  # what parameters are stored as (spec/state.py)
+
+
+def with_checkpoint(
+    run: Run, step: int | None, use: Callable[[Checkpoint], Used]
+) -> tuple[Checkpoint, Used]:
+    """`use` the checkpoint of `step`, or the newest that is whole, and return both.
+
+    A run that goes on removes checkpoints, and may remove this one while it is read: then the
+    next newest is taken. Raises CheckpointError when that one was asked for by its step.
+    """
+    import_module("holdfast.model.decoder")  # torch: seconds in which a chosen one could go
+    for _ in range(ATTEMPTS):
+        there = listing(run.store)
+        try:
+            checkpoint = choose(run, step)
+            return checkpoint, use(checkpoint)
+        except (MissingKeyError, CheckpointError) as error:
+            asked_for = step is not None and isinstance(error, CheckpointError)
+            if asked_for or listing(run.store) == there:
+                raise CheckpointError(str(error)) from error
+            say("the run went on and removed the checkpoint while it was read; trying the newest")
+    raise CheckpointError(
+        "the run removes its checkpoints faster than they can be read",
+        where=str(run.folder),
+        remedy="wait for its end, or start it again with checkpoint.keep_last above 3",
+    )
 
 
 def choose(run: Run, step: int | None) -> Checkpoint:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -92,6 +93,12 @@ def _free_shared_memory() -> int:
     except OSError:
         return 0
     return status.f_bavail * status.f_frsize
+
+
+def cpp_compiler(environment: Mapping[str, str]) -> str | None:
+    """Path of the C++ compiler that torch.compile would use on the CPU, None where it has none."""
+    default = "clang++" if platform.system() == "Darwin" else "g++"
+    return shutil.which(environment.get("CXX", default), path=environment.get("PATH"))
 
 
 def accelerators(environment: Mapping[str, str]) -> tuple[Accelerator, ...]:
