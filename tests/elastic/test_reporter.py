@@ -129,11 +129,29 @@ def test_a_callable_runs_after_its_events_are_durable() -> None:
         reporter.emit(_step(2))
         wait_until(lambda: sum(b["sync"] for b in desk.bodies) >= 3, 10, "three attempts")
         assert seen == []  # the disk is full: the snapshot is not announced
-        assert [e.step for e in desk.events] == [1]  # and nothing overtakes it
+        assert [e.step for e in desk.events] == [1, 2]  # events go on
         desk.stored = True
         assert reporter.flush(10)
-        assert seen == [[1]]
+        assert seen == [[1, 2]]
         assert [e.step for e in desk.events] == [1, 2]
+
+
+def test_a_full_disk_holds_up_the_callable_and_no_event() -> None:
+    """The run goes on and is seen to; what must wait for its ledger waits, in order."""
+    desk = Desk()
+    desk.stored = False
+    ran: list[int] = []
+    with controlling(desk.report) as control, reporting(control.address) as reporter:
+        for step in range(10):
+            reporter.emit(_step(step))
+            reporter.then(lambda step=step: ran.append(step))  # type: ignore[misc]
+        wait_until(lambda: len(desk.events) == 10, 10, "all events")
+        assert ran == []
+        assert not reporter.flush(0.1)
+        desk.stored = True
+        assert reporter.flush(10)
+    assert ran == list(range(10))
+    assert [event.step for event in desk.events] == list(range(10))
 
 
 def test_a_callable_that_fails_holds_nobody_up() -> None:
@@ -174,7 +192,7 @@ def test_a_backlog_that_is_too_long_for_one_request_arrives() -> None:
     with controlling(desk.report, max_body=2000) as control, reporting(control.address) as reporter:
         with reporter._changed:  # nothing is sent before all of it is there
             for step in range(40):
-                reporter._queue.append(_step(step))
+                reporter.emit(_step(step))
         assert reporter.flush(10)
     assert [event.step for event in desk.events] == list(range(40))
     assert reporter.errors == []  # type: ignore[attr-defined]

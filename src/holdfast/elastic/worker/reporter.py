@@ -1,9 +1,10 @@
-"""A worker's voice: one thread, one queue, in order.
+"""A worker's voice: one thread, events in order.
 
 Training never waits for the agent. It drops events, progress and callables here; the thread posts
 them in batches and brings back what the agent wishes. A callable runs only after everything
 queued before it has been acknowledged as durable: that is how a snapshot is announced after the
-ledger of its steps, so that nobody ever knows of a checkpoint whose ledger might be missing.
+ledger of its steps, so that nobody ever knows of a checkpoint whose ledger might be missing. While
+it waits (a full disk), the events behind it go on to the agent, so that the run stays visible.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Any
 
 from holdfast.errors import FencedError, HoldfastError
@@ -48,7 +50,8 @@ class Reporter:
         self._rank = rank
         self._heartbeat = heartbeat
         self._on_error = on_error
-        self._queue: deque[Event | Callable[[], None]] = deque()
+        self._events: deque[Event] = deque()
+        self._calls: deque[tuple[int, Callable[[], None]]] = deque()  # events before it, the call
         self._changed = threading.Condition()
         self._progress: tuple[int, str, int] = (0, "start", 0)
         self._outcome: dict[str, Any] | None = None
@@ -66,7 +69,9 @@ class Reporter:
 
     def emit(self, event: Event) -> None:
         """Queue an event for the journal."""
-        self._put(event)
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
 
     def progress(self, step: int, phase: str) -> None:
         """Say that this rank is alive, inside `phase` of `step`. Costs one assignment: it is
@@ -80,7 +85,9 @@ class Reporter:
 
     def then(self, call: Callable[[], None]) -> None:
         """Run `call` on the reporter's thread after all events queued so far are durable."""
-        self._put(call)
+        with self._changed:
+            self._calls.append((self._sent + len(self._events), call))
+            self._changed.notify_all()
 
     def outcome(self, kind: str, step: int, unsaved: str | None = None) -> None:
         """Say how this worker is about to end: "finished" or "left", after `step`; `unsaved` is
@@ -103,7 +110,7 @@ class Reporter:
         were not enough, or this worker is fenced."""
         end = time.monotonic() + deadline
         with self._changed:
-            while self._queue or self._busy or self._outcome is not None:
+            while self._waiting or self._busy:
                 left = end - time.monotonic()
                 if left <= 0 or self.fenced:
                     return False
@@ -120,35 +127,25 @@ class Reporter:
         return done
 
     # --- the thread -----------------------------------------------------------------------
-    def _put(self, item: Event | Callable[[], None]) -> None:
-        with self._changed:
-            self._queue.append(item)
-            self._changed.notify_all()
+    @property
+    def _waiting(self) -> bool:
+        return bool(self._events or self._calls or self._outcome)
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-                if not (self._queue or self._outcome or self._closing):
+                if not (self._waiting or self._closing):
                     self._changed.wait(self._heartbeat)
                 if self._closing or self.fenced:
                     return
                 self._busy = True
-                batch = self._events_ahead()
-                call = self._queue[len(batch)] if len(batch) < len(self._queue) else None
+                batch = list(islice(self._events, 1 if self._one_by_one else _BATCH))
+                due = bool(self._calls) and self._calls[0][0] <= self._sent + len(batch)
+                call = self._calls[0][1] if due else None
                 outcome = self._outcome
-            self._turn(batch, call if not isinstance(call, Event) else None, outcome)
-
-    def _events_ahead(self) -> list[Event]:
-        """Events before the next callable, at most one request's worth."""
-        batch: list[Event] = []
-        limit = 1 if self._one_by_one else _BATCH
-        for item in self._queue:
-            if not isinstance(item, Event) or len(batch) == limit:
-                break
-            batch.append(item)
-        return batch
+            self._turn(batch, call, outcome)
 
     def _turn(
         self,
@@ -156,13 +153,17 @@ class Reporter:
         call: Callable[[], None] | None,
         outcome: dict[str, Any] | None,
     ) -> None:
-        """Post one batch and drop it; once it is durable, run the callable that stood behind."""
+        """Post one batch and drop it; once it is durable, run the callable that waits for it."""
         taken, stored = self._post(batch, sync=call is not None, outcome=outcome)
         if call is not None and stored:
             self._call(call)
         with self._changed:
-            for _ in range(len(batch) * taken + (call is not None and stored)):
-                self._queue.popleft()
+            if taken:
+                for _ in batch:
+                    self._events.popleft()
+                self._sent += len(batch)
+            if call is not None and stored:
+                self._calls.popleft()
             self._one_by_one = max(0, self._one_by_one - len(batch) * taken)
             if taken and outcome is not None and self._outcome == outcome:
                 self._outcome = None
@@ -212,10 +213,8 @@ class Reporter:
                 self._one_by_one = len(batch)
                 return False, False
             self._complain(error)
-            self._sent += len(batch)
             return True, False
         except HoldfastError:
             return False, False
         self._wishes = Wishes(bool(answer["stop"]), int(answer["generation"]))
-        self._sent += len(batch)
         return True, bool(answer["stored"])
