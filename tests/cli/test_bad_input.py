@@ -164,6 +164,25 @@ def test_weights_of_another_tokenizer_are_not_imported(
     assert not (tmp_path / "run").exists()
 
 
+def test_weights_of_another_shape_leave_no_run_behind(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    """The remedy changes the configuration, so no run folder of the first may stand in its way."""
+    model, run = tmp_path / "model", tmp_path / "run"
+    assert here(capsys, "export", trained.folder, "--to", model).code == 0
+    command = ["checkpoint", "import", trained.run_file, f"folder={run}"]
+    here(capsys, *command, "--from", tmp_path).refuses("there is no config.json here")
+    assert not run.exists()
+    here(capsys, *command, "--from", model, "model.layers=2").refuses("set model.layers=1")
+    assert not run.exists()
+    assert here(capsys, *command, "--from", model, "model.layers=1").code == 0
+
+
+def test_a_prompt_and_a_page_that_cannot_be(trained: Trained, capsys: Capture) -> None:
+    here(capsys, "generate", trained.folder, "caf\udce9").refuses("the prompt is not UTF-8 text")
+    here(capsys, "report", trained.folder, "--output", ".").refuses(".: the report", "is a folder")
+
+
 def test_a_run_folder_of_another_configuration(trained: Trained, capsys: Capture) -> None:
     before = tree(trained.root)
     here(capsys, "train", trained.run_file, "seed=3").refuses("another configuration", "seed was 1")

@@ -135,6 +135,16 @@ def test_our_own_fault_is_a_sentence_and_a_log(error, faulty, capsys, tmp_path: 
     assert str(error).split("\n")[0] in found.err
 
 
+def test_a_fault_after_strange_arguments_is_logged_too(
+    faulty, capsys, tmp_path, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
+    faulty(RuntimeError("broken"))
+    monkeypatch.setattr(sys, "argv", ["holdfast", "caf\udce9"])
+    assert here(capsys, COMMAND).err.count("\n") == 1
+    (log,) = tmp_path.glob("holdfast-error-*.log")
+    assert "caf\\udce9" in log.read_text()
+
+
 def test_a_fault_in_a_run_is_logged_in_its_folder(faulty, capsys, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     run = tmp_path / "run"
     (run / "logs").mkdir(parents=True)

@@ -115,7 +115,9 @@ def _write_log(program: str, error: BaseException, folder: Path) -> str:
     for place in (folder / "logs" / name, Path(name)):
         if place.parent.is_dir():
             try:
-                place.write_text(f"{program} {' '.join(sys.argv[1:])}\n\n{text}")
+                place.write_text(
+                    f"{program} {' '.join(sys.argv[1:])}\n\n{text}", "utf-8", "backslashreplace"
+                )
             except OSError:
                 continue
             return str(place)

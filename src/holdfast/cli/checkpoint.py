@@ -10,7 +10,7 @@ import typer
 from holdfast.cli.call import app as make_app
 from holdfast.cli.output import print_json, print_table, say
 from holdfast.cli.runs import open_run
-from holdfast.errors import DataError
+from holdfast.errors import DataError, OutOfSpaceError, UserError
 from holdfast.report.numbers import size
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def import_(
     """
     from holdfast.checkpoint.importing import import_checkpoint
     from holdfast.checkpoint.restore import describe as numbers_of
-    from holdfast.cli.run_folder import describe, refuse_in_use, refuse_other
+    from holdfast.cli.run_folder import describe, refuse_in_use, refuse_other, undescribe
+    from holdfast.cli.runs import read_resolved
     from holdfast.cli.train import plan, ready_dataset, with_vocabulary
     from holdfast.config.identity import config_hash
     from holdfast.config.load import load
@@ -116,13 +117,19 @@ def import_(
     refuse_other_tokenizer(source, dataset)
     loaded = with_vocabulary(loaded, dataset.vocab_size)
     refuse_other(folder, loaded, dataset.version)
+    new = read_resolved(folder) is None
     describe(folder, loaded, machine, dataset.folder, dataset.version)
     config = loaded.config
     store = FolderStore(folder)
-    commit = import_checkpoint(
-        store, source, config.model, config.train.precision,
-        config_hash=config_hash(config), dataset_version=dataset.version,
-    )  # fmt: skip
+    try:
+        commit = import_checkpoint(
+            store, source, config.model, config.train.precision,
+            config_hash=config_hash(config), dataset_version=dataset.version,
+        )  # fmt: skip
+    except UserError as error:
+        if new and not isinstance(error, OutOfSpaceError):
+            undescribe(folder)  # so that the remedy may change the configuration
+        raise
     row = numbers_of(store, commit.key)
     if json:
         print_json(row | {"folder": str(folder)})

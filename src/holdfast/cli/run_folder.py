@@ -142,6 +142,14 @@ def describe(
         ) from None
 
 
+def undescribe(folder: Path) -> None:
+    """Take back what `describe` wrote into a folder in which nothing else has happened."""
+    for name in (RESOLVED, *FIRST):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
 def _replace(path: Path, text: str) -> None:
     """Write a file whole or not at all; a full disk gives back what was begun."""
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")

@@ -164,6 +164,9 @@ def continuations(
     model = load_decoder(run, checkpoint)
     texts = []
     for prompt in prompts:
+        if any(0xD800 <= ord(c) < 0xE000 for c in prompt):  # how Python carries other bytes
+            raise DataError("the prompt is not UTF-8 text", where=repr(prompt),
+                            remedy="give it in the terminal's encoding, UTF-8")  # fmt: skip
         ids = tokenizer.encode(prompt, add_special_tokens=False).ids
         found = generate(
             model, torch.tensor([ids], dtype=torch.long).reshape(1, -1), how.tokens,

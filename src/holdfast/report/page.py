@@ -45,6 +45,11 @@ def write(
     samples: text that the model wrote. device: the accelerator's name, for its utilisation.
     Raises RunFolderError when the path cannot be written.
     """
+    if path.is_dir():
+        raise RunFolderError(
+            "the report cannot be written: this is a folder", where=str(path),
+            remedy="name a file in it with --output",
+        )  # fmt: skip
     content = render(history, resolved, baselines=baselines, samples=samples, device=device)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
