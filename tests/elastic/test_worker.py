@@ -1,0 +1,90 @@
+"""What a worker says while it waits: a slow disk must not look like a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from holdfast.checkpoint.capture import Capturer
+from holdfast.checkpoint.write import Source, write_single
+from holdfast.config.load import load
+from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.worker.main import ArenaSaver, _restore
+from holdfast.elastic.worker.reporter import Reporter
+from holdfast.events import CheckpointRestored, Event
+from holdfast.spec.boxes import Box
+from holdfast.train.build import Session
+from holdfast.wire.runstore import FolderStore
+
+
+class Heard:
+    """A reporter whose first `deaf` flushes are in vain."""
+
+    def __init__(self, deaf: int = 0, fenced: bool = False) -> None:
+        self.deaf, self.fenced = deaf, fenced
+        self.said: list[tuple[int, str]] = []
+        self.events: list[Event] = []
+
+    def progress(self, step: int, phase: str) -> None:
+        self.said.append((step, phase))
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+    def flush(self, deadline: float) -> bool:
+        self.deaf -= 1
+        return self.deaf < 0
+
+
+class SlowCapturer:
+    def settle(self, step: int, timeout: float, alive: Callable[[], None]) -> str | None:
+        assert 0 < timeout <= 100
+        for _ in range(3):
+            alive()
+        return None
+
+
+def _saver(heard: Heard) -> ArenaSaver:
+    config = load(None, []).config
+    return ArenaSaver(cast(Capturer, SlowCapturer()), cast(Reporter, heard), 0, config)
+
+
+def test_who_waits_for_the_last_save_reports_progress() -> None:
+    heard = Heard(deaf=4)
+    assert _saver(heard).settle(7, 100.0) is None
+    assert heard.said == [(7, "save")] * 7
+
+
+@pytest.mark.parametrize(("heard", "seconds"), [(Heard(1, True), 100.0), (Heard(1), 0.0)])
+def test_a_ledger_that_cannot_be_stored_is_named(heard: Heard, seconds: float) -> None:
+    assert _saver(heard).settle(7, seconds) == "the agent could not store the last reports"
+
+
+def test_who_restores_reports_progress_tensor_by_tensor(tmp_path: Path) -> None:
+    names = ("model.a", "model.b", "model.c")
+    sources = [Source(name, "F32", (2,), [b"\0" * 8]) for name in names]
+    commit = write_single(FolderStore(tmp_path), 1, 5, sources, {})
+    meta: Mapping[str, Any] = {"nodes": ["n"]}
+    boot = WorkerBoot(
+        {}, dict(meta), 2, 0, 1, "h:1", "", str(tmp_path), "", commit.key, 5, "cpu", ""
+    )
+
+    class Engine:
+        def load(self, read: Callable[[Box, Tensor], None]) -> None:
+            for name in names:
+                read(Box(name, (0,), (2,)), torch.ones(2))
+
+    class Built:
+        engine = Engine()
+
+    heard = Heard()
+    _restore(boot, cast(Session, Built()), cast(Reporter, heard))
+    assert heard.said == [(5, "restore")] * 3
+    (event,) = heard.events
+    assert isinstance(event, CheckpointRestored)
+    assert event.step == 5
