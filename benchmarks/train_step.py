@@ -57,8 +57,12 @@ class Pair:
     peer_compile: bool = False
     our_compile: bool = False
 
-    def passes(self, wall: Estimate) -> bool:
-        return wall.low > self.least if self.on_low_end else wall.median >= self.least
+    def verdict(self, wall: Estimate) -> str:
+        """An interval that never became narrow enough decides nothing."""
+        if wall.half_width > TARGET_HALF_WIDTH:
+            return "unsure"
+        reached = wall.low > self.least if self.on_low_end else wall.median >= self.least
+        return "yes" if reached else "NO"
 
 
 PAIRS = (
@@ -203,9 +207,7 @@ def row(pair: Pair, result: dict[str, Any], judge: bool) -> str:
     """One line of the table; a verdict only where the work is the real one."""
     if "wall" not in result:
         return f"{pair.name:<11} losses differ by {result['difference']:.1e}: not timed"
-    verdict = (
-        "" if not (judge and pair.least) else "  yes" if pair.passes(result["wall"]) else "  NO"
-    )
+    verdict = f"  {pair.verdict(result['wall'])}" if judge and pair.least else ""
     return (
         f"{pair.name:<11} {result['peer_wall_ms']:9.1f} {result['ours_wall_ms']:9.1f}   "
         f"{result['wall']!s:<22} {result['cpu']!s:<22} {result['rounds']:4d}   "
