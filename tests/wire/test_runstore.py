@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -162,6 +163,11 @@ def test_a_folder_that_was_moved_or_replaced_is_left_alone(tmp_path: Path) -> No
         if not (tmp_path / "run").exists():
             new.create("journal/a", b"of another run")
     assert FolderStore(tmp_path / "run").get("journal/a") == b"of another run"
+    new = FolderStore(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").mkdir()  # with the same inode number, on some file systems
+    with pytest.raises(RunFolderError, match="moved, removed or replaced"):
+        new.append("journal/a", b"3")
     (tmp_path / "run").rename(tmp_path / "other")
     (tmp_path / "run.old-1").rename(tmp_path / "run")
     old.append("journal/a", b"2")

@@ -26,6 +26,7 @@ class Outcomes:
         self._change = threading.Condition()
         self._events: deque[tuple[int, Event]] = deque(maxlen=EVENTS_KEPT)
         self._next = 0
+        self._wakes = 0
         self._started: dict[Save, float] = {}
         self._keys: dict[Save, str] = {}
         self._reasons: dict[Save, str] = {}
@@ -81,9 +82,16 @@ class Outcomes:
     def since(self, mark: int, wait: float) -> tuple[list[list[Any]], int]:
         """Events after `mark` as [kind, fields], and the next mark; waits for the first."""
         with self._change:
-            self._change.wait_for(lambda: self._next > mark, wait)
+            wakes = self._wakes
+            self._change.wait_for(lambda: self._next > mark or self._wakes > wakes, wait)
             found = [[e.kind, asdict(e)] for number, e in self._events if number >= mark]
             return found, self._next
+
+    def wake(self) -> None:
+        """Answer whoever waits for events: a generation has ended, and with it who asked."""
+        with self._change:
+            self._wakes += 1
+            self._change.notify_all()
 
     def counts(self) -> dict[str, Any]:
         with self._change:

@@ -97,6 +97,7 @@ class Service:
                 os.close(old.fd)  # its memory goes when the last reader unmaps it
             self._ranks = {}
             self._change.notify_all()
+        self.outcomes.wake()
         with self._committing:
             cleaning.sweep(self._store, generation)
 

@@ -85,9 +85,9 @@ class MoverLink:
         client = MoverClient(self.socket_path, self._secret, topology.generation)
         newest = await asyncio.to_thread(client.newest)
         table = state_table(self._config.model, self._config.train.precision)
-        await asyncio.to_thread(client.expect, topology, table)
         if self._pump is not None:
-            self._pump.cancel()
+            self._pump.cancel()  # its last question is answered by `expect`, and asked no more
+        await asyncio.to_thread(client.expect, topology, table)
         await self.drain(topology.generation)  # rejected checkpoints, before the workers start
         self._pump = asyncio.create_task(self._listen(client))
         return newest

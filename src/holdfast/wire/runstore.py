@@ -13,8 +13,9 @@ import os
 import re
 import secrets
 import threading
+import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -103,7 +104,8 @@ class FolderStore:
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)
-        self._inode = _inode(self.folder)
+        self._root: int | None = None
+        self._hold_folder()
 
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
         target = self._path(key)
@@ -211,14 +213,32 @@ class FolderStore:
         for new in reversed(missing):
             new.mkdir(exist_ok=True)
             _sync_folder(new.parent)
-        if self._inode is None:
-            self._inode = _inode(self.folder)
+        self._hold_folder()
+
+    def _hold_folder(self) -> None:
+        """Keep a descriptor of the folder once it is there: as long as one is open, its inode is
+        no other folder's (on FUSE and overlays a number alone may change, or come again)."""
+        if self._root is not None:
+            return
+        flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+        try:
+            self._root = os.open(self.folder, flags)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise spoken_error(error, self.folder) from error
+        weakref.finalize(self, os.close, self._root)
 
     def _same_folder(self) -> None:
         """Raises RunFolderError when the path leads to another folder than it did, or to none."""
-        if self._inode is not None and _inode(self.folder) != self._inode:
-            raise RunFolderError("the run folder has been moved, removed or replaced",
-                                 where=str(self.folder))  # fmt: skip
+        if self._root is None:
+            return
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(os.stat(self.folder), os.fstat(self._root)):
+                return
+        raise RunFolderError(
+            "the run folder has been moved, removed or replaced", where=str(self.folder)
+        )
 
     @staticmethod
     def _write(path: Path, data: Buffer | Iterable[Buffer]) -> None:
@@ -300,17 +320,6 @@ class MemoryStore:
 def _write_all(fd: int, data: memoryview) -> None:
     while data:
         data = data[os.write(fd, data) :]
-
-
-def _inode(folder: Path) -> int | None:
-    """Which folder this path leads to; None for none. (A remount changes the device's number,
-    not this one.)"""
-    try:
-        return os.stat(folder).st_ino
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise spoken_error(error, folder) from error
 
 
 def _raise_unless_missing(error: OSError) -> None:
