@@ -147,6 +147,7 @@ def test_a_peer_killed_within_a_step_is_an_error_in_the_others(
     shares = deal(6, 3)
     _step(model, feeder, rank.rank, 6, shares)
     feeder.reducer.begin(6, shares)
+    rank.barrier("begun")  # else begin() may already find the peer gone
     feeder.start_leaf(shares[rank.rank][0])
     loss = _loss(model, 0)
     if rank.rank == 1:

@@ -24,6 +24,7 @@ def test_a_killed_peer_is_an_error_in_all_others_and_the_step_has_not_happened(
     before = digest(made)
     share = made.begin(3)
     batches = [feed(3, leaf) for leaf in share]
+    rank.barrier("begun")  # else begin() may already find the peer gone
     if rank.rank == 2:
         if when == "backward":  # of the first block: the buckets of the second are on their way
             block = made.objective.get_submodule("decoder.layers.0")
@@ -48,6 +49,7 @@ def test_a_killed_shard_is_an_error_in_its_replica_and_in_the_other(rank: RankCo
     before = digest(made)
     share = made.begin(2)
     batches = [feed(2, leaf, 2, made.groups.coordinate.mesh_rank, 2) for leaf in share]
+    rank.barrier("begun")
     if rank.rank == 3:
         rank.kill(3)
     with pytest.raises(PeerLostError):
