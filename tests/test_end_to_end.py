@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import pty
+import random
 import signal
 import socket
 import struct
@@ -16,6 +17,7 @@ import termios
 import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,9 +58,7 @@ def test_a_run_that_is_killed_twice_finishes_and_tells_all_about_it(tmp_path: Pa
 def _run(root: Path) -> Ran:
     run_file = write_run_file(root)
     folder = run_file.parent / "run"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     settings = (
         f"train.steps={STEPS}", "train.evaluate.every=50", "checkpoint.every_steps=20",
         f"cluster.metrics_port={port}", "tensorboard=true", "cluster.threads_per_worker=1",
@@ -66,6 +66,15 @@ def _run(root: Path) -> Ran:
     metrics, plain = _killed_twice(["train", str(run_file), *settings], folder, port)
     screen = _on_a_terminal("train", str(run_file), *settings)
     return Ran(folder, metrics, plain, screen)
+
+
+def _free_port() -> int:
+    """A port that is free and stays so: outside of those that connections are given."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port")
 
 
 def _killed_twice(command: list[str], folder: Path, port: int) -> tuple[dict[str, float], str]:

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -257,4 +258,8 @@ def _pin(arena: Arena, devices: list[torch.device]) -> None:
     if any(device.type == "cuda" for device in devices):
         memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
         runtime: Any = torch.cuda  # cudart has no annotations
-        runtime.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        code = runtime.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        if int(code) != 0:
+            # The runtime remembers the refusal, and torch's next launch would raise it.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=devices[0])

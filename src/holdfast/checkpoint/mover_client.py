@@ -20,6 +20,8 @@ from holdfast.spec.state import StateTable
 from holdfast.wire.secret import Secret
 
 ANSWER_SECONDS = 30.0
+VERIFY_SECONDS = 6 * 3600.0
+"""For reading every byte of a checkpoint; a mover that dies meanwhile is noticed at once."""
 SETTLE_SLICE = 5.0
 """Seconds that one question about the end of a save waits, so that who asks can say he is alive."""
 
@@ -73,7 +75,7 @@ class MoverClient:
         """
         return bool(self._call("drain", {"wait": wait}, wait + ANSWER_SECONDS)["drained"])
 
-    def newest(self, drain: float = 30.0, timeout: float = 600.0) -> Newest:
+    def newest(self, drain: float = 30.0, timeout: float = VERIFY_SECONDS) -> Newest:
         """The newest checkpoint whose every byte has just been read and checked.
 
         Waits up to `drain` seconds for saves under way. Asked after the next generation was

@@ -235,8 +235,8 @@ class Service:
             if step < committed and not busy:
                 parts = self._store.list(part_prefix(plan.generation, step))
                 if len(parts) < plan.topology.world_size:  # else another node is committing it
+                    cleaning.discard(self._store, plan.generation, step)  # before it is told
                     self.outcomes.fail((plan.generation, step), "not every rank captured it")
-                    cleaning.discard(self._store, plan.generation, step)
 
     def _retain(self) -> None:
         keep = cleaning.Keep(self._settings.keep_last, self._settings.keep_every)

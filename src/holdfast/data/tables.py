@@ -106,7 +106,7 @@ def _huggingface(path: str, split: str, where: str) -> Any:
     """A dataset by name ("name" or "name:subset"), from the cache where it is there."""
     try:
         from datasets import load_dataset
-    except ImportError:
+    except ImportError:  # not there, or a folder of that name stands where Python looks
         raise DataError(
             "a Hugging Face source needs the datasets package",
             where=where,

@@ -8,7 +8,7 @@ the shards of one replica must run the same forward together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,15 +67,21 @@ class Evaluator:
         self._objective, self._groups, self._device = objective, groups, device
         self._validation = validation
 
-    def run(self) -> Evaluation | None:
-        """None when there is no validation text. Raises PeerLostError."""
+    def run(self, alive: Callable[[], None] = lambda: None) -> Evaluation | None:
+        """None when there is no validation text. `alive` is called before each microbatch.
+
+        Raises PeerLostError.
+        """
         batches = self._validation.microbatches
         if not batches or not self._validation.tokens:
             return None
         shares = deal(len(batches), self._groups.replicas)
         own = shares[self._groups.coordinate.replica]
         with torch.no_grad():
-            losses = [float(self._loss(batches[index])) for index in own]
+            losses = []
+            for index in own:
+                alive()
+                losses.append(float(self._loss(batches[index])))
         self._release()
         total = ReductionTree(len(batches)).sum(gather_losses(self._groups, shares, losses))
         tokens = self._validation.tokens

@@ -165,9 +165,8 @@ class _Loop:
         every, last = self.config.train.evaluate.every, step >= self.config.train.steps
         if not last and not (every and step % every == 0):
             return
-        self.reporter.progress(step, "evaluate")
         begun = self.clock()
-        found = self.evaluator.run()
+        found = self.evaluator.run(lambda: self.reporter.progress(step, "evaluate"))
         if found is not None and self.rank == 0:
             seconds = self.clock() - begun
             self.reporter.emit(
