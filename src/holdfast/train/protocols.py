@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from holdfast.events import Event
+from holdfast.train.engine import Microbatch
 from holdfast.train.state import LocalTensor
 from holdfast.train.vote import Wishes
 
@@ -62,26 +61,10 @@ class StepBatch(Protocol):
     def step(self) -> int: ...
 
     @property
-    def microbatches(self) -> Sequence[LoadedMicrobatch]: ...
+    def microbatches(self) -> Sequence[Microbatch]: ...
 
     @property
     def entries(self) -> list[dict[str, Any]]: ...
-
-
-class LoadedMicrobatch(Protocol):
-    """What the engine computes on; see `engine.Microbatch`."""
-
-    @property
-    def inputs(self) -> Tensor: ...
-
-    @property
-    def targets(self) -> Tensor: ...
-
-    @property
-    def documents(self) -> Tensor | None: ...
-
-    @property
-    def tokens(self) -> int: ...
 
 
 Feed = Iterator[StepBatch]
