@@ -73,6 +73,7 @@ class RankContext:
             "gloo", store=self.store(name), rank=self.rank, world_size=self.world_size,
             timeout=timedelta(seconds=seconds),
         )  # fmt: skip
+        self.barrier(f"{name}.joined", seconds)  # who leaves early breaks a connection being made
 
     def pid(self, rank: int, seconds: float = 20.0) -> int:
         """Process id of a peer, as soon as it has started."""

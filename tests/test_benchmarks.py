@@ -5,12 +5,20 @@ from __future__ import annotations
 import statistics
 
 import pytest
+from benchmarks import layouts, train_step
 from benchmarks.gpu import speed
 from benchmarks.paired import Estimate, estimate
-from benchmarks.train_step import PAIRS, Pair
+from benchmarks.peers.floor import matrices
+from benchmarks.peers.rebuild import layout_of
+from benchmarks.peers.work import Work
+from benchmarks.peers.worker import NAMES
+from benchmarks.rebuild import LAYOUTS
+from benchmarks.turns import Pair, losses
 
 from holdfast.config.load import load
 from holdfast.events import CheckpointCaptured, StepDone
+from holdfast.layout import Layout
+from holdfast.spec.parameters import decoder_parameters
 from tests.ranks import ROOT
 
 
@@ -34,7 +42,43 @@ def test_the_interval_holds_the_median_and_narrows_with_more_rounds() -> None:
 def test_a_verdict_needs_a_narrow_interval(wall: Estimate, median: str, low_end: str) -> None:
     assert Pair("a", "b", "c", "not behind", 0.99).verdict(wall) == median
     assert Pair("a", "b", "c", "ahead", 1.0, on_low_end=True).verdict(wall) == low_end
-    assert {pair.name for pair in PAIRS if pair.on_low_end} == {"zero2", "zero3"}
+    ahead = {pair.name for pair in train_step.PAIRS if pair.on_low_end}
+    assert ahead == {"zero2", "zero3"}
+
+
+def test_every_axis_is_measured_against_its_pieces_and_the_other_trainers() -> None:
+    by_hand = {pair.name for pair in layouts.PAIRS if pair.least == 0.97 and not pair.on_low_end}
+    assert by_hand == {"tp2", "pp2", "pp2-gpipe", "dp_shard2"}
+    others = [pair for pair in layouts.PAIRS if pair.name not in by_hand]
+    assert {pair.peer.split("-")[0] for pair in others} == {"deepspeed", "torchtitan"}
+    assert all(pair.on_low_end and pair.least == 1.0 for pair in others)
+    for pair in (*layouts.PAIRS, *train_step.PAIRS):
+        assert {pair.peer, pair.ours} <= set(NAMES), pair.name
+    assert {pair.floor for pair in layouts.PAIRS} <= set(NAMES)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_a_floor_multiplies_by_every_matrix_once(tp: int, pp: int) -> None:
+    work = Work("tiny", 512)
+    ranks = [matrices(work, rank, tp, pp) for rank in range(tp * pp)]
+    products = sum(rows * columns for shapes in ranks for rows, columns in shapes)
+    embedding = 512 * work.config.dim
+    table = [row for row in decoder_parameters(work.config) if len(row.shape) == 2]
+    assert products == sum(row.size for row in table) - embedding
+    assert work.stages(pp) == {1: (3,), 2: (2, 1)}[pp]
+
+
+def test_layouts_are_named_by_their_degrees() -> None:
+    work = Work()
+    assert layout_of("pp2_dpshard2", work) == Layout(pp=2, dp_shard=2, stages=(4, 4))
+    assert layout_of("dp2_tp2", work) == Layout(dp_replicate=2, tp=2)
+    worlds = [[layout_of(one, work).world_size for one in name.split(">")] for name in LAYOUTS]
+    assert {tuple(set(sizes)) for sizes in worlds} == {(2,), (4,)}
+
+
+def test_a_rank_that_knows_no_loss_does_not_count() -> None:
+    assert losses([{"losses": [1.0, 2.0]}, {"losses": [3.0, 2.0]}]) == [2.0, 2.0]
+    assert losses([{"losses": [None, None]}, {"losses": [3.0, 2.0]}]) == [3.0, 2.0]
 
 
 def test_tokens_a_second_leave_out_warm_up_and_captures() -> None:

@@ -1,5 +1,5 @@
-"""Promise 1 across layouts, from outside: a sharded run that loses a worker, is told to leave, and
-goes on unsharded on another number of workers, ends where a run on one worker ends."""
+"""Promise 1 across layouts, from outside: a run that loses a worker, is told to leave, and goes on
+under another layout on another number of workers, ends where a run on one worker ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from holdfast.checkpoint.restore import Checkpoint, listing
@@ -21,23 +22,34 @@ from tests.cli.support import apart, start, write_run_file
 STEPS, KILL, LEAVE = 90, 25, 45
 DEADLINE = 120
 SETTINGS = (
-    f"train.steps={STEPS}", "train.microbatch_size=2", "train.precision=float64",
+    f"train.steps={STEPS}", "train.batch_size=6", "train.microbatch_size=2",
+    "train.precision=float64",
     "train.optimizer.clip_norm=0.05", "train.evaluate.every=30", "checkpoint.every_steps=10",
-    "cluster.threads_per_worker=1",
+    "cluster.threads_per_worker=1", "model.layers=3", "model.heads=4", "model.kv_heads=2",
 )  # fmt: skip
 
 
-def test_sharded_killed_and_resumed_unsharded_is_the_run_of_one_worker(tmp_path: Path) -> None:
+SHARDED = ("layout.workers=4", "layout.dp_shard=2")
+PIPELINED = ("layout.workers=4", "layout.pp=2", "layout.tp=2")
+UNLIKE = ("layout.workers=3", "layout.replicas=[{pp: 2, stages: [1, 2]}, {}]")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(SHARDED, ("layout.workers=3",)), (PIPELINED, UNLIKE)],
+    ids=["dpshard2-dp2_to_dp3", "pp2-tp2_to_pp2+one"],
+)
+def test_killed_and_resumed_under_another_layout_is_the_run_of_one_worker(
+    before: tuple[str, ...], after: tuple[str, ...], tmp_path: Path
+) -> None:
     run_file = write_run_file(tmp_path)
     alone, moved = tmp_path / "alone", tmp_path / "moved"
     undisturbed = apart(
         "train", run_file, f"folder={alone}", *SETTINGS, "layout.workers=1", deadline=DEADLINE
     )
     assert undisturbed.code == 0, undisturbed.err
-    _sharded_until_told_to_leave(run_file, moved)
-    resumed = apart(
-        "train", run_file, f"folder={moved}", *SETTINGS, "layout.workers=3", deadline=DEADLINE
-    )
+    _disturbed_until_told_to_leave(run_file, moved, before)
+    resumed = apart("train", run_file, f"folder={moved}", *SETTINGS, *after, deadline=DEADLINE)
     assert resumed.code == 0, resumed.err
 
     for name, want in _state(alone).items():
@@ -52,9 +64,8 @@ def test_sharded_killed_and_resumed_unsharded_is_the_run_of_one_worker(tmp_path:
     assert "none missing, none twice" in audit.out
 
 
-def _sharded_until_told_to_leave(run_file: Path, folder: Path) -> None:
-    """Two replicas of two shards; one worker gets SIGKILL, later the agent gets SIGTERM."""
-    layout = ("layout.workers=4", "layout.dp_shard=2")
+def _disturbed_until_told_to_leave(run_file: Path, folder: Path, layout: tuple[str, ...]) -> None:
+    """Four workers, of which one gets SIGKILL; later the agent gets SIGTERM."""
     process = start("train", run_file, f"folder={folder}", *SETTINGS, *layout)
     ended = threading.Event()
     output: list[str] = []

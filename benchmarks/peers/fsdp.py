@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.peers.work import Bench, compiled, mean_loss
+from benchmarks.peers.work import Bench, blocks_of, compiled, mean_loss
 
 
 def run(bench: Bench) -> None:
     work = bench.work
     bench.join()
     model = compiled(work.decoder(), work)
-    for block in model.layers:
+    for block in blocks_of(model):
         fully_shard(block)
     fully_shard(model)
     optimizer = work.adamw(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from benchmarks.peers.work import Bench, Work
 from holdfast.config.run import RunConfig
-from holdfast.layout import Layout, place
+from holdfast.layout import AXES, Layout, place
 from holdfast.parallel.groups import connect
 from holdfast.train.build import build_engine
+from holdfast.train.engine import StepEngine
 from holdfast.train.precision import same_products_on_any_threads
 
 
@@ -27,17 +29,18 @@ class Samples:
     tokens: int
 
 
-def run_config(work: Work, world: int, shards: int, zero: int) -> RunConfig:
+def run_config(
+    work: Work, world: int, layout: Layout, zero: int = 3, schedule: str = "1f1b"
+) -> RunConfig:
     """The work as a run file. A rank's `microbatches` are parts of a logical microbatch each."""
-    replicas = world // shards
     model = work.config.model_dump()
     return RunConfig.model_validate({
         "seed": work.seed, "device": "cpu", "model": model,
         "data": {"sequence_length": work.sequence},
-        "layout": {"workers": world, "dp_shard": shards, "zero": zero},
+        "layout": {"workers": world, "zero": zero, "schedule": schedule} | axes(layout),
         "train": {
             "steps": 10**6, "batch_size": work.batch, "compile": work.compile,
-            "microbatch_size": work.batch // work.microbatches // replicas,
+            "microbatch_size": work.batch // work.microbatches // layout.dp_replicate,
             "optimizer": {
                 "learning_rate": work.learning_rate, "betas": work.betas, "eps": work.eps,
                 "weight_decay": work.weight_decay, "clip_norm": work.clip_norm,
@@ -47,28 +50,47 @@ def run_config(work: Work, world: int, shards: int, zero: int) -> RunConfig:
     })  # fmt: skip
 
 
-def run(bench: Bench, shards: int, zero: int = 3) -> None:
+def axes(layout: Layout) -> dict[str, Any]:
+    """What the run file says of a layout."""
+    return {
+        "pp": layout.pp, "dp_shard": layout.dp_shard, "tp": layout.tp, "stages": layout.stages,
+    }  # fmt: skip
+
+
+def run(
+    bench: Bench, pp: int = 1, shards: int = 1, tp: int = 1, zero: int = 3, schedule: str = "1f1b"
+) -> None:
     same_products_on_any_threads()  # as a worker does: its cost is ours
     work = bench.work
-    config = run_config(work, bench.world, shards, zero)
-    layout = Layout(dp_replicate=bench.world // shards, dp_shard=shards)
+    layout = Layout(
+        dp_replicate=bench.world // (pp * shards * tp), pp=pp, dp_shard=shards, tp=tp,
+        stages=work.stages(pp) if pp > 1 else (),
+    )  # fmt: skip
+    config = run_config(work, bench.world, layout, zero, schedule)
     topology = place(layout, 1, ("local",) * bench.world)
     store = dist.FileStore(bench.meeting, bench.world)
     device = torch.device("cpu")
     groups = connect(topology, bench.rank, store, device, seconds=300)
     engine = build_engine(config, groups, device)
     engine.initialise(work.seed)
-    size, part = config.train.microbatch_size, config.train.microbatch_size // shards
-    first = groups.coordinate.dp_shard * part
     bench.ready()
     for step in itertools.count(1):
-        whole = work.tokens[(step - 1) % work.distinct]
-        batches = []
-        for index in engine.begin(step):
-            mine = whole[index * size + first : index * size + first + part]
-            inputs, targets = mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
-            batches.append(Samples(inputs, targets, None, targets.numel()))
-        engine.compute(batches)
-        verdict = engine.reduce()
-        engine.apply(verdict)
-        bench.done(verdict.mean_loss)
+        bench.done(train(engine, work, step))
+
+
+def train(engine: StepEngine, work: Work, step: int) -> float:
+    """One step; returns the mean loss."""
+    whole = work.tokens[(step - 1) % work.distinct]
+    at = engine.groups.coordinate
+    shards = engine.groups.topology.replicas[at.replica].mesh_shape[AXES.index("dp_shard")]
+    size = engine.train.microbatch_size
+    part = size // shards
+    batches = []
+    for index in engine.begin(step):
+        mine = whole[index * size + at.dp_shard * part :][:part]
+        inputs, targets = mine[:, :-1].contiguous(), mine[:, 1:].contiguous()
+        batches.append(Samples(inputs, targets, None, targets.numel()))
+    engine.compute(batches)
+    verdict = engine.reduce()
+    engine.apply(verdict)
+    return verdict.mean_loss

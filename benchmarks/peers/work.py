@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,8 @@ from holdfast.model.decoder import Decoder
 from holdfast.model.init import initialise
 from holdfast.spec.parameters import decoder_parameters
 from holdfast.spec.random import key_seed
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,16 @@ class Work:
         initialise(built, self.seed)
         return built
 
+    def stages(self, pp: int) -> tuple[int, ...]:
+        """Blocks of each pipeline stage: equally many, the first stages one more."""
+        return tuple(len(range(i, self.config.layers, pp)) for i in range(pp))
+
+    def stage(self, index: int, pp: int) -> range:
+        """The blocks of one pipeline stage."""
+        counts = self.stages(pp)
+        begin = sum(counts[:index])
+        return range(begin, begin + counts[index])
+
     def groups(self, module: nn.Module) -> list[dict[str, Any]]:
         """Optimizer groups: matrices decay, gains do not. Names may carry a wrapper's prefix."""
         decays = {row.name: row.decay for row in decoder_parameters(self.config)}
@@ -93,7 +105,8 @@ class Bench:
         self.work, self.rank, self.world, self.meeting = work, rank, world, meeting
         self._replies = replies
         self._left = 0
-        self._losses: list[float] = []
+        self._notes: list[dict[str, float]] = []
+        self._losses: list[float | None] = []
         self._began = (0.0, 0.0)
 
     def join(self) -> None:
@@ -102,13 +115,18 @@ class Bench:
             "gloo", init_method=f"file://{self.meeting}", rank=self.rank, world_size=self.world
         )
 
-    def microbatches(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Of each step, this rank's (inputs, targets), [n, S] each."""
-        share = self.work.batch // self.world
+    def microbatches(self, replicas: int | None = None) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Of each step, this rank's (inputs, targets), [n, S] each.
+
+        replicas: how many share the samples out (None: every rank is one).
+        """
+        replicas = replicas or self.world
+        share = self.work.batch // replicas
+        first = self.rank * replicas // self.world * share
         index = 0
         while True:
             whole = self.work.tokens[index % self.work.distinct]
-            mine = whole[self.rank * share : (self.rank + 1) * share]
+            mine = whole[first : first + share]
             parts = mine.chunk(self.work.microbatches)
             yield [(p[:, :-1].contiguous(), p[:, 1:].contiguous()) for p in parts]
             index += 1
@@ -118,14 +136,16 @@ class Bench:
         self._reply({"ready": True})
         self._wait()
 
-    def done(self, loss: Tensor | float) -> None:
-        """A step is over; `loss` is this rank's mean (or the global one). May end the process."""
-        self._losses.append(float(loss))
+    def done(self, loss: Tensor | float | None, notes: dict[str, float] | None = None) -> None:
+        """A step is over; `loss` is this rank's mean, or the global one, or None on a rank that
+        does not know it; `notes` is what else the rank has measured. May end the process."""
+        self._notes.append(notes or {})
+        self._losses.append(None if loss is None else float(loss))
         self._left -= 1
         if self._left == 0:
             wall, cpu = time.perf_counter(), time.process_time()
             self._reply({"wall": wall - self._began[0], "cpu": cpu - self._began[1],
-                         "losses": self._losses})  # fmt: skip
+                         "losses": self._losses, "notes": self._notes})  # fmt: skip
             self._wait()
 
     def _wait(self) -> None:
@@ -133,7 +153,7 @@ class Bench:
         if not line.strip() or (order := json.loads(line)).get("stop"):
             sys.stderr.flush()
             os._exit(0)  # frameworks hang on to threads and ports; nothing is left to save
-        self._left, self._losses = int(order["steps"]), []
+        self._left, self._losses, self._notes = int(order["steps"]), [], []
         self._began = (time.perf_counter(), time.process_time())
 
     def _reply(self, value: dict[str, Any]) -> None:
@@ -153,12 +173,18 @@ class MeanLoss(nn.Module):
         return mean_loss(self.decoder(inputs), targets)
 
 
+def blocks_of(decoder: Decoder) -> list[nn.Module]:
+    """Its blocks in order."""
+    layers: nn.Module = decoder.layers
+    return list(layers.values() if isinstance(layers, nn.ModuleDict) else layers.children())
+
+
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """logits: [B, S, V], targets: [B, S] -> scalar"""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def compiled(module: nn.Module, work: Work) -> nn.Module:
+def compiled(module: M, work: Work) -> M:
     """Block by block in place, as our own loop compiles, if the work asks for it."""
     if work.compile:
         for block in module.modules():

@@ -14,16 +14,30 @@ from functools import partial
 from importlib import import_module
 
 NAMES: dict[str, tuple[str, dict[str, object]]] = {
-    "holdfast": ("ours", {"shards": 1}),
+    "holdfast": ("ours", {}),
     "holdfast-zero2": ("ours", {"shards": 2, "zero": 2}),
     "holdfast-zero3": ("ours", {"shards": 2}),
+    "holdfast-tp2": ("ours", {"tp": 2}),
+    "holdfast-pp2": ("ours", {"pp": 2}),
+    "holdfast-pp2-gpipe": ("ours", {"pp": 2, "schedule": "gpipe"}),
+    "rebuild": ("rebuild", {}),
+    "floor-dp2": ("floor", {}),
+    "floor-tp2": ("floor", {"tp": 2}),
+    "floor-pp2": ("floor", {"pp": 2}),
+    "tensor": ("tensor", {}),
+    "pipeline-1f1b": ("pipeline", {"schedule": "1f1b"}),
+    "pipeline-gpipe": ("pipeline", {"schedule": "gpipe"}),
     "ddp": ("ddp", {}),
     "fsdp": ("fsdp", {}),
     "accelerate": ("accelerate", {}),
     "hf-trainer": ("hf_trainer", {}),
     "deepspeed-zero2": ("deepspeed", {"stage": 2}),
     "deepspeed-zero3": ("deepspeed", {"stage": 3}),
+    "deepspeed-tp2": ("deepspeed.tensor", {}),
+    "deepspeed-pp2": ("deepspeed.pipeline", {"stage": 0}),
     "torchtitan": ("torchtitan", {}),
+    "torchtitan-tp2": ("torchtitan_llama", {}),
+    "torchtitan-pp2": ("torchtitan_llama.pipeline", {}),
 }
 
 
@@ -40,8 +54,13 @@ def main() -> None:
     from benchmarks.peers.work import Bench, Work
 
     torch.set_num_threads(1)
+    name, _, layouts = name.partition(":")
     module, settings = NAMES[name]
-    run: Callable[[Bench], None] = import_module(f"benchmarks.peers.{module}").run
+    settings |= {"layouts": layouts} if layouts else {}
+    module, _, function = module.partition(".")
+    run: Callable[[Bench], None] = getattr(
+        import_module(f"benchmarks.peers.{module}"), function or "run"
+    )
     bench = Bench(Work(**json.loads(work)), int(rank), int(world), meeting, replies)
     partial(run, **settings)(bench)
 

@@ -126,6 +126,15 @@ class StepDone(Event):
 
 
 @dataclass(frozen=True)
+class StepTraced(Event):
+    """What a rank did when in one step: [track, name, start, stop] of every span, in seconds of its
+    machine's monotonic clock, which ranks of one node share and others do not."""
+
+    rank: int
+    spans: list[list[Any]]
+
+
+@dataclass(frozen=True)
 class BatchFed(Event):
     """The data ledger of one rank for one step: what was really fed to the model.
 

@@ -3,39 +3,52 @@
 A Layout is a plan for a world size; a Topology is that plan placed on actual ranks of one
 generation. Both are immutable values: a second Topology can be built while the first lives.
 Replicas stand outside the mesh: each has its own mesh over (pp, dp_shard, cp, tp), and a
-rank's number inside its replica is its mesh rank (row-major over the axes).
+rank's number inside its replica is its mesh rank (row-major over the axes). Replicas need not
+be alike; only the model they hold is the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
 from math import prod
 from typing import Any
 
 from holdfast.errors import LayoutError
 
 AXES = ("pp", "dp_shard", "cp", "tp")
+MeshShape = tuple[int, ...]
+Stages = tuple[int, ...]
+_NAMED = 3  # ranks that a sentence names; of more it says that there are more
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of every axis; `dp_replicate` is the number of replicas."""
+    """Degrees of every axis; `dp_replicate` is the number of replicas.
+
+    `stages`: decoder blocks of each pipeline stage, in order; () where there is no pipeline, or
+    where nobody has planned it yet (such a layout can be placed, but has no model on it).
+    """
 
     dp_replicate: int = 1
     pp: int = 1
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    stages: Stages = ()
 
     def __post_init__(self) -> None:
-        for name, degree in asdict(self).items():
+        for name in ("dp_replicate", *AXES):
+            degree = getattr(self, name)
             if degree < 1:
                 raise LayoutError(
                     f"degree {degree} is impossible", where=f"layout.{name}", remedy="use 1 or more"
                 )
+        _check_stages(self.stages, self.pp, "layout.stages")
 
     @property
-    def mesh_shape(self) -> tuple[int, ...]:
+    def mesh_shape(self) -> MeshShape:
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
@@ -49,18 +62,94 @@ class Layout:
 
 @dataclass(frozen=True)
 class Replica:
-    """One complete copy of the model: ranks in mesh order, over (pp, dp_shard, cp, tp)."""
+    """One complete copy of the model: ranks in mesh order, over (pp, dp_shard, cp, tp).
+
+    `stages` as in Layout. A position in the model is -1 for the embedding, i for block i, and
+    the number of blocks for the last norm and the head.
+    """
 
     index: int
     ranks: tuple[int, ...]
-    mesh_shape: tuple[int, ...] = (1, 1, 1, 1)
+    mesh_shape: MeshShape = (1, 1, 1, 1)
+    stages: Stages = ()
 
     def __post_init__(self) -> None:
+        where = f"replica {self.index}"
+        if len(self.mesh_shape) != len(AXES) or any(degree < 1 for degree in self.mesh_shape):
+            raise LayoutError(f"{self.mesh_shape} is not a mesh over {AXES}", where=where)
         if len(self.ranks) != prod(self.mesh_shape):
             raise LayoutError(
-                f"{len(self.ranks)} ranks do not fill a mesh of {self.mesh_shape}",
-                where=f"replica {self.index}",
+                f"{len(self.ranks)} ranks do not fill a mesh of {self.mesh_shape}", where=where
             )
+        _check_stages(self.stages, self.degree("pp"), where)
+
+    @property
+    def kind(self) -> tuple[MeshShape, Stages]:
+        """Replicas of one kind hold the same boxes at the same mesh rank."""
+        return self.mesh_shape, self.stages if self.degree("pp") > 1 else ()
+
+    def degree(self, axis: str) -> int:
+        return self.mesh_shape[AXES.index(axis)]
+
+    def stage_of(self, position: int) -> int:
+        """The pipeline stage that holds a position of the model.
+
+        Raises LayoutError for a pipeline whose stages are not planned.
+        """
+        if self.degree("pp") == 1 or position < 0:
+            return 0
+        ends = accumulate(self._planned())
+        last = len(self.stages) - 1
+        return next((stage for stage, end in enumerate(ends) if position < end), last)
+
+    def blocks(self, pp: int) -> range | None:
+        """The blocks of one stage; None is all of them, because there is no pipeline.
+
+        Raises LayoutError for a pipeline whose stages are not planned.
+        """
+        if self.degree("pp") == 1:
+            return None
+        first = sum(self._planned()[:pp])
+        return range(first, first + self.stages[pp])
+
+    def _planned(self) -> Stages:
+        if not self.stages:
+            raise LayoutError(
+                f"a pipeline of {self.degree('pp')} stages does not say which blocks each holds",
+                where=f"replica {self.index}", remedy="give the number of blocks of each stage",
+            )  # fmt: skip
+        return self.stages
+
+    def rank_at(self, pp: int = 0, dp_shard: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """The rank at a coordinate of the mesh."""
+        return self.ranks[ravel((pp, dp_shard, cp, tp), self.mesh_shape)]
+
+    def line(self, mesh_rank: int, axis: str = "pp") -> tuple[int, ...]:
+        """The ranks that differ from `mesh_rank` on one axis only, itself among them, in the
+        axis' order: along `pp`, the ranks of its pipeline."""
+        at = list(unravel(mesh_rank, self.mesh_shape))
+        number = AXES.index(axis)
+        out: list[int] = []
+        for index in range(self.mesh_shape[number]):
+            at[number] = index
+            out.append(self.ranks[ravel(at, self.mesh_shape)])
+        return tuple(out)
+
+
+def _check_stages(stages: Stages, pp: int, where: str) -> None:
+    if not stages:
+        return
+    if len(stages) != pp:
+        raise LayoutError(
+            f"a pipeline of {pp} cannot have the stages {stages}", where=where,
+            remedy=f"give {pp} numbers of blocks",
+        )  # fmt: skip
+    for stage, blocks in enumerate(stages):
+        if blocks < 1:  # also of the embedding's and of the head's: they have none alone
+            raise LayoutError(
+                f"stage {stage} of {stages} holds {blocks} blocks", where=where,
+                remedy="give every stage a block",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -77,36 +166,89 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Topology:
-    """Replicas placed on ranks and nodes, in one generation. `nodes[rank]` names rank's node."""
+    """Replicas placed on ranks and nodes, in one generation. `nodes[rank]` names rank's node.
+
+    Raises LayoutError unless replicas are numbered from 0 in order, every rank of the world
+    stands in exactly one of them, and all of them hold equally many blocks.
+    """
 
     generation: int
     replicas: tuple[Replica, ...]
     nodes: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        ranks = sorted(rank for replica in self.replicas for rank in replica.ranks)
-        if ranks != list(range(len(ranks))) or len(self.nodes) != len(ranks):
-            raise LayoutError(f"ranks {ranks} on {len(self.nodes)} nodes are not a topology")
+        numbers = [replica.index for replica in self.replicas]
+        if not numbers or numbers != list(range(len(numbers))):
+            raise LayoutError(
+                f"replicas are numbered {numbers}", where="topology",
+                remedy="number them 0, 1, 2, ... in order",
+            )  # fmt: skip
+        self._check_ranks()
+        blocks = {sum(replica.stages): replica.index for replica in self.replicas if replica.stages}
+        if len(blocks) > 1:
+            (some, one), (others, two) = sorted(blocks.items())[:2]
+            raise LayoutError(
+                f"the stages of replica {one} hold {some} blocks, those of replica {two} {others}",
+                where="topology", remedy="give every replica all blocks of the model",
+            )  # fmt: skip
+
+    def _check_ranks(self) -> None:
+        seen: dict[int, int] = {}
+        for replica in self.replicas:
+            for rank in replica.ranks:
+                if rank in seen:
+                    places = f"in replica {replica.index}"
+                    if seen[rank] != replica.index:
+                        places = f"in replica {seen[rank]} and in replica {replica.index}"
+                    raise LayoutError(
+                        f"rank {rank} stands twice, {places}", where="topology",
+                        remedy="give every rank one place",
+                    )  # fmt: skip
+                seen[rank] = replica.index
+        if seen.keys() != set(range(len(seen))):
+            # Lazily: the largest rank may be any number, the first gaps are found at once.
+            missing = list(islice((r for r in range(max(seen)) if r not in seen), _NAMED + 1))
+            unknown = sorted(rank for rank in seen if rank < 0)
+            what, wrong = (unknown, "negative") if unknown else (missing, "missing")
+            more = " and more" if len(what) > _NAMED else ""
+            raise LayoutError(
+                f"ranks {what[:_NAMED]}{more} are {wrong}",
+                where="topology", remedy=f"use ranks 0 to {len(seen) - 1}",
+            )  # fmt: skip
+        if len(self.nodes) != len(seen):
+            raise LayoutError(
+                f"{len(seen)} ranks, but nodes for {len(self.nodes)}", where="topology",
+                remedy="name the node of each rank",
+            )  # fmt: skip
 
     @property
     def world_size(self) -> int:
         return len(self.nodes)
 
+    @property
+    def kinds(self) -> tuple[tuple[MeshShape, Stages], ...]:
+        """The kinds of replicas there are, in the order in which they first appear."""
+        return tuple(dict.fromkeys(replica.kind for replica in self.replicas))
+
     def coordinate(self, rank: int) -> Coordinate:
-        for replica in self.replicas:
-            if rank in replica.ranks:
-                mesh_rank = replica.ranks.index(rank)
-                return Coordinate(replica.index, mesh_rank, *unravel(mesh_rank, replica.mesh_shape))
-        raise LayoutError(f"rank {rank} is not in a world of {self.world_size}")
+        replica = self.replica_of(rank)
+        mesh_rank = replica.ranks.index(rank)
+        return Coordinate(replica.index, mesh_rank, *unravel(mesh_rank, replica.mesh_shape))
 
     def replica_of(self, rank: int) -> Replica:
-        return next(r for r in self.replicas if rank in r.ranks)
+        for replica in self.replicas:
+            if rank in replica.ranks:
+                return replica
+        raise LayoutError(f"rank {rank} is not in a world of {self.world_size}")
 
     def to_json(self) -> dict[str, Any]:
+        """`stages` is written only where there are any, so that a topology without a pipeline
+        reads as it always has."""
         return {
             "generation": self.generation,
             "replicas": [
                 {"index": r.index, "ranks": list(r.ranks), "mesh_shape": list(r.mesh_shape)}
+                | ({"stages": list(r.stages)} if r.stages else {})
                 for r in self.replicas
             ],
             "nodes": list(self.nodes),
@@ -115,13 +257,15 @@ class Topology:
     @staticmethod
     def from_json(value: dict[str, Any]) -> Topology:
         replicas = tuple(
-            Replica(r["index"], tuple(r["ranks"]), tuple(r["mesh_shape"]))
+            Replica(
+                r["index"], tuple(r["ranks"]), tuple(r["mesh_shape"]), tuple(r.get("stages", ()))
+            )
             for r in value["replicas"]
         )
         return Topology(value["generation"], replicas, tuple(value["nodes"]))
 
 
-def unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+def unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major coordinates of `index` in `shape`."""
     out: list[int] = []
     for size in reversed(shape):
@@ -130,18 +274,39 @@ def unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(out))
 
 
+def ravel(at: Iterable[int], shape: Sequence[int]) -> int:
+    """The inverse of `unravel`. Raises LayoutError for a place outside the shape."""
+    index = 0
+    for place_on_axis, size in zip(at, shape, strict=True):
+        if not 0 <= place_on_axis < size:
+            raise LayoutError(f"{tuple(at)} is not in a mesh of {tuple(shape)}")
+        index = index * size + place_on_axis
+    return index
+
+
 def place(layout: Layout, generation: int, nodes: tuple[str, ...]) -> Topology:
     """Fill ranks in order: replica by replica, mesh order inside. `nodes[rank]` names the node.
 
     Raises LayoutError when the number of nodes' ranks is not the layout's world size.
     """
-    if len(nodes) != layout.world_size:
+    return place_replicas((layout,), generation, nodes)
+
+
+def place_replicas(layouts: Sequence[Layout], generation: int, nodes: tuple[str, ...]) -> Topology:
+    """As `place`, for several layouts one after another: replicas of unlike shapes side by side.
+
+    Raises LayoutError when the number of nodes' ranks is not the sum of the world sizes.
+    """
+    needed = sum(layout.world_size for layout in layouts)
+    if len(nodes) != needed:
         raise LayoutError(
-            f"the layout needs {layout.world_size} ranks, there are {len(nodes)}", where="layout"
+            f"the layout needs {needed} ranks, there are {len(nodes)}", where="layout"
         )
-    size = layout.replica_size
-    replicas = tuple(
-        Replica(i, tuple(range(i * size, (i + 1) * size)), layout.mesh_shape)
-        for i in range(layout.dp_replicate)
-    )
-    return Topology(generation, replicas, nodes)
+    replicas: list[Replica] = []
+    first = 0
+    for layout in layouts:
+        for _ in range(layout.dp_replicate):
+            ranks = tuple(range(first, first + layout.replica_size))
+            replicas.append(Replica(len(replicas), ranks, layout.mesh_shape, layout.stages))
+            first += layout.replica_size
+    return Topology(generation, tuple(replicas), nodes)

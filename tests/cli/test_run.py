@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.runs import open_run
+from holdfast.cli.train import plan
 from holdfast.cli.weights import Sampling, choose, continuations
+from holdfast.config.load import load
+from holdfast.errors import ConfigError
+from holdfast.plan.hardware import Accelerator, Machine
 from tests.cli.conftest import Trained
 from tests.cli.support import here, write_run_file
 
@@ -96,6 +100,38 @@ def test_more_workers_than_accelerators_are_refused(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = here(capsys, "train", trained.run_file, "device=cuda")
     found.refuses("layout.workers is 2, but this machine has 0 accelerators; use device=cpu")
+
+
+HOST = Machine("host", "Linux", 8, 2**34, 2**33, tuple(
+    Accelerator(index, "NVIDIA H100 80GB HBM3", 80 * 2**30) for index in range(4)
+))  # fmt: skip
+
+
+def test_a_host_with_several_gpus_is_planned_one_worker(tmp_path: Path) -> None:
+    run_file = write_run_file(tmp_path)
+    found = plan(load(run_file, ["device=auto", "layout.workers=0"]), HOST)
+    assert (found.config.device, found.config.layout.workers) == ("cuda", 1)
+    assert found.origins["layout.workers"].place == "more than one GPU has not been run yet"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "place", "remedy"),
+    [
+        (["layout.workers=2"], "command line: layout.workers=2", "use 1, or device=cpu"),
+        ([], "run.yaml:", "use 1, or device=cpu"),
+        (["layout.workers=0", "layout.tp=2", "model.kv_heads=2"], "run.yaml",
+         "use a layout of one rank, or device=cpu"),
+    ],
+)  # fmt: skip
+def test_several_workers_on_cuda_are_refused_before_anything_starts(
+    overrides: list[str], place: str, remedy: str, tmp_path: Path
+) -> None:
+    run_file = write_run_file(tmp_path)
+    with pytest.raises(ConfigError, match="more than one worker on cuda has not been") as caught:
+        plan(load(run_file, ["device=cuda", *overrides]), HOST)
+    assert place in str(caught.value.where)
+    assert caught.value.remedy == remedy
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.yaml", "texts"]
 
 
 def test_audit_checkpoints_and_data_are_in_order(trained: Trained, capsys: Capture) -> None:

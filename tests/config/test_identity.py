@@ -17,6 +17,7 @@ def config(*overrides: str) -> RunConfig:
 @pytest.mark.parametrize(
     "override",
     ["name=other", "folder=elsewhere", "device=cpu", "layout.workers=4", "checkpoint.every_steps=7",
+     "layout.pp=3", "layout.tp=2", "layout.replicas=[{pp: 2}, {tp: 2}]", "layout.zero=1",
      "cluster.heartbeat_seconds=1", "tensorboard=true", "data.folder=elsewhere",
      "train.evaluate.every=3", "model.vocab_size=1024"],
 )  # fmt: skip

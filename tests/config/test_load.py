@@ -68,9 +68,9 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ("train:\n  batch_size: 7\n",
          "run.yaml:2: train.batch_size 7 is not a multiple of microbatch_size 2; use 8"),
         ("layout:\n  dp_shard: 2\n  workers: 3\n",
-         "run.yaml:3: layout.workers 3 is not a multiple of layout.dp_shard 2; use 2"),
+         "run.yaml:3: layout.workers 3 is not a multiple of layout.dp_shard 2; use 2 or 4"),
         ("layout:\n  dp_shard: 4\n",
-         "run.yaml:2: layout.dp_shard 4 does not divide train.microbatch_size 2; use microbatch_size 4"),
+         "run.yaml:2: layout.dp_shard 4 does not divide train.microbatch_size 2; use microbatch_size 4, or dp_shard 2"),
     ],
 )  # fmt: skip
 def test_one_mistake_is_one_sentence(text: str, sentence: str) -> None:

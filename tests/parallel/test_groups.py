@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from holdfast.errors import PeerLostError
 from holdfast.layout import Replica, Topology
 from holdfast.parallel.groups import connect
+from holdfast.parallel.transport import Peers
 from holdfast.train.build import build_engine
 from tests.ranks import RankContext, rank_values
 from tests.train.worlds import CPU, digest, engine, one_step, tiny, train
@@ -41,11 +43,11 @@ def _replicas_only(rank: RankContext) -> list[float]:
     replicas = (Replica(0, (1,)), Replica(1, (0,)))
     groups = connect(Topology(1, replicas, ("node",) * 2), rank.rank, rank.store(), CPU)
     assert not dist.is_initialized()
-    assert groups.reduce.rank == 1 - rank.rank
+    assert groups.control.rank == 1 - rank.rank
     record = torch.tensor([rank.rank], dtype=torch.int64)
     into = torch.empty_like(record)
-    receipt = groups.reduce.receive(into, groups.reduce.others[0], tag=5)
-    groups.reduce.send(record, groups.reduce.others[0], tag=5)
+    receipt = groups.control.receive(into, groups.control.others[0], tag=5)
+    groups.control.send(record, groups.control.others[0], tag=5)
     receipt.wait()
     groups.close()
     return [float(into[0])]
@@ -60,7 +62,7 @@ def _kept_sends(rank: RankContext, dp_shard: int) -> list[int]:
     made = engine(
         tiny(), rank.rank, rank.store(), replicas=rank.world_size // dp_shard, dp_shard=dp_shard
     )
-    peers = {id(p): p for p in (made.groups.control, made.groups.reduce)}.values()
+    peers = made.groups._all()
     held = []
     for step in range(1, 5):
         one_step(made, step)
@@ -74,3 +76,18 @@ def test_sends_are_held_until_they_have_arrived_and_no_longer(dp_shard: int) -> 
     for held in rank_values(_kept_sends, 4, {"dp_shard": dp_shard}):
         assert held[0] > 0
         assert len(set(held)) == 1
+
+
+def _deserted(rank: RankContext) -> bool:
+    """Rank 1 meets the others in `control`, and is gone before its replica forms."""
+    if rank.rank == 1:
+        Peers(rank.store(), "generation1/control", 1, 2, seconds=30)
+        return True
+    topology = Topology(1, (Replica(0, (0, 1), (1, 2, 1, 1)),), ("node",) * 2)
+    with pytest.raises(PeerLostError):
+        connect(topology, 0, rank.store(), CPU, seconds=5)
+    return not dist.is_initialized()
+
+
+def test_a_peer_that_is_gone_before_the_replica_forms_is_a_lost_peer() -> None:
+    assert rank_values(_deserted, 2) == [True, True]

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import PeerLostError
+from holdfast.parallel.gradients import alike
 from holdfast.parallel.replicate import ReplicatedGradients
 from holdfast.parallel.transport import Peers, exchange
+from holdfast.spec.boxes import whole
 from holdfast.spec.tree import ReductionTree, Shares, deal
 from tests.ranks import RankContext, rank_values, ranks
 
@@ -38,25 +40,27 @@ def _loss(model: nn.Module, leaf: int) -> Tensor:
 
 
 def _feeder(model: nn.Module, peers: Peers, fast: bool = False) -> ReplicatedGradients:
+    named = dict(model.named_parameters())
+    boxes = {name: whole(name, p.shape) for name, p in named.items()}
     return ReplicatedGradients(
-        list(model.parameters()), peers, dtype=torch.float32, bucket_bytes=600, fast=fast
+        named, boxes, alike(boxes, peers), dtype=torch.float32, bucket_bytes=600, fast=fast
     )
 
 
 def _step(
     model: nn.Module, feeder: ReplicatedGradients, rank: int, leaves: int, shares: Shares
 ) -> None:
-    feeder.reducer.begin(leaves, shares)
+    feeder.begin(leaves, shares)
     for leaf in sorted(shares[rank]):
         feeder.start_leaf(leaf)
         _loss(model, leaf).backward()
         feeder.end_leaf()
-    feeder.reducer.finish()
-    exchange(feeder.reducer.peers, torch.zeros(1, dtype=torch.int64), [1] * len(shares), tag=1)
+    feeder.finish()
+    exchange(feeder.reducers[0].peers, torch.zeros(1, dtype=torch.int64), [1] * len(shares), tag=1)
 
 
 def _digest(feeder: ReplicatedGradients) -> str:
-    return hashlib.sha256(feeder.reducer.gradient.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(feeder.reducers[0].gradient.numpy().tobytes()).hexdigest()
 
 
 def _reference(leaves: int) -> list[Tensor]:
@@ -124,12 +128,12 @@ def test_a_parameter_without_gradient_counts_as_zero() -> None:
     peers = Peers(torch.distributed.HashStore(), "g1", 0, 1)
     feeder = _feeder(model, peers)
     for _ in range(2):
-        feeder.reducer.begin(2, ((0, 1),))
+        feeder.begin(2, ((0, 1),))
         for leaf in range(2):
             feeder.start_leaf(leaf)
             model["used"](torch.ones(1, 3)).sum().backward()
             feeder.end_leaf()
-        feeder.reducer.finish()
+        feeder.finish()
         gradients = feeder.gradients()
         assert torch.equal(gradients[0], torch.full((3, 3), 2.0))
         assert not gradients[2].any()
@@ -146,7 +150,7 @@ def test_a_peer_killed_within_a_step_is_an_error_in_the_others(
     feeder = _feeder(model, peers, fast)
     shares = deal(6, 3)
     _step(model, feeder, rank.rank, 6, shares)
-    feeder.reducer.begin(6, shares)
+    feeder.begin(6, shares)
     rank.barrier("begun")  # else begin() may already find the peer gone
     feeder.start_leaf(shares[rank.rank][0])
     loss = _loss(model, 0)
@@ -158,7 +162,7 @@ def test_a_peer_killed_within_a_step_is_an_error_in_the_others(
     _loss(model, 1).backward()
     feeder.end_leaf()
     with pytest.raises(PeerLostError):
-        feeder.reducer.finish()
+        feeder.finish()
 
 
 @ranks(2, dies={1: "SIGKILL"}, deadline=30)

@@ -101,13 +101,13 @@ def test_a_part_is_no_commit_and_a_newer_format_is_refused() -> None:
         Commit.from_bytes(part(0).to_bytes(), commit_key(3, 9))
     import holdfast.spec.manifest as module
 
-    newer = seal("commit", {}).replace(b'"format":1', b'"format":2')
+    newer = seal("commit", {}).replace(b'"format":2', b'"format":3')
     content = newer[: newer.index(b',"xxh3"')] + b"}"
     newer = newer.replace(
         newer[newer.index(b'"xxh3":"') + 8 :][:32],
         module.xxh3_128_hexdigest(content).encode(),
     )
-    with pytest.raises(CheckpointError, match="newer than 1"):
+    with pytest.raises(CheckpointError, match="newer than 2"):
         unseal("commit", newer, "x")
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.config.model import ModelConfig
-from holdfast.layout import Layout, Replica, Topology, place
+from holdfast.layout import Layout, Replica, Topology, place, place_replicas
 from holdfast.spec.boxes import Box, coverage
-from holdfast.spec.ownership import owned_boxes
+from holdfast.spec.ownership import owned_boxes, saving_replicas
 from holdfast.spec.state import ITEM_BYTES, StateTable, TensorSpec, local_boxes, state_table
+from tests.spec.topologies import MODELS, tiny, topologies
 
 
 def check(topo: Topology, table: StateTable) -> list[int]:
@@ -56,6 +59,33 @@ def test_everything_is_owned_exactly_once(
     check(place(layout, 1, ("n",) * layout.world_size), table)
 
 
+@given(st.data(), st.sampled_from(MODELS))
+@settings(max_examples=60, deadline=None)
+def test_any_topology_owns_everything_once_and_evenly(
+    data: st.DataObject, model: ModelConfig
+) -> None:
+    """What the same ranks hold is shared out evenly among them, to a row."""
+    topo = data.draw(topologies(model.layers))
+    table = state_table(model)
+    check(topo, table)
+    row_bytes = max(4 * prod(spec.shape[1:]) for spec in table)
+    savers = {rank for replica in saving_replicas(topo) for rank in replica.ranks}
+    held: dict[Box, set[int]] = {}
+    for rank in savers:
+        for box in local_boxes(topo, table, rank):
+            if box.size:
+                held.setdefault(box, set()).add(rank)
+    mine = {rank: {b.name: b for b in owned_boxes(topo, table, rank)} for rank in savers}
+    shared: dict[frozenset[int], list[Box]] = {}
+    for box, holders in held.items():
+        shared.setdefault(frozenset(holders), []).append(box)
+    for holders, boxes in shared.items():
+        due = 4 * sum(box.size for box in boxes) / len(holders)
+        for rank in holders:
+            got = sum(mine[rank][b.name].size for b in boxes if b.name in mine[rank])
+            assert abs(4 * got - due) <= row_bytes
+
+
 def test_shares_are_even_on_a_real_model() -> None:
     table = state_table(ModelConfig.model_validate({"preset": "small", "vocab_size": 5000}))
     total = sum(spec.nbytes for spec in table)
@@ -77,6 +107,24 @@ def test_a_large_tensor_is_cut() -> None:
         Box("embed", (501, 0), (499, 4)),
         Box("norm", (0,), (4,)),
     )
+
+
+def test_what_two_stages_hold_is_shared_by_both() -> None:
+    """A tied embedding, on the first and the last stage of two replicas."""
+    layout = Layout(dp_replicate=2, pp=3, stages=(1, 1, 1))
+    topo = place(layout, 1, ("n",) * 6)
+    table = (TensorSpec("embed", "F32", (8, 2), 0, 0, 8, (-1, 3)),)
+    owned = [owned_boxes(topo, table, rank) for rank in range(6)]
+    assert [[(b.offsets[0], b.lengths[0]) for b in boxes] for boxes in owned] == [
+        [(0, 2)], [], [(2, 2)], [(4, 2)], [], [(6, 2)]
+    ]  # fmt: skip
+
+
+def test_replicas_of_one_mesh_but_other_stages_do_not_save_together() -> None:
+    layouts = (Layout(pp=2, stages=(2, 1)), Layout(2, pp=2, stages=(1, 2)))
+    topo = place_replicas(layouts, 1, ("n",) * 6)
+    assert [r.index for r in saving_replicas(topo)] == [1, 2]
+    assert check(topo, state_table(tiny()))[:2] == [0, 0]
 
 
 def test_replicas_of_different_shapes() -> None:

@@ -11,6 +11,8 @@ import torch
 from holdfast.errors import NonFiniteError, PeerLostError
 from holdfast.train.engine import StepEngine
 from tests.ranks import RankContext, rank_values, ranks
+from tests.train.layouts import case, config_of, engine_of, topology_of
+from tests.train.layouts import one_step as layout_step
 from tests.train.worlds import Fed, digest, engine, feed, one_step, tiny, train
 
 
@@ -30,7 +32,7 @@ def test_a_killed_peer_is_an_error_in_all_others_and_the_step_has_not_happened(
             block = made.objective.get_submodule("decoder.layers.0")
             block.register_full_backward_pre_hook(lambda *_: rank.kill(2))
         made.compute(batches)
-        made._reducer.finish()
+        made._gradients.finish()
         rank.kill(2)
     with pytest.raises(PeerLostError):
         _compute_and_reduce(made, batches)
@@ -48,7 +50,7 @@ def test_a_killed_shard_is_an_error_in_its_replica_and_in_the_other(rank: RankCo
     train(made, 1)
     before = digest(made)
     share = made.begin(2)
-    batches = [feed(2, leaf, 2, made.groups.coordinate.mesh_rank, 2) for leaf in share]
+    batches = [feed(2, leaf, 2, made.groups.coordinate.dp_shard, 2) for leaf in share]
     rank.barrier("begun")
     if rank.rank == 3:
         rank.kill(3)
@@ -86,6 +88,35 @@ def test_a_nan_in_a_shard_is_found_dpshard2() -> None:
     assert said == [[3, 2, name, True]] * 4
 
 
+def _poisoned_in(rank: RankContext, name: str, parameter: str, at_rank: int) -> list[Any]:
+    of = case(name)
+    config = config_of(of.changes)
+    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    if rank.rank == at_rank:
+        index = [row.name for row in made.parameters.table].index(parameter)
+        made.parameters.held[index].view(-1)[0] = math.nan
+    with pytest.raises(NonFiniteError) as caught:
+        layout_step(made, 1)
+    return [caught.value.rank, caught.value.parameter]
+
+
+@pytest.mark.parametrize(
+    ("name", "at_rank", "parameter"),
+    [
+        ("tp2", 1, "layers.0.attention.q.weight"), ("tp2", 1, "layers.3.ffn.down.weight"),
+        ("plain.tp2", 1, "layers.0.ffn.gate.weight"),
+        ("pp2-tp2", 3, "layers.3.attention.v.weight"), ("pp2", 0, "layers.1.ffn.up.weight"),
+    ],
+)  # fmt: skip
+def test_a_nan_is_named_where_it_began_and_not_where_its_sum_arrived(
+    name: str, at_rank: int, parameter: str
+) -> None:
+    """Of the ranks of a tensor-parallel group, all see a NaN, but only one had it first."""
+    arguments = {"name": name, "parameter": parameter, "at_rank": at_rank}
+    said = rank_values(_poisoned_in, case(name).world_size, arguments)
+    assert said == [[at_rank, parameter]] * case(name).world_size
+
+
 def test_a_nan_born_in_the_backward_is_named_by_its_first_gradient() -> None:
     made = engine(tiny(), 0, torch.distributed.HashStore())
     name = "layers.0.ffn.down.weight"
@@ -96,7 +127,7 @@ def test_a_nan_born_in_the_backward_is_named_by_its_first_gradient() -> None:
         one_step(made, 1)
     assert (caught.value.rank, caught.value.parameter) == (0, name)
     assert digest(made) == before
-    assert math.isnan(float(made._reducer.gradient.sum()))
+    assert math.isnan(made._gradients.squares())
 
 
 def test_a_nan_inside_compiled_blocks_is_named_all_the_same() -> None:
@@ -119,6 +150,34 @@ def test_after_a_non_finite_step_a_clean_one_gives_the_same_bits_as_ever() -> No
     hook = made.objective.register_forward_hook(lambda *a: a[-1] * math.nan)
     with pytest.raises(NonFiniteError):
         one_step(made, 1)
+    hook.remove()
+    train(made, 2)
+    train(clean, 2)
+    assert digest(made) == digest(clean)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("broken", [1, 2])
+def test_a_step_given_up_between_leaves_leaves_nothing_behind(where: str, broken: int) -> None:
+    """broken: the microbatch that fails. 0 and 1 are siblings, and so are 2 and 3."""
+    made = engine(tiny(train__precision="fp32"), 0, torch.distributed.HashStore())
+    clean = engine(tiny(train__precision="fp32"), 0, torch.distributed.HashStore())
+    passes = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+        if passes > broken:
+            raise ValueError("given up")
+
+    block = made.objective.get_submodule("decoder.layers.0")
+    if where == "forward":
+        hook = block.register_forward_pre_hook(fail)
+    else:
+        hook = block.register_full_backward_pre_hook(fail)
+    with pytest.raises(ValueError, match="given up"):
+        one_step(made, 1)
+    assert passes == broken + 1
     hook.remove()
     train(made, 2)
     train(clean, 2)

@@ -41,7 +41,7 @@ class Text:
 
 
 def _validated(made: StepEngine) -> Evaluation:
-    found = Evaluator(made.objective, made.groups, Text(), CPU).run()
+    found = Evaluator(made.objective, made.executor, made.groups, Text(), CPU).run()
     assert found is not None
     return found
 

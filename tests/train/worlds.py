@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,11 @@ def tiny(**changes: Any) -> RunConfig:
         },
         "layout": {"bucket_mb": 0.004},
     }  # fmt: skip
+    return changed(value, changes)
+
+
+def changed(value: dict[str, Any], changes: Mapping[str, Any]) -> RunConfig:
+    """A run file with some keys set: `train__steps` is `train.steps`."""
     for key, inner in changes.items():
         section, _, name = key.partition("__")
         value.setdefault(section, {})[name] = inner
@@ -55,10 +60,13 @@ class Fed:
     tokens: int
 
 
-def feed(step: int, leaf: int, size: int = 2, part: int = 0, parts: int = 1) -> Fed:
+def feed(
+    step: int, leaf: int, size: int = 2, part: int = 0, parts: int = 1,
+    vocabulary: int = VOCABULARY,
+) -> Fed:  # fmt: skip
     """Tokens are a function of (step, leaf). A few targets are masked, differently per leaf."""
     generator = np.random.default_rng(key_seed(7, "test", step, leaf))
-    tokens = generator.integers(0, VOCABULARY, (size, LENGTH + 1))
+    tokens = generator.integers(0, vocabulary, (size, LENGTH + 1))
     tokens[:, 1::3] = tokens[:, 0:-1:3][:, : tokens[:, 1::3].shape[1]]  # something to learn
     targets = tokens[:, 1:].copy()
     targets[0, : leaf % 5] = -100
@@ -91,7 +99,7 @@ def one_step(made: StepEngine, step: int) -> Verdict:
     share = made.begin(step)
     size = made.train.microbatch_size
     made.compute(
-        [feed(step, leaf, size, place.dp_shard, made.groups.replica_size) for leaf in share]
+        [feed(step, leaf, size, place.dp_shard, made.groups.degree("dp_shard")) for leaf in share]
     )
     verdict = made.reduce()
     made.apply(verdict)

@@ -53,7 +53,7 @@ def import_checkpoint(
             f"the run has checkpoints already ({taken[0]})",
             remedy="import into a new run folder, with folder=<path>",
         )
-    found, tensors = import_folder(folder)
+    found, tensors = import_folder(folder, model.vocab_multiple)
     for name in SHAPE_FIELDS:
         theirs, ours = getattr(found, name), getattr(model, name)
         if theirs != ours:

@@ -24,6 +24,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "data": ("data", "prepare, inspect, verify and audit the training data"),
     "checkpoint": ("checkpoint", "list, verify and import checkpoints"),
     "config": ("config", "show a run file with every value's origin; its schema"),
+    "layout": ("layout", "show how a model is spread, and a pipeline's schedule"),
     "doctor": ("doctor", "check that this machine can train"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from holdfast.cli.call import app as make_app
 from holdfast.cli.output import print_json, say
 from holdfast.cli.runs import Run, open_run, read_environment, trainer_answers
-from holdfast.errors import DataError
+from holdfast.errors import ConfigError, DataError, RunFolderError
 
 app = make_app("Write one HTML page about a run.")
 
@@ -24,12 +25,19 @@ def report(
     sample: Annotated[
         list[str] | None, typer.Option(help="text for the model to continue; may be repeated")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="write what each worker did when in layout.trace_step, for Perfetto"),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON instead")] = False,
 ) -> None:
     """Write loss, throughput, where the time went and every incident of a run as one HTML page.
 
     It can be made at any time, also while the run goes on, and loads nothing from anywhere. With
     --sample, what the newest whole checkpoint makes of a prompt stands on the page too.
+
+    With --trace, the step that the run file names in layout.trace_step is written as a file for
+    ui.perfetto.dev instead: forward and backward passes, waits, and gradients being summed.
 
     \b
     Example:
@@ -39,7 +47,12 @@ def report(
     from holdfast.report import history, page
     from holdfast.report.summary import summary
 
+    if trace is not None:
+        _refuse_beside_trace({"--json": json, "--output": output is not None, "--sample": sample})
     found = open_run(run)
+    if trace is not None:
+        write_trace(found, trace)
+        return
     story = history.read(found.store)
     if story.state == "running" and trainer_answers(found.folder) is False:
         story = story.interrupted()
@@ -53,6 +66,61 @@ def report(
     texts = [one["prompt"] + one["text"] for one in samples]
     page.write(story, found.resolved, path, baselines=counts, samples=texts, device=device)
     say(f"wrote {path}")
+
+
+def _refuse_beside_trace(given: dict[str, Any]) -> None:
+    for option, value in given.items():
+        if value:
+            raise ConfigError(
+                f"{option} means nothing beside --trace", where="command line",
+                remedy="leave one of the two out",
+            )  # fmt: skip
+
+
+def write_trace(run: Run, path: Path) -> None:
+    """The newest traced step of all ranks, whole or not at all.
+
+    Raises DataError when the run has none, RunFolderError when the path cannot be written.
+    """
+    from json import dumps
+
+    from holdfast.events import StepTraced
+    from holdfast.parallel.timeline import Span, chrome_trace
+    from holdfast.wire.journal import read
+
+    traced = [r for r in read(run.store) if isinstance(r.event, StepTraced)]
+    if not traced:
+        raise DataError(
+            "no step of this run was traced", where=str(run.folder),
+            remedy="train on with layout.trace_step=N for a step N that is still to come",
+        )  # fmt: skip
+    newest = max((record.generation, record.event.step) for record in traced)
+    spans = {
+        record.event.rank: [Span(*values) for values in record.event.spans]
+        for record in traced
+        if isinstance(record.event, StepTraced) and (record.generation, record.event.step) == newest
+    }
+    _write(path, dumps(chrome_trace(spans)))
+    say(f"wrote {path}: step {newest[1]}, {len(spans)} workers; open it in ui.perfetto.dev")
+
+
+def _write(path: Path, text: str) -> None:
+    if path.is_dir():
+        raise RunFolderError(
+            "the trace cannot be written: this is a folder", where=str(path),
+            remedy="name a file in it with --trace",
+        )  # fmt: skip
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise RunFolderError(
+            f"the trace cannot be written ({error.strerror})", where=str(path),
+            remedy="name another place with --trace",
+        ) from error  # fmt: skip
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def samples_of(run: Run, prompts: list[str]) -> list[dict[str, Any]]:

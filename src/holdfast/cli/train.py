@@ -14,9 +14,11 @@ from holdfast.cli.call import crash_log_in
 from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import Progress
 from holdfast.cli.run_folder import describe, refuse_in_use, refuse_other, set_aside
-from holdfast.config.load import Loaded, load
-from holdfast.errors import ConfigError
+from holdfast.config.load import Loaded, Origin, load
+from holdfast.errors import ConfigError, LayoutError
+from holdfast.layout import Layout
 from holdfast.plan.hardware import Machine, cpp_compiler, this_machine
+from holdfast.plan.layouts import layouts_of, most_workers
 
 if TYPE_CHECKING:
     from holdfast.data.dataset import Dataset
@@ -97,23 +99,29 @@ def ready_dataset(loaded: Loaded) -> Dataset:
 def plan(loaded: Loaded, machine: Machine) -> Loaded:
     """Fill in what the run file leaves to the machine: device and number of workers.
 
-    Raises ConfigError for what this machine cannot do.
+    Raises ConfigError for what this machine cannot do, LayoutError for what no machine can.
     """
     config, found = loaded.config, len(machine.accelerators)
     if config.device == "auto":
         device = "cuda" if found else "cpu"
         loaded = loaded.planned({"device": device}, f"{found} accelerators on {machine.node}")
     if config.layout.workers == 0:
-        on_gpu = loaded.config.device == "cuda" and found
-        why = "one per accelerator" if on_gpu else "one on a CPU"
-        workers = max(config.layout.dp_shard, found if on_gpu else 1)
-        loaded = loaded.planned({"layout.workers": workers}, why)
+        on_gpu = loaded.config.device == "cuda"
+        why = "more than one GPU has not been run yet" if on_gpu else "one on a CPU"
+        loaded = loaded.planned({"layout.workers": most_workers(config, 1)}, why)
     workers = loaded.config.layout.workers
     if loaded.config.device == "cuda" and workers > found:
         raise ConfigError(
             f"layout.workers is {workers}, but this machine has {found} accelerators",
             where=_place(loaded, "layout.workers"),
             remedy=f"use {found}, or device=cpu" if found else "use device=cpu",
+        )
+    if loaded.config.device == "cuda" and workers > 1:
+        alone = config.layout.least_workers == 1  # else degrees ask for more, whatever workers says
+        raise ConfigError(
+            f"layout.workers is {workers}, but more than one worker on cuda has not been run yet",
+            where=_place(loaded, "layout.workers"),
+            remedy="use 1, or device=cpu" if alone else "use a layout of one rank, or device=cpu",
         )
     if loaded.config.train.compile and loaded.config.device == "cpu" and (
         cpp_compiler(os.environ) is None
@@ -126,7 +134,18 @@ def plan(loaded: Loaded, machine: Machine) -> Loaded:
     if platform.system() == "Darwin" and workers > 1:
         raise ConfigError("on macOS one worker is supported",
                           where=_place(loaded, "layout.workers"), remedy="use 1")  # fmt: skip
+    checked_layouts(loaded)
     return loaded
+
+
+def checked_layouts(loaded: Loaded) -> tuple[Layout, ...]:
+    """One Layout a replica. Raises LayoutError at the line of the run file, or the override, that
+    asks for what cannot work."""
+    try:
+        return layouts_of(loaded.config)
+    except LayoutError as error:
+        where = _place(loaded, error.where or "layout.workers")
+        raise LayoutError(error.message, where=where, remedy=error.remedy) from None
 
 
 def with_vocabulary(loaded: Loaded, size: int) -> Loaded:
@@ -161,7 +180,7 @@ def finished(folder: Path, steps: int) -> int | None:
 
 
 def _place(loaded: Loaded, key: str) -> str:
-    origin = loaded.origins[key]
+    origin = loaded.origins.get(key, Origin("default"))  # a list of sections has no origin itself
     return f"command line: {origin.place}" if origin.kind == "command line" else (
         origin.place if origin.kind == "file" else loaded.name
     )  # fmt: skip

@@ -98,7 +98,8 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
         return f"{key} ", "is missing", "give it" + (", or name a model.preset" if in_model else "")
     remedy = _example(field_at(path))
     if kind == "literal_error":
-        choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
+        expected = str(context.get("expected", ""))  # "'a', 'b' or 'c'", "1, 2 or 3"
+        choices = [choice.strip("'") for choice in re.split(r", | or ", expected)]
         close = get_close_matches(str(value), choices, n=1)
         remedy = f"did you mean {close[0]}?" if close else f"use {choices[0]}"
         return f"{key} ", f"is {show(value)}, not one of {', '.join(choices)}", remedy
@@ -109,12 +110,12 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
         return f"{key} ", f"is {show(value)}, which does not match {context['pattern']}", remedy
     if kind in ("too_short", "too_long"):
         return f"{key} ", f"has {context.get('actual_length')} items", remedy or "name at least one"
-    expected = _KINDS.get(kind.split("_")[0])
+    wanted = _KINDS.get(kind.split("_")[0])
     if kind == "finite_number":
-        expected = "a finite number"
-    if expected is None:
+        wanted = "a finite number"
+    if wanted is None:
         return f"{key} ", f"is {show(value)}: {details['msg']}", remedy
-    return f"{key} ", f"is {show(value)}, not {expected}", remedy
+    return f"{key} ", f"is {show(value)}, not {wanted}", remedy
 
 
 def _example(info: FieldInfo | None) -> str:
@@ -164,8 +165,8 @@ def suggestion(path: tuple[str | int, ...]) -> str:
 def _where(path: tuple[str | int, ...], rule: str, place: Place) -> str | None:
     """The place of the key itself. A rule over several keys names them in its sentence; it is
     reported at the first of them that somebody wrote."""
-    for word in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", rule):
-        parts = tuple(word.split("."))
+    for word in re.findall(r"[a-z_]+(?:\.(?:[a-z_]+|[0-9]+))*", rule):
+        parts = as_path(word)
         for candidate in ((*path, *parts), parts):
             if field_at(candidate) is not None and (found := place(candidate)):
                 return found

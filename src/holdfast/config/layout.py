@@ -2,22 +2,68 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from holdfast.config.base import Section
 
 
-class LayoutConfig(Section):
-    workers: int = Field(0, ge=0, description="0: one per accelerator, or one on a CPU (planned)")
-    dp_shard: int = Field(1, ge=1, description="workers that share one copy of the state (FSDP2)")
-    zero: Literal[2, 3] = Field(
+class DegreesConfig(Section):
+    """One replica's degrees, where replicas are unlike. Its workers: pp x dp_shard x tp."""
+
+    pp: int = Field(1, ge=1, description="stages of the pipeline")
+    dp_shard: int = Field(
+        1, ge=1, description="workers that share one copy of the state, each with other samples"
+    )
+    tp: int = Field(1, ge=1, description="workers that share every block, each with other heads")
+    stages: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (), description="blocks of each stage of the pipeline; []: balanced by cost"
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Workers of one replica."""
+        return self.pp * self.dp_shard * self.tp
+
+
+class LayoutConfig(DegreesConfig):
+    """How the model is spread: replicas of pp x dp_shard x tp workers, as many as workers allow."""
+
+    workers: int = Field(0, ge=0, description="0: one copy of the model (planned)")
+    zero: Literal[1, 2, 3] = Field(
         3,
-        description="of dp_shard: 3 gives gathered parameters back after the forward; 2 keeps them "
-        "for the backward: more memory, one gather less",
+        description="what dp_shard cuts: 1 optimizer state; 2 gradients too; 3 parameters too, "
+        "gathered for each use",
+    )
+    sequence_parallel: bool = Field(
+        True, description="of tp: norms and residuals are cut by tokens, at the same traffic"
+    )
+    schedule: Literal["1f1b", "gpipe"] = Field(
+        "1f1b", description="of pp: 1f1b keeps fewer activations, gpipe takes fewer microbatches"
+    )
+    replicas: tuple[DegreesConfig, ...] = Field(
+        (), description="unlike replicas side by side; []: all have the degrees above"
     )
     reduction: Literal["tree", "fast"] = Field(
         "tree", description="tree: bit-equal on any number of replicas; fast: the backend's own"
     )
+    trace_step: int = Field(
+        0,
+        ge=0,
+        description="what each worker does when in this step; `holdfast report --trace` "
+        "writes it; 0: none",
+    )
     bucket_mb: float = Field(6.6, gt=0, description="gradient bytes reduced at a time, in MB")
+
+    @property
+    def kinds(self) -> tuple[tuple[str, DegreesConfig], ...]:
+        """(key in the run file, degrees) of every kind of replica."""
+        if not self.replicas:
+            return (("layout", self),)
+        return tuple((f"layout.replicas.{i}", each) for i, each in enumerate(self.replicas))
+
+    @property
+    def least_workers(self) -> int:
+        """Workers of the smallest world: one replica, or all the unlike ones."""
+        return sum(degrees.ranks for _, degrees in self.kinds)

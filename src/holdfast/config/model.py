@@ -46,6 +46,9 @@ class ModelConfig(Section):
     head_dim: int = Field(0, ge=0, description="0: dim / heads")
     ffn_dim: int = Field(ge=1, description="SwiGLU's inner dim")
     vocab_size: int = Field(0, ge=0, description="0: the dataset's (planned)")
+    vocab_multiple: int = Field(
+        1, ge=1, description="rows of embedding and head are rounded up to a multiple of it"
+    )
     max_position: int = Field(8192, ge=1, description="longest sequence")
     rope_theta: float = Field(10_000.0, gt=0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = None
@@ -88,3 +91,9 @@ class ModelConfig(Section):
     @property
     def head_size(self) -> int:
         return self.head_dim or self.dim // self.heads
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of embedding and head: those beyond `vocab_size` are zero and stay zero, and are
+        no tokens, so the model computes the same with and without them."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

@@ -13,6 +13,7 @@ from holdfast.config.base import Section
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.cluster import ClusterConfig
 from holdfast.config.data import DataConfig
+from holdfast.config.degrees import impossible
 from holdfast.config.layout import LayoutConfig
 from holdfast.config.model import ModelConfig
 from holdfast.config.train import TrainConfig
@@ -39,18 +40,9 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_section(self) -> RunConfig:
-        shard, micro = self.layout.dp_shard, self.train.microbatch_size
-        if micro % shard:
-            raise ValueError(
-                f"layout.dp_shard {shard} does not divide train.microbatch_size {micro}: "
-                f"use microbatch_size {-(-micro // shard) * shard}"
-            )
-        workers = self.layout.workers
-        if workers and workers % shard:
-            raise ValueError(
-                f"layout.workers {workers} is not a multiple of layout.dp_shard {shard}: "
-                f"use {max(shard, workers // shard * shard)}"
-            )
+        refused = impossible(self.layout, self.model, self.train)
+        if refused is not None:
+            raise ValueError(refused)
         if self.data.sequence_length > self.model.max_position:
             raise ValueError(
                 f"data.sequence_length {self.data.sequence_length} is longer than "

@@ -6,15 +6,16 @@ from pathlib import Path
 
 from holdfast.config.run import RunConfig
 from holdfast.elastic.boot import WorkerBoot
-from holdfast.layout import Layout, Topology, place
+from holdfast.layout import Topology, place_replicas
+from holdfast.plan.layouts import layouts_of
 from holdfast.wire.runstore import spoken_error
 
 
 def plan_topology(config: RunConfig, generation: int, node: str) -> Topology:
     """All workers on this node. Raises LayoutError when the degrees do not fit the workers."""
-    shard = config.layout.dp_shard
-    layout = Layout(dp_replicate=max(1, config.layout.workers // shard), dp_shard=shard)
-    return place(layout, generation, (node,) * config.layout.workers)
+    layouts = layouts_of(config)
+    workers = sum(layout.world_size for layout in layouts)
+    return place_replicas(layouts, generation, (node,) * workers)
 
 
 def threads_per_worker(config: RunConfig, cores: int) -> int:

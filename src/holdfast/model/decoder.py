@@ -11,8 +11,8 @@ F feed-forward dim, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -126,17 +126,69 @@ class Block(nn.Module):
         return x + self.ffn(self.ffn_norm(x))  # type: ignore[no-any-return]
 
 
+class Blocks(nn.Module):
+    """The blocks that are here, by their position in the whole decoder.
+
+    A pipeline stage holds some of them only, so positions may begin above 0; parameters are named
+    `layers.<position>.` wherever they are. Iterates over blocks in order, like a list.
+    """
+
+    def __init__(self, blocks: Iterable[Block]):
+        super().__init__()
+        for position, block in enumerate(blocks):
+            self.add_module(str(position), block)
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Of the blocks that are here, rising."""
+        return tuple(int(name) for name in self._modules)
+
+    def items(self) -> Iterator[tuple[int, Block]]:
+        """(position, block) in order."""
+        return zip(self.positions, self, strict=True)
+
+    def keep(self, positions: Iterable[int]) -> None:
+        """Drop every block at another position."""
+        kept = set(positions)
+        for position in self.positions:
+            if position not in kept:
+                delattr(self, str(position))
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getitem__(self, position: int) -> Block:
+        return self._modules[str(position)]  # type: ignore[return-value]
+
+    def __setitem__(self, position: int, block: nn.Module) -> None:
+        self._modules[str(position)] = block
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+
+class Sight(NamedTuple):
+    """What attention knows of its tokens: their rotary angles, and who sees whom."""
+
+    rotary: Rotary
+    mask: Tensor | None
+
+
 class Decoder(nn.Module):
     """Tokens to logits. Build it under `torch.device("meta")`, give it memory with `to_empty`,
-    fill it with `init.initialise` or from a checkpoint: nothing here draws random numbers."""
+    fill it with `init.initialise` or from a checkpoint: nothing here draws random numbers.
+
+    It runs in parts, `embed`, `sight`, `blocks`, `norm` and `unembed`, so that a pipeline stage
+    (see `stage.py`) can run those that it has; the others are None there, or dropped.
+    """
 
     def __init__(self, model: ModelConfig):
         super().__init__()
         self.config = model
-        self.embed = Embedding(model.vocab_size, model.dim)
-        self.layers = nn.ModuleList(Block(model) for _ in range(model.layers))
-        self.norm = RMSNorm(model.dim, model.norm_eps)
-        self.head = None if model.tied_embeddings else Linear(model.dim, model.vocab_size)
+        self.embed: Embedding | None = Embedding(model.vocab_rows, model.dim)
+        self.layers = Blocks(Block(model) for _ in range(model.layers))
+        self.norm: RMSNorm | None = RMSNorm(model.dim, model.norm_eps)
+        self.head = None if model.tied_embeddings else Linear(model.dim, model.vocab_rows)
         self.rotary = RotaryTable(model)
 
     def forward(
@@ -147,7 +199,7 @@ class Decoder(nn.Module):
         caches: Sequence[LayerCache] | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """tokens: [B, S] -> logits: [B, S, V]. See `hidden` for the other arguments."""
+        """tokens: [B, S] -> logits: [B, S, V]. See `hidden` and `sight` for the others."""
         return self.unembed(self.hidden(tokens, documents, positions, caches, mask))
 
     def hidden(
@@ -158,27 +210,53 @@ class Decoder(nn.Module):
         caches: Sequence[LayerCache] | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """tokens: [B, S] -> what the head reads: [B, S, D].
+        """tokens: [B, S] -> what the head reads: [B, S, D], of a decoder that has all its parts.
+
+        With `caches`, one per layer, the tokens follow those already cached.
+        """
+        assert self.embed is not None
+        assert self.norm is not None
+        x = self.embed(tokens)  # [B, S, D]
+        x = self.blocks(x, self.sight(tokens, x, documents, positions, mask), caches)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def sight(
+        self,
+        tokens: Tensor,
+        like: Tensor,
+        documents: Tensor | None = None,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> Sight:
+        """Angles and mask of tokens [B, S], for a residual stream of the dtype of `like`.
 
         `documents` [B, S] numbers the document of each token: attention then stays inside a
-        document, and positions restart with it. `positions` [B, S] overrides the positions. With
-        `caches`, one per layer, the tokens follow those already cached, and `mask`
-        [B | 1, 1, S, S'] says which keys each of them sees (none: all of them before it).
+        document, and positions restart with it. `positions` [B, S] overrides the positions.
+        `mask` [B | 1, 1, S, S'] says which keys each token sees (none: all of them before it).
         """
         rows = tokens.shape[1] if positions is None else self.config.max_position
         if documents is not None:
             mask = document_mask(documents)
             positions = document_positions(documents) if positions is None else positions
-        x = self.embed(tokens)  # [B, S, D]
-        rotary = self.rotary(rows, positions, x)
-        for index, layer in enumerate(self.layers):
-            x = layer(x, rotary, mask, caches[index] if caches is not None else None)
-        return self.norm(x)  # type: ignore[no-any-return]
+        return Sight(self.rotary(rows, positions, like), mask)
+
+    def blocks(self, x: Tensor, sight: Sight, caches: Sequence[LayerCache] | None = None) -> Tensor:
+        """The residual stream through the blocks that are here.  x: [B, S, D] -> [B, S, D]"""
+        for index, block in enumerate(self.layers):
+            x = block(x, sight.rotary, sight.mask, caches[index] if caches is not None else None)
+        return x
 
     def unembed(self, hidden: Tensor) -> Tensor:
-        """hidden: [..., D] -> logits: [..., V]"""
-        weight = self.embed.weight if self.head is None else self.head.weight
-        return F.linear(hidden, weight)
+        """hidden: [..., D] -> logits: [..., V], without those of padding rows"""
+        return F.linear(hidden, self.head_weight[: self.config.vocab_size])
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The head's rows, which are the embedding's where they are tied; padding rows come last.
+        [rows of the vocabulary, D]"""
+        part = self.embed if self.config.tied_embeddings else self.head
+        assert part is not None, "this stage has no head"
+        return part.weight
 
 
 def document_mask(documents: Tensor) -> Tensor:

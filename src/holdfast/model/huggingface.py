@@ -88,9 +88,10 @@ def _unwritable(folder: Path, error: Exception) -> UserError:
     return ModelFolderError(f"the folder cannot be written ({error})", where=str(folder))
 
 
-def import_folder(folder: Path) -> tuple[ModelConfig, FolderTensors]:
+def import_folder(folder: Path, vocab_multiple: int = 1) -> tuple[ModelConfig, FolderTensors]:
     """Open a folder written by `transformers` or by `export_folder`.
 
+    vocab_multiple: our embedding and head get padding rows of zeros up to a multiple of it.
     Reads the config and the headers of the files, no weights. Raises ModelFolderError, one
     sentence, if something is missing, has another shape, or is an architecture that the decoder
     cannot compute exactly.
@@ -103,6 +104,7 @@ def import_folder(folder: Path) -> tuple[ModelConfig, FolderTensors]:
             remedy="name the folder of a model in Hugging Face form",
         )
     model = from_their_config(_read_json(path), where=str(path))
+    model = model.model_copy(update={"vocab_multiple": vocab_multiple})
     return model, FolderTensors(folder, hf_map(model))
 
 
@@ -135,8 +137,14 @@ class FolderTensors(Mapping[str, Tensor]):
         if piece.new_dim is not None:
             begin.insert(piece.new_dim, 0)
             extent.insert(piece.new_dim, 1)
+        beyond = 0
+        if piece.beyond:  # rows of ours that have no place in theirs
+            begin[0], end = (min(n, piece.lengths[0]) for n in (begin[0], begin[0] + extent[0]))
+            beyond = extent[0] - (end - begin[0])
+            extent[0] = end - begin[0]
         at = tuple(o + b for o, b in zip(piece.offsets, begin, strict=True))
-        return extract(self._slice(entry.theirs), Piece(name, at, tuple(extent), piece.new_dim))
+        part = Piece(name, at, tuple(extent), piece.new_dim, beyond)
+        return extract(self._slice(entry.theirs), part)
 
     def _slice(self, theirs: str) -> Any:
         return self._open(self._file_of[theirs]).get_slice(theirs)
@@ -269,7 +277,7 @@ def _write_tensors(
 
 def assemble(entry: Entry, tensors: Mapping[str, Tensor]) -> Tensor:
     """One of their tensors from ours. Raises ValueError on a wrong shape."""
-    values = [tensors[piece.ours].detach().cpu() for piece in entry.pieces]
+    values = [_within(tensors[piece.ours].detach().cpu(), piece) for piece in entry.pieces]
     values = [
         value if piece.new_dim is None else value.unsqueeze(piece.new_dim)
         for value, piece in zip(values, entry.pieces, strict=True)
@@ -286,10 +294,22 @@ def assemble(entry: Entry, tensors: Mapping[str, Tensor]) -> Tensor:
     return whole
 
 
+def _within(value: Tensor, piece: Piece) -> Tensor:
+    """One of ours without the rows that theirs lacks, which must be zero."""
+    if not piece.beyond:
+        return value
+    rows = value.shape[0] - piece.beyond
+    if value[rows:].any():
+        raise ValueError(f"{piece.ours} has numbers in its padding, rows {rows} and later")
+    return value[:rows]
+
+
 def extract(theirs: Any, piece: Piece) -> Tensor:
     """One of our tensors out of one of theirs (a tensor, or a slice of a file yet to be read)."""
     cut = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True))
     value: Tensor = theirs[cut]
+    if piece.beyond:
+        value = torch.cat((value, value.new_zeros(piece.beyond, *value.shape[1:])))
     return value if piece.new_dim is None else value.squeeze(piece.new_dim)
 
 

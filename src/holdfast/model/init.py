@@ -26,24 +26,26 @@ _CHUNK = 2**20  # float64 draws held at a time
 
 
 def initial_tensor(parameter: Parameter, seed: int) -> Tensor:
-    """The whole initial value: float32, on the CPU, of the parameter's global shape."""
+    """The whole initial value: float32, on the CPU, of the parameter's global shape.
+
+    Padding rows come last and are zero, so the other rows' numbers do not depend on them.
+    """
+    value = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
+    rows = value[: value.shape[0] - parameter.padding]
     match parameter.init:
         case Normal(std=std):
-            return _normal(parameter, std, key_seed(seed, "init", parameter.name))
+            _fill_normal(rows, std, key_seed(seed, "init", parameter.name))
         case Ones():
-            return torch.ones(parameter.shape, dtype=torch.float32, device="cpu")
-        case _:
-            return torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
+            rows.fill_(1.0)
+    return value
 
 
-def _normal(parameter: Parameter, std: float, seed: int) -> Tensor:
+def _fill_normal(value: Tensor, std: float, seed: int) -> None:
     generator = np.random.Generator(np.random.SFC64(seed))
-    value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
     flat = value.view(-1).numpy()
     for start in range(0, flat.size, _CHUNK):  # chunks continue one stream: their size is free
         part = flat[start : start + _CHUNK]
         part[:] = generator.standard_normal(part.size) * std
-    return value
 
 
 def initial_box(
@@ -70,5 +72,6 @@ def initial_box(
 def initialise(model: Decoder, seed: int) -> None:
     """Fill every parameter in place, in the dtype and on the device it has (not meta)."""
     parameters = dict(model.named_parameters())
-    for row in decoder_parameters(model.config):
-        parameters[row.name].copy_(initial_tensor(row, seed))
+    for row in decoder_parameters(model.config):  # of a stage: those that it holds
+        if row.name in parameters:
+            parameters[row.name].copy_(initial_tensor(row, seed))

@@ -4,6 +4,9 @@ Slices stand in the order in which the backward pass produces gradients (the rev
 parameter order), each aligned to 16 elements. A bucket is a run of whole slices; it leaves for
 its owners as soon as its last gradient is there. Neither depends on the number of replicas:
 only the cuts of a bucket into chunks do, and a sum does not care where it is cut.
+
+FSDP2 produces the gradients of a block at once and in parameter order, so where a replica is
+sharded by it a bucket is a block in that order, and the rest of the model is the last one.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from math import prod
 from torch import Tensor
 
 from holdfast.parallel.norm import BLOCK
+from holdfast.spec.boxes import Box
 
 ALIGN = 16
 
@@ -90,3 +94,30 @@ def fill(shapes: Sequence[tuple[int, ...]], bucket_bytes: int, item: int) -> lis
         groups[-1].append(index)
         held += prod(shape) * item
     return groups
+
+
+def arrange(
+    boxes: Sequence[Box], bucket_bytes: int, item: int, by_unit: bool
+) -> tuple[list[int], FlatLayout]:
+    """The order of boxes (given in forward order) as slices, and their layout.
+
+    by_unit: one bucket per block, in parameter order inside; otherwise buckets of `bucket_bytes`.
+    """
+    if by_unit:
+        units: dict[str, list[int]] = {}
+        for index, box in enumerate(boxes):
+            units.setdefault(_unit(box.name), []).append(index)
+        rest = units.pop("", [])
+        groups = [*reversed(units.values()), *([rest] if rest else [])]
+    else:
+        last = len(boxes) - 1
+        shapes = [box.lengths for box in reversed(boxes)]
+        groups = [[last - i for i in group] for group in fill(shapes, bucket_bytes, item)]
+    layout = FlatLayout.build([[boxes[i].lengths for i in group] for group in groups])
+    return [i for group in groups for i in group], layout
+
+
+def _unit(name: str) -> str:
+    """The block that a parameter belongs to; "" outside of the blocks."""
+    first, _, rest = name.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "layers" else ""

@@ -4,70 +4,104 @@ Not DDP's all-reduce, whose order of additions depends on the number of ranks an
 rebuilds. Here the tree of `spec/tree.py` decides every addition, so the result has the same bits
 for any number of replicas and any dealing, at the bytes of a ring (for one piece per replica).
 
-One step of rank r out of n, for each bucket of the flat gradient buffer:
+One step of a member, for each bucket of the flat gradient buffer:
 
     leaf by leaf   its gradient goes into a partial sum of the binary counter (hooks, during the
-                   backward); a finished piece leaves at once, cut in n chunks, one to each owner
+                   backward); a finished piece leaves at once, cut in chunks, one to each owner
     owner          waits for everybody's pieces of its chunk, adds up the tree above the pieces
     owner -> all   the summed chunk, received straight into the gradient buffer
 
 The first two overlap the backward pass; a thread of the step does the owner's part, bucket by
 bucket in a fixed order. Errors are stored and raised by `check` and `finish`, never inside a
-backward. With one replica nothing is sent, and the tree is summed in the buffer itself.
+backward. With one member nothing is sent, and the tree is summed in the buffer itself.
+
+The members of a team (`spec/cells.py`) are of one or several *parts*: ranks of one replica whose
+gradients of the same box are partial. Leaves are dealt to replicas, so each part has a tree of
+its own over all of them; the owner sums tree by tree and then adds the parts in order. Only
+members that receive own chunks and get sums; only those that contribute have pieces. Where a
+part lives in some replicas only, its tree has gaps, and what there is of it is added in its order.
 
 Why no send is ever waited for, and why buffers may still be reused: a piece arrived if the
-result came back; a result arrived if its receiver voted. See `transport.py`.
+result came back; a result arrived if its receiver voted. A contributor that does not receive
+learns from the vote alone: its piece arrived if the owner voted, because an owner votes after it
+has summed. An owner that does not contribute reuses nothing but its sum, as any other. So all
+sends of a step are over when its vote is, and `Peers.forget_sends` belongs between the vote and
+the next `begin`, once for all reducers that share the peers. See `transport.py`.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from holdfast.errors import PeerLostError
+from holdfast.parallel.addition import Plan, add_up, make_plan
 from holdfast.parallel.buckets import Bucket, FlatLayout
+from holdfast.parallel.timeline import REDUCE, Recorder
 from holdfast.parallel.torch_compat import Work, is_peer_loss
 from holdfast.parallel.transport import Peers
-from holdfast.spec.tree import Node, ReductionTree, Shares, Turn, check_dealing, counter, pieces
+from holdfast.spec.cells import Member
+from holdfast.spec.tree import Shares, Turn
 
-_FIRST_TAG = 16  # lower tags are free for small exchanges in the same group
+FIRST_TAG = 16  # lower tags are free for small exchanges in the same group
+TAGS = 1 << 20  # what one reducer may use from its first tag on
 
 Slot = tuple[int, int]
 """(piece, 0) is where a piece ends up; (0, depth) with depth > 0 a partial sum above it."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a dealing means for one rank. The same for all buckets.
+class Team:
+    """The members that sum one cell, and how they reach each other.
 
-    pieces: of every rank, in rank order. stride: tags per bucket; the last one is the result's.
+    me: index of this rank in `members`. positions: each member's number in `peers`, which may
+    connect more ranks than these. first_tag: reducers that share peers need `TAGS` tags each.
+    recorder: is told when each bucket is summed.
+    Raises ValueError where two members contribute the same part of one replica, or none receives.
     """
 
-    tree: ReductionTree
-    turns: dict[int, Turn]
-    pieces: tuple[tuple[Node, ...], ...]
+    peers: Peers
+    members: tuple[Member, ...]
+    me: int
+    positions: tuple[int, ...]
+    first_tag: int = FIRST_TAG
+    recorder: Recorder | None = None
+
+    def __post_init__(self) -> None:
+        given = [(m.replica, m.part) for m in self.members if m.contributes]
+        if len(set(given)) != len(given):
+            raise ValueError(f"a part of a replica is contributed twice in {self.members}")
+        if not any(m.receives for m in self.members):
+            raise ValueError(f"nobody receives in {self.members}")
+
+    @staticmethod
+    def of(peers: Peers) -> Team:
+        """One member per replica, which is its number in `peers`; all contribute and receive."""
+        everybody = range(peers.size)
+        members = tuple(Member(i, i, 0, contributes=True, receives=True) for i in everybody)
+        return Team(peers, members, peers.rank, tuple(everybody))
 
     @property
-    def stride(self) -> int:
-        return max(len(p) for p in self.pieces) + 1
+    def own(self) -> Member:
+        return self.members[self.me]
 
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Every member but this one, beginning with the next, so that not all write to one."""
+        size = len(self.members)
+        return tuple((self.me + i) % size for i in range(1, size))
 
-@lru_cache(maxsize=16)
-def make_plan(leaves: int, shares: Shares, rank: int, fast: bool, pairs: bool) -> Plan:
-    """Raises ValueError when the dealing does not give out every leaf once."""
-    check_dealing(leaves, shares)
-    tree = ReductionTree(leaves)
-    if fast:  # each replica sums its share in sequence, into one buffer
-        share = sorted(shares[rank])
-        last = len(share) - 1
-        turns = tuple(Turn(j, False, 0, 0, i > 0, 0, i == last) for i, j in enumerate(share))
-        return Plan(tree, {t.leaf: t for t in turns}, tuple(() for _ in shares))
-    turns = counter(tree, shares[rank], pairs)
-    return Plan(tree, {t.leaf: t for t in turns}, tuple(pieces(tree, s) for s in shares))
+    @property
+    def plain(self) -> bool:
+        """Whether the backend's own all-reduce over `peers` would be the same sum."""
+        return len(self.members) == self.peers.size and all(
+            m.contributes and m.receives for m in self.members
+        )
 
 
 class Reducer:
@@ -76,16 +110,23 @@ class Reducer:
     Whoever produces gradients (hooks of replicated parameters, FSDP2's buckets) asks for
     the slot of the current leaf, writes one bucket, and calls `done(bucket)`. With `pairs` it is
     asked to `hold` every left one of two sibling leaves and to add the right one to it.
+    fast: the backend's own all-reduce instead of the tree, where the team is all of its peers and
+        each of them contributes and receives; any other team keeps the tree.
+    failed: told of the first error of a step, so that other reducers of this rank stop too.
+    A bare `Peers` is a team with one member per replica.
     """
 
     def __init__(
-        self, layout: FlatLayout, peers: Peers, *, dtype: torch.dtype, device: torch.device,
-        fast: bool = False, pairs: bool = False,
+        self, layout: FlatLayout, team: Team | Peers, *, dtype: torch.dtype, device: torch.device,
+        fast: bool = False, pairs: bool = False, failed: Callable[[Exception], None] | None = None,
     ):  # fmt: skip
-        self.layout, self.peers, self.fast, self.pairs = layout, peers, fast, pairs
+        self.team = team if isinstance(team, Team) else Team.of(team)
+        self.layout, self.peers, self.pairs = layout, self.team.peers, pairs
+        self.fast, self._failed = fast and self.team.plain, failed
         self.gradient = torch.zeros(layout.size, dtype=dtype, device=device)
         self._slots: dict[Slot, Tensor] = {(0, 0): self.gradient}
         self._plan: Plan | None = None
+        self._dealt: tuple[int, Shares] | None = None
         self._turn: Turn | None = None
         self._round: Round | None = None
         self._error: Exception | None = None
@@ -94,18 +135,22 @@ class Reducer:
     def begin(self, leaves: int, shares: Shares) -> None:
         """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`.
 
-        The step before must have been voted on: its sends are forgotten here.
+        The step before must have been voted on and its sends forgotten.
         Raises PeerLostError when a peer is known to be gone.
         """
         self._error = None
-        self.peers.forget_sends()
-        self._plan = make_plan(leaves, shares, self.peers.rank, self.fast, self.pairs)
-        if self.peers.size == 1:
+        if self._dealt != (leaves, shares):
+            self._plan = make_plan(
+                leaves, shares, self.team.members, self.team.me, self.fast, self.pairs
+            )
+            self._dealt = leaves, shares
+            self._check_tags(self._plan)
+        if len(self.team.members) == 1:
             return
-        if not shares[self.peers.rank] and self.fast:
+        if self.fast and not self.plan.turns:
             self.gradient.zero_()
         try:
-            self._round = Round(self, self._plan)
+            self._round = Round(self, self.plan)
         except RuntimeError as error:
             self.fail(error)
             self.check()
@@ -150,11 +195,15 @@ class Reducer:
         if turn.finished and self._round is not None:
             self._round.piece_ready(index, turn.piece)
 
-    def finish(self) -> None:
-        """Return when `gradient` holds the whole sum. Raises PeerLostError when it cannot."""
+    def join(self) -> None:
+        """Wait until the step's communication is over, well or badly."""
         if self._round is not None:
             self._round.join()
             self._round = None
+
+    def finish(self) -> None:
+        """Return when `gradient` holds the whole sum. Raises PeerLostError when it cannot."""
+        self.join()
         self.check()
 
     def fail(self, error: Exception) -> None:
@@ -164,6 +213,8 @@ class Reducer:
             self.peers.abort()
             if self._round is not None:
                 self._round.stop()
+            if self._failed is not None:
+                self._failed(error)
 
     def check(self) -> None:
         """Raise the stored error, as PeerLostError where a connection broke."""
@@ -173,6 +224,14 @@ class Reducer:
         if is_peer_loss(error):
             raise PeerLostError(f"a peer was lost during the reduction: {error}") from error
         raise error
+
+    def _check_tags(self, plan: Plan) -> None:
+        needed = len(self.layout.buckets) * plan.stride
+        if needed > TAGS:
+            raise ValueError(
+                f"{len(self.layout.buckets)} buckets of {plan.stride - 1} pieces need {needed} "
+                f"message tags, there are {TAGS}: use larger buckets"
+            )
 
     def arrivals(self, rows: int, columns: int) -> Tensor:
         """Room for `rows` pieces of `columns` elements from other replicas, kept between steps."""
@@ -190,12 +249,18 @@ class Round:
 
     def __init__(self, reducer: Reducer, plan: Plan):
         self._reducer, self._plan, self._peers = reducer, plan, reducer.peers
+        self._team = reducer.team
         self._buckets = reducer.layout.buckets
+        owners = [i for i, member in enumerate(self._team.members) if member.receives]
+        self._owners = {member: number for number, member in enumerate(owners)}
         self._changed = threading.Condition()
         self._ready = [0] * len(self._buckets)  # own pieces finished, per bucket
         self._stopped = False
-        self._pieces: list[list[tuple[Node, Tensor, Work]]] = [[] for _ in self._buckets]
+        self._pieces: list[list[tuple[int, Tensor, Work]]] = [[] for _ in self._buckets]
         self._results: list[Work] = []
+        self._thread: threading.Thread | None = None
+        if not self._team.own.receives:
+            return
         if not reducer.fast:
             self._post_receives()
         work = self._all_reduce if reducer.fast else self._own
@@ -205,18 +270,20 @@ class Round:
     def piece_ready(self, index: int, ordinal: int) -> None:
         """Own piece number `ordinal` of a bucket is final: send it to the owners of its chunks."""
         if not self._reducer.fast:
-            slot, bucket = self._reducer.slot((ordinal, 0)), self._buckets[index]
-            for peer in self._peers.others:
-                start, stop = bucket.chunk(peer, self._peers.size)
+            slot = self._reducer.slot((ordinal, 0))
+            for member in self._team.others:
+                start, stop = self._chunk(index, member)
                 if start < stop:
-                    self._peers.send(slot[start:stop], peer, self._tag(index, ordinal))
+                    to = self._team.positions[member]
+                    self._peers.send(slot[start:stop], to, self._tag(index, ordinal))
         with self._changed:
             self._ready[index] += 1
             self._changed.notify_all()
 
     def join(self) -> None:
         """Wait for the thread of this step; every wait inside it is bounded."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def stop(self) -> None:
         """Let the thread end at its next look."""
@@ -225,28 +292,35 @@ class Round:
             self._changed.notify_all()
 
     def _tag(self, index: int, ordinal: int) -> int:
-        return _FIRST_TAG + index * self._plan.stride + ordinal
+        return self._team.first_tag + index * self._plan.stride + ordinal
+
+    def _chunk(self, index: int, member: int) -> tuple[int, int]:
+        """What `member` owns of a bucket; nothing where it does not receive."""
+        number = self._owners.get(member)
+        return (0, 0) if number is None else self._buckets[index].chunk(number, len(self._owners))
 
     def _post_receives(self) -> None:
         """One receive for each piece of my chunks, and one for each chunk that others own."""
-        me, size, result = self._peers.rank, self._peers.size, self._plan.stride - 1
-        mine = [bucket.chunk(me, size) for bucket in self._buckets]
-        held = sum(len(self._plan.pieces[peer]) for peer in self._peers.others)
+        team, plan = self._team, self._plan
+        mine = [self._chunk(index, team.me) for index in range(len(self._buckets))]
+        firsts = [sum(len(p) for p in plan.pieces[:member]) for member in range(len(plan.pieces))]
+        held = sum(len(plan.pieces[member]) for member in team.others)
         room = self._reducer.arrivals(held, sum(stop - start for start, stop in mine))
         at = 0
         for index, (start, stop) in enumerate(mine):
             row = 0
-            for peer in self._peers.others:
-                for ordinal, node in enumerate(self._plan.pieces[peer]):
+            for member in team.others:
+                peer = team.positions[member]
+                for ordinal in range(len(plan.pieces[member])):
                     into = room[row, at : at + stop - start]
                     row += 1
                     if start < stop:
                         work = self._peers.receive(into, peer, self._tag(index, ordinal))
-                        self._pieces[index].append((node, into, work))
-                begin, end = self._buckets[index].chunk(peer, size)
+                        self._pieces[index].append((firsts[member] + ordinal, into, work))
+                begin, end = self._chunk(index, member)
                 if begin < end:
                     into = self._reducer.gradient[begin:end]
-                    tag = self._tag(index, result)
+                    tag = self._tag(index, plan.stride - 1)
                     self._results.append(self._peers.receive(into, peer, tag))
             at += stop - start
 
@@ -264,26 +338,33 @@ class Round:
 
     def _own(self) -> None:
         """Add up my chunk of every bucket and give it to all; then collect the others' chunks."""
-        me, size, result = self._peers.rank, self._peers.size, self._plan.stride - 1
-        own = self._plan.pieces[me]
-        for index, bucket in enumerate(self._buckets):
-            if not self._await_own(index, len(own)):
+        team, plan = self._team, self._plan
+        own, first = len(plan.pieces[team.me]), sum(len(p) for p in plan.pieces[: team.me])
+        receivers = [team.positions[m] for m in team.others if m in self._owners]
+        for index in range(len(self._buckets)):
+            if not self._await_own(index, own):
                 return
-            start, stop = bucket.chunk(me, size)
+            start, stop = self._chunk(index, team.me)
             if start == stop:
                 continue
-            values: dict[Node, Tensor] = {}
-            for node, tensor, work in self._pieces[index]:
+            with self._span(f"bucket {index}"):
+                sources: dict[int, Tensor] = {}
+                for source, tensor, work in self._pieces[index]:
+                    work.wait()
+                    sources[source] = tensor
+                for ordinal in range(own):
+                    sources[first + ordinal] = self._reducer.slot((ordinal, 0))[start:stop]
+                total = self._reducer.gradient[start:stop]
+                add_up(plan, sources, total)
+                for peer in receivers:
+                    self._peers.send(total, peer, self._tag(index, plan.stride - 1))
+        with self._span("sums of the others"):
+            for work in self._results:
                 work.wait()
-                values[node] = tensor
-            for ordinal, node in enumerate(own):
-                values[node] = self._reducer.slot((ordinal, 0))[start:stop]
-            total = self._reducer.gradient[start:stop]
-            _sum_tree(self._plan.tree, values, total)
-            for peer in self._peers.others:
-                self._peers.send(total, peer, self._tag(index, result))
-        for work in self._results:
-            work.wait()
+
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        recorder = self._team.recorder
+        return recorder.span(REDUCE, name) if recorder else nullcontext()
 
     def _all_reduce(self) -> None:
         """`reduction: fast`: the backend's own sum of the same buckets, in bucket order."""
@@ -295,16 +376,3 @@ class Round:
             works.append(self._peers.all_reduce(_part(self._reducer.gradient, bucket)))
         for work in works:
             work.wait()
-
-
-def _sum_tree(tree: ReductionTree, values: dict[Node, Tensor], out: Tensor) -> None:
-    """Add up the tree above the pieces, in tree order, into `out`. The pieces are overwritten.
-
-    `out` may be one of the pieces: the root, written last, reads and writes element by element.
-    """
-    if tree.root in values:
-        if values[tree.root].data_ptr() != out.data_ptr():
-            out.copy_(values[tree.root])
-        return
-    left, right = (tree.fold(values, Tensor.add_, child) for child in tree.root.split())
-    torch.add(left, right, out=out)

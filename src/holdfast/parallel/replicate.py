@@ -1,4 +1,4 @@
-"""A replica on one device: hooks that carry each parameter's gradient into the reducer.
+"""Plain parameters on one device: hooks that carry each one's gradient into the reducers.
 
 Autograd calls a hook once per parameter and backward pass, when its gradient is complete. The
 hook adds it to the current leaf's slot and drops it, so no gradient outlives its use and no
@@ -10,103 +10,83 @@ that is one pass over the gradients less. Not in mixed precision, where it would
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from holdfast.parallel.buckets import FlatLayout, fill
-from holdfast.parallel.reducer import Reducer, Slot
-from holdfast.parallel.transport import Peers
+from holdfast.parallel.gradients import Cells, Feeder
+from holdfast.spec.boxes import Box
+from holdfast.spec.tree import Shares
 
 
-class ReplicatedGradients:
-    """Feeds a Reducer from the parameters of an unsharded module.
+class ReplicatedGradients(Feeder):
+    """Feeds reducers from plain parameters: nothing is gathered or scattered around them.
 
-    parameters: the tensors that the module computes with (bf16 in mixed precision), in forward
-        order. Gradients are summed in `dtype`, whatever theirs is.
+    named: the tensors that the module computes with (bf16 in mixed precision), in forward order;
+        one of no elements is legal. boxes: what each is of its global tensor.
+    See `Feeder` for the rest. ZeRO-1 needs of the sum its part of the rows only: `wanted`.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], peers: Peers, *, dtype: torch.dtype,
-        bucket_bytes: int, fast: bool = False,
+        self, named: Mapping[str, Tensor], boxes: Mapping[str, Box], cells: Cells, *,
+        dtype: torch.dtype, bucket_bytes: int, by_unit: bool = False, fast: bool = False,
+        wanted: Mapping[str, Box] | None = None,
     ):  # fmt: skip
-        self._parameters = list(reversed(parameters))
-        shapes = [tuple(p.shape) for p in self._parameters]
-        groups = fill(shapes, bucket_bytes, dtype.itemsize)
-        layout = FlatLayout.build([[shapes[i] for i in group] for group in groups])
-        self.reducer = Reducer(
-            layout, peers, dtype=dtype, device=self._parameters[0].device, fast=fast,
-            pairs=self._parameters[0].dtype == dtype,
+        self._parameters = list(named.values())
+        for name, parameter in named.items():
+            if tuple(parameter.shape) != boxes[name].lengths:
+                raise ValueError(f"{name} is {tuple(parameter.shape)}, its box {boxes[name]}")
+        first = self._parameters[0]
+        super().__init__(
+            {name: boxes[name] for name in named}, cells, dtype=dtype, device=first.device,
+            bucket_bytes=bucket_bytes, by_unit=by_unit, fast=fast, wanted=wanted,
+            pairs=first.dtype == dtype,
         )  # fmt: skip
-        self._bucket_of = [b for b, group in enumerate(groups) for _ in group]
-        self._members = [set(group) for group in groups]
-        self._missing: list[set[int]] = []
-        self._views: dict[Slot, list[Tensor]] = {}
-        self._target: list[Tensor] = []
-        self._accumulate = False
+        self._missing: set[int] = set()
         self._listening = False
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._hook(index)
             )
 
+    def begin(self, leaves: int, shares: Shares) -> None:
+        """Start a step, see `Feeder.begin`. One that was given up between two sibling leaves left
+        the first in `.grad`, where it would be added to this step's."""
+        self._listening = False
+        for parameter in self._parameters:
+            parameter.grad = None
+        super().begin(leaves, shares)
+
     def start_leaf(self, leaf: int) -> None:
         """The next backward pass belongs to `leaf`."""
-        slot = self.reducer.start_leaf(leaf)
-        if self.reducer.hold:
-            return
-        if slot not in self._views:
-            flat = self.reducer.slot(slot)
-            self._views[slot] = [piece.view(flat) for piece in self.reducer.layout.slices]
-        self._target, self._accumulate = self._views[slot], self.reducer.accumulate
-        self._missing = [set(members) for members in self._members]
-        self._listening = True
+        if self._open(leaf) is not None:
+            self._missing = set(range(len(self._parameters)))
+            self._listening = True
 
     def end_leaf(self) -> None:
         """The backward pass is over. Parameters without a gradient count as zero."""
         if not self._listening:
             return
         self._listening = False
-        for bucket, missing in enumerate(self._missing):
-            for index in missing:
-                self._take(index, self._parameters[index])
-            if missing:
-                self._done(bucket)
-
-    def gradients(self) -> list[Tensor]:
-        """Views of the summed gradient, one per parameter, in forward order."""
-        flat = self.reducer.gradient
-        return [piece.view(flat) for piece in reversed(self.reducer.layout.slices)]
+        for index in self._missing:
+            self._arrived(index, self._parameters[index])
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
-        bucket = self._bucket_of[index]
+        """It must not keep this object alive. torch holds the hooks of a tensor where the garbage
+        collector cannot see them: the cycle over the parameters, and with it the whole model and
+        its gradients, would outlive every rebuild."""
+        whose = weakref.ref(self)
 
         def listen(parameter: Tensor) -> None:
-            if not self._listening:
-                return
-            self._take(index, parameter)
-            missing = self._missing[bucket]
-            missing.discard(index)
-            if not missing:
-                self._done(bucket)
+            me = whose()
+            if me is not None and me._listening:
+                me._missing.discard(index)
+                me._arrived(index, parameter)
 
         return listen
 
-    def _take(self, index: int, parameter: Tensor) -> None:
-        """Move one gradient into the current slot."""
+    def _arrived(self, index: int, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
-        target = self._target[index]
-        if gradient is None:
-            if not self._accumulate:
-                target.zero_()
-        elif self._accumulate:
-            target.add_(gradient)
-        else:
-            target.copy_(gradient)
-
-    def _done(self, bucket: int) -> None:
-        try:
-            self.reducer.done(bucket)
-        except Exception as error:  # raised by check(), not inside the backward
-            self.reducer.fail(error)
+        self._take(index, gradient)

@@ -1,12 +1,14 @@
-"""The `dp_shard` axis: FSDP2 inside a replica, its buckets summed over replicas by the reducer.
+"""The `dp_shard` axis: FSDP2 inside a replica, its units summed over replicas by the reducer.
 
-Each block is one FSDP2 unit, the root takes what is left. Its reduce-scatter adds up the parts
-of a logical microbatch over the shards; the flat result, which the all-reduce hook is given, is
-a ready bucket of this shard's gradient. Replicas of one sharding therefore sum the same buckets
-in the same tree and are bit-equal for any number of them.
+Each block is one FSDP2 unit, the root takes what is left: on a pipeline stage the embedding, or
+the last norm and the head, or nothing. A unit's reduce-scatter adds up the parts of a logical
+microbatch over the shards; the flat result, which the all-reduce hook is given, is this shard's
+gradient of the unit. Replicas of one sharding therefore sum the same buckets in the same tree
+and are bit-equal for any number of them.
 
 The reduce-scatter is our own: an all-to-all and a sum in shard order. gloo's moves twice the
-bytes; and where a leaf replaces what its slot holds, the sum is written straight into the slot.
+bytes; and where a leaf replaces what its slot holds, and the unit lies in one cell as FSDP2
+packs it, the sum is written straight into the slot.
 
 Gradients are sums, so FSDP2's own division is switched off. Its sharded `.grad` is dropped after
 each microbatch, or FSDP2 would go on adding in sequence; the optimizer reads the reducer's
@@ -15,7 +17,8 @@ buffer instead, through the same offsets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -26,10 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from holdfast.parallel.buckets import FlatLayout
-from holdfast.parallel.reducer import Reducer
+from holdfast.parallel.gradients import Cells, Feeder
+from holdfast.parallel.reducer import Slot
 from holdfast.parallel.torch_compat import ShardedParameter, fsdp_group
-from holdfast.parallel.transport import Peers
+from holdfast.parallel.traffic import Traffic
+from holdfast.spec.boxes import Box
 
 
 def apply_fsdp(
@@ -50,92 +54,171 @@ def apply_fsdp(
         cast_forward_inputs=False,
     )
     again = None if zero == 3 else False  # None: all but the root, which the backward begins with
+    nothing = {p for p in root.parameters() if p.numel() == 0}  # has no shards
     for module in (*blocks, root):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=again)
+        fully_shard(
+            module, mesh=mesh, mp_policy=policy, reshard_after_forward=again,
+            ignored_params=nothing,
+        )  # fmt: skip
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
 
-class ShardedGradients:
-    """Feeds a Reducer from the units of a module that `apply_fsdp` sharded."""
+@dataclass(frozen=True)
+class Unit:
+    """What FSDP2 reduces together: a flat output of `size` elements.
+
+    places: (index of the parameter, its first element) in the output's order. run: (cell, first
+    element) where all of it lies in one cell's buffer just as FSDP2 packs it; None: it is copied
+    box by box, because it is padded, or unaligned, or because another replica is cut otherwise.
+    """
+
+    size: int
+    places: tuple[tuple[int, int], ...]
+    run: tuple[int, int] | None
+
+
+class ShardedGradients(Feeder):
+    """Feeds reducers from the units of a module that `apply_fsdp` sharded.
+
+    named: the parameters by name in forward order: what FSDP2 made of them, or plain ones of no
+        elements. boxes: what this rank holds of each. traffic: counts FSDP2's own collectives.
+    See `Feeder` for the rest.
+    """
 
     def __init__(
-        self, root: nn.Module, blocks: Sequence[nn.Module], peers: Peers, *,
-        dtype: torch.dtype, fast: bool = False,
+        self, root: nn.Module, named: Mapping[str, nn.Parameter], boxes: Mapping[str, Box],
+        cells: Cells, *, dtype: torch.dtype, fast: bool = False, traffic: Traffic | None = None,
     ):  # fmt: skip
-        units = [m for m in (*reversed(blocks), root) if fsdp_group(m)]
-        self._members: list[tuple[ShardedParameter, ...]] = [fsdp_group(m) for m in units]
-        self._parameters = list(root.parameters())
-        # A unit is one slice: FSDP2 packs its parameters without gaps.
-        sizes = [sum(member.flat_size for member in members) for members in self._members]
-        layout = FlatLayout.build([[(size,)] for size in sizes])
-        self.reducer = Reducer(
-            layout, peers, dtype=dtype, device=local(self._parameters[0]).device, fast=fast
-        )
-        self._target: Tensor | None = None
-        self._accumulate = False
+        self._parameters = list(named.values())
+        super().__init__(
+            {name: boxes[name] for name in named}, cells, dtype=dtype, by_unit=True, fast=fast,
+            device=local(self._parameters[0]).device, bucket_bytes=0,
+        )  # fmt: skip
+        self._units: list[Unit] = []
+        self._slot: Slot | None = None
         self._missing: set[int] = set()
-        for index, unit in enumerate(units):
-            assert isinstance(unit, FSDPModule)
-            unit.set_all_reduce_hook(self._hook(index))
-            scatter: Any = SumInOrder(sizes[index], self._slot_of(index))
-            unit.set_custom_reduce_scatter(scatter)
+        index_of = {id(parameter): i for i, parameter in enumerate(self._parameters)}
+        for module in root.modules():
+            members = fsdp_group(module) if isinstance(module, FSDPModule) else ()
+            if members:
+                number = len(self._units)
+                self._units.append(self._unit(members, index_of))
+                self._listen(module, number, traffic)
 
     def start_leaf(self, leaf: int) -> None:
         """The next backward pass belongs to `leaf`."""
-        self._target = self.reducer.slot(self.reducer.start_leaf(leaf))
-        self._accumulate = self.reducer.accumulate
-        self._missing = set(range(len(self._members)))
+        self._slot = self._open(leaf)
+        self._missing = set(range(len(self._units)))
 
     def end_leaf(self) -> None:
         """The backward pass is over: drop FSDP2's own gradients."""
-        if self._missing and self._target is not None:
-            self.reducer.fail(RuntimeError(f"units {sorted(self._missing)} gave no gradient"))
-        self._target = None
+        if self._missing and self._slot is not None:
+            self.fail(RuntimeError(f"units {sorted(self._missing)} gave no gradient"))
+        self._slot = None
         for parameter in self._parameters:
             parameter.grad = None
 
-    def gradients(self) -> list[Tensor]:
-        """Views of this shard's summed gradient, one per parameter of the root, in its order."""
-        views: dict[int, Tensor] = {}
-        for members, unit in zip(self._members, self.reducer.layout.slices, strict=True):
-            at = unit.start
-            for member in members:
-                shard = local(member.parameter)
-                flat = self.reducer.gradient[at : at + shard.numel()]
-                views[id(member.parameter)] = flat.view(shard.shape)
-                at += member.flat_size
-        return [views[id(parameter)] for parameter in self._parameters]
+    def _unit(self, members: Sequence[ShardedParameter], index_of: Mapping[int, int]) -> Unit:
+        places: list[tuple[int, int]] = []
+        at, starts = 0, set[tuple[int, int] | None]()
+        for member in members:
+            index = index_of[id(member.parameter)]
+            places.append((index, at))
+            starts.add(self._start(index, at, member.flat_size))
+            at += member.flat_size
+        return Unit(at, tuple(places), starts.pop() if len(starts) == 1 else None)
 
-    def _slot_of(self, index: int) -> Callable[[], Tensor | None]:
-        def slot() -> Tensor | None:
-            if self._target is None or self._accumulate:
-                return None
-            return self.reducer.layout.slices[index].view(self._target)
+    def _start(self, index: int, at: int, flat_size: int) -> tuple[int, int] | None:
+        """(cell, place) at which a unit begins if this member of it, `at` elements further on,
+        lies in that cell's buffer whole and unpadded."""
+        patches = self.patches[index]
+        if len(patches) != 1 or patches[0].region is not None:
+            return None
+        piece = self.reducers[patches[0].cell].layout.slices[patches[0].number]
+        return (patches[0].cell, piece.start - at) if piece.size == flat_size else None
 
-        return slot
+    def _listen(self, module: Any, number: int, traffic: Traffic | None) -> None:
+        """Put our own parts into a unit's communication."""
+        unit = self._units[number]
+        module.set_all_reduce_hook(self._hook(number))
+        module.set_custom_reduce_scatter(SumInOrder(unit.size, lambda: self._run(unit), traffic))
+        if traffic is not None:
+            module.set_custom_all_gather(CountedGather(traffic))
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
+    def _run(self, unit: Unit) -> Tensor | None:
+        """Where FSDP2 may write a unit's sum itself: its place in the slot, if that is replaced."""
+        if self._slot is None or self.accumulate:
+            return None
+        return self._place(unit)
+
+    def _place(self, unit: Unit) -> Tensor | None:
+        if self._slot is None or unit.run is None:
+            return None
+        cell, start = unit.run
+        return self.reducers[cell].slot(self._slot).narrow(0, start, unit.size)
+
+    def _hook(self, number: int) -> Callable[[Tensor], None]:
+        unit = self._units[number]
+
         def take(output: Tensor) -> None:
-            if self._target is None:
+            if self._slot is None:
                 return
             try:
-                part = self.reducer.layout.slices[index].view(self._target)
-                if output.numel() != part.numel():
+                if output.numel() != unit.size:
                     raise RuntimeError(
-                        f"unit {index} gave {output.numel()} elements, {part.numel()} are due"
+                        f"unit {number} gave {output.numel()} elements, {unit.size} are due"
                     )
-                if self._accumulate:
-                    part.add_(output)
-                elif part.data_ptr() != output.data_ptr():
-                    part.copy_(output)
-                self._missing.discard(index)
-                self.reducer.done(index)
+                self._missing.discard(number)
+                self._put(unit, output)
             except Exception as error:  # raised by check(), not inside the backward
-                self.reducer.fail(error)
+                self.fail(error)
 
         return take
+
+    def _put(self, unit: Unit, output: Tensor) -> None:
+        """Move a unit's sum into the current slot.  output: [unit.size]"""
+        place = self._place(unit)
+        if place is not None:
+            if self.accumulate:
+                place.add_(output)
+            elif place.data_ptr() != output.data_ptr():
+                place.copy_(output)
+        for index, at in unit.places:
+            if place is None:
+                shard = local(self._parameters[index])
+                self._take(index, output[at : at + shard.numel()].view(shard.shape))
+            else:
+                self._came(index)
+
+
+class CountedGather:
+    """FSDP2's all-gather of one unit, counted (`fully_shard`'s custom communication interface)."""
+
+    def __init__(self, traffic: Traffic):
+        self._traffic = traffic
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:  # fmt: skip
+        """output: [shards * n]; input: [n]"""
+        self._traffic.add("gather", (group.size() - 1) * input_tensor.nbytes)
+        return gather_flat(output_tensor, input_tensor, group, async_op)
+
+
+def gather_flat(
+    out: Tensor, part: Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """torch's all-gather of equal parts, under the name it has.  part: [n] -> out: [ranks * n]"""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = gather(out, part, group=group, async_op=async_op)
+    return work
 
 
 class SumInOrder:
@@ -144,8 +227,10 @@ class SumInOrder:
     output_size: elements of the result. slot: where the result may be written, or None.
     """
 
-    def __init__(self, output_size: int, slot: Callable[[], Tensor | None]):
-        self._output_size, self._slot = output_size, slot
+    def __init__(
+        self, output_size: int, slot: Callable[[], Tensor | None], traffic: Traffic | None = None
+    ):
+        self._output_size, self._slot, self._traffic = output_size, slot, traffic
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the input (all shards' parts) or the output (this shard's sum)."""
@@ -159,6 +244,8 @@ class SumInOrder:
         async_op: bool = False,
     ) -> None:  # fmt: skip
         """output: [n]; input: [shards * n], the parts of all shards one after another."""
+        if self._traffic is not None:
+            self._traffic.add("scatter", (group.size() - 1) * output_tensor.nbytes)
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         first, second, *rest = received.view(group.size(), -1)

@@ -7,9 +7,11 @@ wrapped here may have changed its meaning without an error.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import _lru_cache_wrapper
 from typing import Any, Protocol
 
 import torch
@@ -107,15 +109,59 @@ def fused_adamw(
 
 
 def forget_meshes() -> None:
-    """Clear what DTensor keeps by mesh.
+    """Clear what torch keeps by mesh. Call when the groups of a generation are gone.
 
-    These caches outlive a process group, and a new mesh that compares equal to an old one (mesh
-    equality ignores this process's rank) would be given shards of the wrong rank.
+    DTensor's caches outlive a process group, with two consequences:
+
+    - A new mesh that compares equal to an old one (equality ignores this process's rank) is given
+      what was worked out for the old: shards of another rank, without an error.
+    - Every cached mesh keeps its process groups, each of which keeps three threads of gloo and
+      its sockets. These caches own what torch seems to leak after FSDP2. Where mesh axes are
+      named by generation each generation would stay; they are the sharding propagator's (one
+      in Python, one in C++), the redistribute planner's, the collective cost model's.
+
+    Meshes are also in reference cycles with the modules that were sharded over them: their
+    threads end when those have been dropped and collected.
     """
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import _redistribute, debug
 
-    clear: Any = debug._clear_sharding_prop_cache
-    clear()
+    private: Any = debug
+    private._clear_sharding_prop_cache()
+    planners: Any = getattr(_redistribute, "_planner_cache", {})  # not in every release
+    planners.clear()
+    for cached in _cached_functions():
+        cached.cache_clear()
+
+
+def _cached_functions() -> Iterator[Any]:
+    """Every function and method of DTensor that is wrapped by `functools.lru_cache`.
+
+    Looked for instead of listed: releases add some, and a forgotten one gives wrong shards.
+    """
+    kinds = (staticmethod, classmethod)
+    seen: set[int] = set()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("torch.distributed.tensor") or module is None:
+            continue
+        for value in list(vars(module).values()):
+            inside = vars(value).values() if isinstance(value, type) else ()
+            for found in (value, *inside):
+                function = found.__func__ if isinstance(found, kinds) else found
+                ours = str(getattr(function, "__module__", "")).startswith("torch.distributed")
+                if ours and isinstance(function, _lru_cache_wrapper) and id(function) not in seen:
+                    seen.add(id(function))
+                    yield function
+
+
+def mesh_caches() -> int:
+    """Entries of the caches that `forget_meshes` clears, but for C++'s, which does not tell."""
+    from torch.distributed.tensor import DTensor, _redistribute
+
+    dispatcher: Any = DTensor
+    propagated = dispatcher._op_dispatcher.sharding_propagator.propagate_op_sharding
+    planners: Any = getattr(_redistribute, "_planner_cache", {})
+    held = [int(f.cache_info().currsize) for f in (propagated, *_cached_functions())]
+    return len(planners) + sum(held)
 
 
 @dataclass(frozen=True)

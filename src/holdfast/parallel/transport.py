@@ -23,6 +23,7 @@ from torch import Tensor
 
 from holdfast.errors import PeerLostError
 from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_group
+from holdfast.parallel.traffic import Traffic
 
 _NEVER = 0x7FFFFFF0  # a tag on which nobody sends
 
@@ -32,13 +33,14 @@ class Peers:
 
     Construction is collective: it returns when all ranks have connected, and raises
     PeerLostError when they have not within `seconds`, which also bounds every later wait.
+    traffic: counts what leaves this rank; None does not count.
     """
 
     def __init__(
         self, store: Store, name: str, rank: int, size: int, *,
-        interface: str = "lo", seconds: float = 1800.0,
+        interface: str = "lo", seconds: float = 1800.0, traffic: Traffic | None = None,
     ):  # fmt: skip
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.traffic = rank, size, traffic
         self._sends: list[object] = []
         self._said: list[object] = []  # the sends of the last exchange
         self._group: GlooGroup | None = None
@@ -60,8 +62,10 @@ class Peers:
             raise PeerLostError("this group has one rank, or was closed")
         return self._group
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
-        """Start to send; `tensor` must stay as it is until `forget_sends`."""
+    def send(self, tensor: Tensor, peer: int, tag: int, kind: str = "reduce") -> None:
+        """Start to send; `tensor` must stay as it is until `forget_sends`. kind: of traffic."""
+        if self.traffic is not None:
+            self.traffic.add(kind, tensor.nbytes)
         self._sends.append(self.group.send([tensor], peer, tag))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
@@ -70,6 +74,8 @@ class Peers:
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Start gloo's own sum in place. All ranks must call in the same order."""
+        if self.traffic is not None:
+            self.traffic.add("reduce", 2 * (self.size - 1) * tensor.nbytes // self.size)
         return self.group.allreduce([tensor])
 
     def forget_sends(self) -> None:
@@ -78,6 +84,8 @@ class Peers:
 
     def say(self, record: Tensor, tag: int) -> None:
         """Send a record to everybody, as part of an exchange."""
+        if self.traffic is not None:
+            self.traffic.add("control", record.nbytes * len(self.others))
         self._said += [self.group.send([record], peer, tag) for peer in self.others]
 
     def heard(self) -> None:
@@ -85,12 +93,17 @@ class Peers:
         del self._said[: len(self._said) - len(self.others)]
 
     def abort(self) -> None:
-        """Close every connection: all waits in this group raise, here and at the peers."""
+        """Close every connection: all waits in this group raise, here and at the peers.
+
+        What closes them is a wait that times out. On a connection that has failed there is no
+        such wait: it raises at once and leaves the others open. So every peer is asked.
+        """
         if self._group is None:
             return
         nothing = torch.empty(1)
-        with suppress(RuntimeError):
-            self._group.recv([nothing], self.others[0], _NEVER).wait(timedelta(milliseconds=1))
+        for peer in self.others:
+            with suppress(RuntimeError):
+                self._group.recv([nothing], peer, _NEVER).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Give the group up after an orderly end."""

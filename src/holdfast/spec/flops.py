@@ -42,9 +42,11 @@ _BF16_PEAKS: dict[str, float] = {
 
 
 def counted_parameters(model: ModelConfig) -> int:
-    """N of the formulas: all parameters less the embedding table, with the head even if tied."""
-    tied_head = model.vocab_size * model.dim if model.tied_embeddings else 0
-    return count(model, embeddings=False) + tied_head
+    """N of the formulas: all parameters less the embedding table, with the head even if tied.
+    Rows of the head that belong to no token are not computed with."""
+    head_rows = 0 if model.tied_embeddings else model.vocab_rows  # in the count already
+    without_head = count(model, embeddings=False) - head_rows * model.dim
+    return without_head + model.vocab_size * model.dim
 
 
 def flops_per_token(model: ModelConfig, sequence: int, convention: Convention) -> float:

@@ -1,8 +1,9 @@
 """What a checkpoint consists of, as data: keys, blobs, parts and the one commit object.
 
-Format version 1. A writer (one per rank) writes one blob, then its part manifest; when the parts
-of all writers of (generation, step) are there, they are merged into the commit object, and only
-that makes the step a checkpoint. docs/checkpoint-format.md describes every field.
+Format version 2, which reads version 1 too. A writer (one per rank) writes one blob, then its
+part manifest; when the parts of all writers of (generation, step) are there, they are merged into
+the commit object, and only that makes the step a checkpoint. docs/checkpoint-format.md describes
+every field.
 
 Manifests stay small because boxes are not listed: the commit holds the topology and the table,
 placements once per tensor, and `placed` derives from them where each box lies. Checksums are
@@ -24,7 +25,10 @@ from holdfast.spec.boxes import Box, coverage
 from holdfast.spec.ownership import owned_boxes
 from holdfast.spec.state import ITEM_BYTES, StateTable, TensorSpec
 
-FORMAT = 1
+FORMAT = 2
+"""2 added to the table which dims tp cuts and which stages hold a tensor, and to the topology the
+blocks of each stage. Where neither tp nor pp is above 1, both versions place every box alike."""
+READABLE = (1, FORMAT)
 BLOB_ALIGNMENT = 4096
 """Tensor data of a blob starts at a multiple of this many bytes, so that it can be written and
 read past the page cache."""
@@ -334,7 +338,7 @@ def unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
         raise CorruptError(f"{where}: checksum does not match")
     if _canonical({**content, "xxh3": checksum}) != data:
         raise CorruptError(f"{where}: bytes differ from what was written")
-    if version != FORMAT:
+    if version not in READABLE:
         raise CheckpointError(
             f"format version {version} is newer than {FORMAT}", where=where,
             remedy="use the version of Holdfast that wrote it",

@@ -1,12 +1,13 @@
 """Our parameter names and Hugging Face's, as a table that reads both ways.
 
-Each `Entry` describes one of their tensors as pieces of ours, laid at offsets in it. The five
-things an architecture can need are five ways of writing such an entry:
+Each `Entry` describes one of their tensors as pieces of ours, laid at offsets in it. The six
+things an architecture can need are six ways of writing such an entry:
 
     rename   one piece that fills the tensor
     split    our pieces side by side along a dim of theirs (a fused q, k, v), to be split again
     stack    our pieces along a dim that only theirs has (experts)
     pad      one piece, smaller than theirs; the rest is zero
+    cut      one piece, larger than theirs; its rows beyond theirs are zero
     tie      no bytes of its own: an alias of another of their tensors
 
 Only shapes and names stand here; `model/huggingface.py` moves the numbers. Going to their side
@@ -29,13 +30,15 @@ class Piece:
     """One of our tensors inside one of theirs.
 
     `offsets` and `lengths` are its place in their tensor's shape; where their tensor has a dim
-    that ours lacks (stack), `lengths` is 1 there and `new_dim` names it.
+    that ours lacks (stack), `lengths` is 1 there and `new_dim` names it. `beyond` rows of ours,
+    the last of dim 0, are zero and have no place in theirs (cut).
     """
 
     ours: str
     offsets: Shape
     lengths: Shape
     new_dim: int | None = None
+    beyond: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,10 @@ class Entry:
     @property
     def is_rename(self) -> bool:
         """The same numbers in the same shape under another name."""
-        return len(self.pieces) == 1 and (self.pieces[0].lengths, self.pieces[0].new_dim) == (
-            self.shape, None,
-        )  # fmt: skip
+        if len(self.pieces) != 1:
+            return False
+        piece = self.pieces[0]
+        return (piece.lengths, piece.new_dim, piece.beyond) == (self.shape, None, 0)
 
 
 def rename(ours: str, theirs: str, shape: Shape) -> Entry:
@@ -84,6 +88,12 @@ def stack(names: Sequence[str], theirs: str, shape: Shape, dim: int = 0) -> Entr
 def pad(ours: str, theirs: str, shape: Shape, padded: Shape) -> Entry:
     """One of theirs is one of ours with zeros after it."""
     return Entry(theirs, padded, (Piece(ours, (0,) * len(shape), shape),))
+
+
+def cut(ours: str, theirs: str, shape: Shape, beyond: int) -> Entry:
+    """One of theirs is one of ours, of `shape`, without its last `beyond` rows of zeros."""
+    lengths = (shape[0] - beyond, *shape[1:])
+    return Entry(theirs, lengths, (Piece(ours, (0,) * len(shape), lengths, beyond=beyond),))
 
 
 def tie(theirs: str, alias_of: str, shape: Shape) -> Entry:
@@ -150,7 +160,10 @@ def hf_map(model: ModelConfig) -> NameMap:
 
 def _decoder_entries(model: ModelConfig) -> Iterator[Entry]:
     for row in decoder_parameters(model):
-        yield rename(row.name, _theirs(row.name), row.shape)
+        if row.padding:
+            yield cut(row.name, _theirs(row.name), row.shape, row.padding)
+        else:
+            yield rename(row.name, _theirs(row.name), row.shape)
     if model.tied_embeddings:
         shape = (model.vocab_size, model.dim)
         yield tie(_OUTSIDE["head.weight"], _OUTSIDE["embed.weight"], shape)

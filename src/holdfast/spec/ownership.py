@@ -12,30 +12,33 @@ from (topology, table). Changing it means a new format version.
 
 from __future__ import annotations
 
-from math import prod
+from itertools import product
 
-from holdfast.layout import AXES, Coordinate, Replica, Topology, unravel
+from holdfast.layout import AXES, Coordinate, Replica, Topology, ravel
 from holdfast.spec.boxes import Box
-from holdfast.spec.state import ITEM_BYTES, StateTable, TensorSpec, cuts, mesh_box
+from holdfast.spec.sharding import tp_part
+from holdfast.spec.state import ITEM_BYTES, StateTable, TensorSpec, mesh_box, stages_of
 
 
 def owned_boxes(topology: Topology, table: StateTable, rank: int) -> tuple[Box, ...]:
     """The boxes that `rank` saves, none empty, at most one per tensor, in the table's order.
 
-    Replicas of different mesh shapes hold boxes that do not match; then the replicas of the most
-    common shape save, and the others own nothing.
+    Replicas of different kinds hold boxes that do not match; then the replicas of the most
+    common kind save, and the others own nothing.
     """
     savers = saving_replicas(topology)
     replica = topology.replica_of(rank)
     if replica not in savers:
         return ()
     coordinate = topology.coordinate(rank)
-    groups: dict[tuple[str, ...], list[int]] = {}
+    groups: dict[_Places, list[int]] = {}
     for number, spec in enumerate(table):
-        groups.setdefault(_cutting_axes(spec, replica), []).append(number)
+        groups.setdefault(_places(spec, replica, coordinate), []).append(number)
     owned: dict[int, Box] = {}
-    for axes, rows in groups.items():
-        holders = _holders(savers, coordinate, axes)
+    for places, rows in groups.items():
+        if coordinate.pp not in places[0]:
+            continue
+        holders = [saver.ranks[place] for saver in savers for place in _mesh_ranks(places, replica)]
         share = holders.index(rank)
         boxes = [mesh_box(table[row], replica, coordinate) for row in rows]
         sizes = [ITEM_BYTES[table[row].dtype] for row in rows]
@@ -46,29 +49,31 @@ def owned_boxes(topology: Topology, table: StateTable, rank: int) -> tuple[Box, 
 
 
 def saving_replicas(topology: Topology) -> tuple[Replica, ...]:
-    """The replicas of the most common mesh shape; of two equally common ones, the first's."""
-    shapes = [replica.mesh_shape for replica in topology.replicas]
-    best = max(shapes, key=lambda shape: (shapes.count(shape), -shapes.index(shape)))
-    return tuple(r for r in topology.replicas if r.mesh_shape == best)
+    """The replicas of the most common kind; of two equally common ones, the first replica's."""
+    kinds = [replica.kind for replica in topology.replicas]
+    best = max(topology.kinds, key=kinds.count)  # max takes the first of equals
+    return tuple(r for r in topology.replicas if r.kind == best)
 
 
-def _cutting_axes(spec: TensorSpec, replica: Replica) -> tuple[str, ...]:
-    """The axes of degree above 1 that cut this tensor."""
-    return tuple(axis for axis, _ in cuts(spec) if replica.mesh_shape[AXES.index(axis)] > 1)
+_Places = tuple[tuple[int, ...], ...]
+"""Per mesh axis, the indices at which the ranks hold the same box of a tensor."""
 
 
-def _holders(
-    savers: tuple[Replica, ...], coordinate: Coordinate, axes: tuple[str, ...]
-) -> list[int]:
-    """The ranks that hold the same boxes: same index on every axis that cuts."""
-    fixed = {AXES.index(axis): getattr(coordinate, axis) for axis in axes}
-    shape = savers[0].mesh_shape
-    same = [
-        mesh_rank
-        for mesh_rank in range(prod(shape))
-        if all(unravel(mesh_rank, shape)[axis] == index for axis, index in fixed.items())
-    ]
-    return [replica.ranks[mesh_rank] for replica in savers for mesh_rank in same]
+def _places(spec: TensorSpec, replica: Replica, coordinate: Coordinate) -> _Places:
+    """Where in the mesh the box lies that the rank at `coordinate` holds of a tensor."""
+    every = {axis: tuple(range(replica.degree(axis))) for axis in AXES}
+    tp, dp_shard = every["tp"], every["dp_shard"]
+    if spec.tp_dim is not None:
+        mine = tp_part(spec.tp_units, len(tp), coordinate.tp)
+        tp = tuple(i for i in tp if tp_part(spec.tp_units, len(tp), i) == mine)
+    if spec.shard_dim is not None:
+        dp_shard = (coordinate.dp_shard,)
+    return stages_of(spec, replica), dp_shard, every["cp"], tp
+
+
+def _mesh_ranks(places: _Places, replica: Replica) -> list[int]:
+    """The mesh ranks at these places, rising."""
+    return [ravel(at, replica.mesh_shape) for at in product(*places)]
 
 
 def _share_out(boxes: list[Box], item_bytes: list[int], share: int, shares: int) -> list[Box]:

@@ -35,12 +35,17 @@ Init = Normal | Ones | Zeros
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One row: `shape` is global, `decay` says whether AdamW's weight decay applies."""
+    """One row: `shape` is global, `decay` says whether AdamW's weight decay applies.
+
+    padding: so many rows at the end of dim 0 belong to no token. They start at zero, get
+        gradients of exactly zero, and so stay zero.
+    """
 
     name: str
     shape: tuple[int, ...]
     decay: bool
     init: Init
+    padding: int = 0
 
     @property
     def size(self) -> int:
@@ -57,12 +62,14 @@ def decoder_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
     decay, norm gains do not. A tied head has no row of its own.
     """
     normal = Normal(model.init_std)
-    rows = [Parameter("embed.weight", (model.vocab_size, model.dim), True, normal)]
+    vocabulary = (model.vocab_rows, model.dim)
+    padding = model.vocab_rows - model.vocab_size
+    rows = [Parameter("embed.weight", vocabulary, True, normal, padding)]
     for layer in range(model.layers):
         rows.extend(_block(model, f"layers.{layer}."))
     rows.append(_gain("norm.weight", model.dim))
     if not model.tied_embeddings:
-        rows.append(Parameter("head.weight", (model.vocab_size, model.dim), True, normal))
+        rows.append(Parameter("head.weight", vocabulary, True, normal, padding))
     return tuple(rows)
 
 
@@ -92,8 +99,8 @@ def _gain(name: str, size: int) -> Parameter:
 
 
 def count(model: ModelConfig, *, embeddings: bool = True) -> int:
-    """Number of parameters. Without `embeddings`, the token embedding is left out; a tied head
-    counts once in any case, because it is the same tensor."""
+    """Number of parameters, padding rows included. Without `embeddings`, the token embedding is
+    left out; a tied head counts once in any case, because it is the same tensor."""
     return sum(
         row.size for row in decoder_parameters(model) if embeddings or row.name != "embed.weight"
     )

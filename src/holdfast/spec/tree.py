@@ -24,6 +24,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -181,6 +182,7 @@ def _completes(node: Node, stack: list[Node], parents: dict[Node, Node]) -> bool
     return parent is not None and bool(stack) and stack[-1] == Node(parent.start, node.start)
 
 
+@lru_cache(maxsize=64)  # asked for at every step
 def deal(leaves: int, replicas: int, weights: Sequence[float] | None = None) -> Shares:
     """Contiguous shares, one per replica; any other dealing is as legal.
 

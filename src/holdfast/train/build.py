@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -14,14 +14,23 @@ from holdfast.data.loader import Loader
 from holdfast.errors import ConfigError
 from holdfast.layout import Topology
 from holdfast.model.decoder import Decoder
+from holdfast.model.stage import keep_stage
 from holdfast.parallel.groups import Groups, connect
+from holdfast.parallel.reducer import Team
 from holdfast.parallel.replicate import ReplicatedGradients
 from holdfast.parallel.shard import ShardedGradients, apply_fsdp, local
+from holdfast.parallel.tensor import apply_tensor_parallel, localise
+from holdfast.parallel.timeline import Recorder
 from holdfast.parallel.torch_compat import Store
-from holdfast.spec.parameters import decoder_parameters
+from holdfast.parallel.zero import OwnedRows
+from holdfast.spec.boxes import Box
+from holdfast.spec.cells import Cell, cells_of
+from holdfast.spec.parameters import Parameter, decoder_parameters
+from holdfast.spec.state import PREFIXES, TensorSpec, mesh_box, state_table
 from holdfast.spec.tree import deal
-from holdfast.train.engine import Dealer, StepEngine
+from holdfast.train.engine import Dealer, Gradients, StepEngine
 from holdfast.train.evaluate import Evaluator
+from holdfast.train.execute import executor
 from holdfast.train.objective import NextToken
 from holdfast.train.precision import Precision
 from holdfast.train.state import Parameters
@@ -43,7 +52,8 @@ class Session:
         """This rank's shares from step `start_step` + 1 to the last; it reads ahead at once."""
         place = self.groups.coordinate
         return Loader(
-            self._batches, self.engine.share, part=place.dp_shard, parts=self.groups.replica_size,
+            self._batches, self.engine.share,
+            part=place.dp_shard, parts=self.groups.degree("dp_shard"),
             first_step=start_step + 1, last_step=self.config.train.steps, device=self.device,
         )  # fmt: skip
 
@@ -63,82 +73,177 @@ def build(
     cannot be run, and PeerLostError when a peer does not come.
     """
     groups = connect(
-        topology, rank, store, device, interface=config.cluster.gloo_interface, seconds=seconds
+        topology,
+        rank,
+        store,
+        device,
+        interface=config.cluster.gloo_interface,
+        seconds=seconds,
+        recorder=recorder_of(config),
     )
     engine = build_engine(config, groups, device, dealer=dealer)
     validation = batches.validation(config.train.evaluate.samples)
-    evaluator = Evaluator(engine.objective, groups, validation, device)
+    evaluator = Evaluator(engine.objective, engine.executor, groups, validation, device)
     return Session(config, engine, evaluator, groups, device, batches)
+
+
+def recorder_of(config: RunConfig) -> Recorder | None:
+    """What notes when things happen, where the run file names a step to be traced."""
+    return Recorder() if config.layout.trace_step else None
 
 
 def build_engine(
     config: RunConfig, groups: Groups, device: torch.device, *, dealer: Dealer = deal
-) -> StepEngine:
-    """Model, optimizer and reducer for one rank, without data."""
+) -> StepEngine:  # fmt: skip
+    """Model, optimizer and reducer for one rank, without data.
+
+    The model is built whole on the meta device, cut down to this rank's stage and to its part of
+    each tensor, and only then given memory.
+    """
     if config.model.vocab_size < 1:
         raise ConfigError("the vocabulary size is not known yet", where="model.vocab_size",
                           remedy="prepare the dataset, or set it")  # fmt: skip
     precision = Precision.of(config.train.precision)
+    objective = _cut_model(config, groups)
+    objective.to(precision.state)
+    if config.train.compile:
+        for block in objective.decoder.layers:
+            block.compile()
+    shards = groups.degree("dp_shard")
+    make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
+    parameters, gradients = make(config, objective, groups, device, precision)
+    runs = executor(
+        objective, groups, config.layout.schedule, config.model.dim, precision.compute, device,
+        sequence_parallel=config.layout.sequence_parallel,
+    )  # fmt: skip
+    return StepEngine(objective, runs, parameters, gradients, groups, config.train, device, dealer)
+
+
+def _cut_model(config: RunConfig, groups: Groups) -> NextToken:
+    """On the meta device: the blocks of this rank's stage, each tensor cut by tp."""
+    replica, place = groups.replica, groups.coordinate
     with torch.device("meta"):
         objective = NextToken(Decoder(config.model), config.train.compile)
-    objective.to(precision.state)
-    blocks: Sequence[nn.Module] = list(objective.decoder.layers)
-    if config.train.compile:
-        for block in blocks:
-            block.compile()
-    make = _replicated if groups.mesh is None else _sharded
-    parameters, gradients = make(config, objective, blocks, groups, device, precision)
-    return StepEngine(objective, parameters, gradients, groups, config.train, dealer)
+    decoder = objective.decoder
+    blocks = replica.blocks(place.pp)
+    if blocks is not None:
+        keep_stage(decoder, blocks, groups.first_stage, groups.last_stage)
+    if groups.degree("tp") > 1:
+        names = [name for name, _ in decoder.named_parameters()]
+        localise(decoder, _boxes(config, groups, names, sharded=False))
+        apply_tensor_parallel(
+            objective, groups.axis("tp"), sequence_parallel=config.layout.sequence_parallel,
+            traffic=groups.traffic,
+        )  # fmt: skip
+    return objective
 
 
-Made = tuple[Parameters, ReplicatedGradients | ShardedGradients]
-Maker = Callable[[RunConfig, NextToken, Sequence[nn.Module], Groups, torch.device, Precision], Made]
+Made = tuple[Parameters, Gradients]
 
 
 def _replicated(
-    config: RunConfig, objective: NextToken, blocks: Sequence[nn.Module], groups: Groups,
-    device: torch.device, precision: Precision,
+    config: RunConfig, objective: NextToken, groups: Groups, device: torch.device,
+    precision: Precision,
 ) -> Made:  # fmt: skip
-    """The whole model on this device. In mixed precision the module computes on bf16 copies."""
+    """This stage's part of the model on this device. In mixed precision the module computes on
+    bf16 copies."""
     objective.to(precision.compute).to_empty(device=device)
-    named = _by_table(config, objective)
-    held = [p.detach() for p in named]
+    table, boxes, named = _by_table(config, objective, groups)
+    held = [p.detach() for p in named.values()]
     computed: list[torch.Tensor] = []
     if precision.mixed:
         computed = held
         held = [torch.empty_like(p, dtype=precision.state) for p in computed]
     gradients = ReplicatedGradients(
-        named, groups.reduce, dtype=precision.state, fast=config.layout.reduction == "fast",
-        bucket_bytes=int(config.layout.bucket_mb * 1e6),
+        named, boxes, _cells(config, groups), dtype=precision.state,
+        fast=config.layout.reduction == "fast", bucket_bytes=int(config.layout.bucket_mb * 1e6),
+        by_unit=_any_fsdp(config, groups),
     )  # fmt: skip
-    return Parameters(decoder_parameters(config.model), held, computed), gradients
+    return Parameters(table, tuple(boxes.values()), held, computed), gradients
+
+
+def _zero1(
+    config: RunConfig, objective: NextToken, groups: Groups, device: torch.device,
+    precision: Precision,
+) -> Made:  # fmt: skip
+    """As `_replicated`, but what is trained and saved is this rank's part of the rows (ZeRO-1)."""
+    objective.to(precision.compute).to_empty(device=device)
+    table, boxes, named = _by_table(config, objective, groups)
+    whole = _boxes(config, groups, list(named), sharded=False)
+    rows = OwnedRows(
+        named, whole, boxes, groups.axis("dp_shard"), state=precision.state,
+        traffic=groups.traffic,
+    )  # fmt: skip
+    gradients = ReplicatedGradients(
+        named, whole, _cells(config, groups), dtype=precision.state, wanted=boxes,
+        fast=config.layout.reduction == "fast", bucket_bytes=int(config.layout.bucket_mb * 1e6),
+    )  # fmt: skip
+    return Parameters(table, tuple(boxes.values()), rows.held, [], rows.gather), gradients
 
 
 def _sharded(
-    config: RunConfig, objective: NextToken, blocks: Sequence[nn.Module], groups: Groups,
-    device: torch.device, precision: Precision,
+    config: RunConfig, objective: NextToken, groups: Groups, device: torch.device,
+    precision: Precision,
 ) -> Made:  # fmt: skip
-    """A shard of the model by FSDP2, which makes the bf16 copies itself."""
-    assert groups.mesh is not None
+    """A shard of that by FSDP2 (ZeRO-2 or 3), which makes the bf16 copies itself."""
     compute = precision.compute if precision.mixed else None
-    apply_fsdp(objective, blocks, groups.mesh, compute, config.layout.zero)
+    blocks = list(objective.decoder.layers)
+    apply_fsdp(objective, blocks, groups.shard_mesh(), compute, config.layout.zero)
     objective.to_empty(device=device)
-    named = _by_table(config, objective)
+    table, boxes, named = _by_table(config, objective, groups)
     gradients = ShardedGradients(
-        objective, blocks, groups.reduce, dtype=precision.state,
-        fast=config.layout.reduction == "fast",
+        objective, named, boxes, _cells(config, groups), dtype=precision.state,
+        fast=config.layout.reduction == "fast", traffic=groups.traffic,
     )  # fmt: skip
-    parameters = Parameters(
-        decoder_parameters(config.model), [local(p) for p in named], [],
-        groups.coordinate.dp_shard, groups.replica_size,
-    )  # fmt: skip
-    return parameters, gradients
+    held = [local(p) for p in named.values()]
+    return Parameters(table, tuple(boxes.values()), held, []), gradients
 
 
-def _by_table(config: RunConfig, objective: NextToken) -> list[nn.Parameter]:
-    """The module's parameters, which must be those of the table, in its order."""
+def _any_fsdp(config: RunConfig, groups: Groups) -> bool:
+    """Whether some replica's gradients come by FSDP2's units: then all reduce by unit."""
+    shards = max(replica.degree("dp_shard") for replica in groups.topology.replicas)
+    return shards > 1 and config.layout.zero > 1
+
+
+def _rows(config: RunConfig) -> tuple[TensorSpec, ...]:
+    """The parameters' rows of the state table."""
+    rows = state_table(config.model, config.train.precision)
+    return tuple(row for row in rows if row.name.startswith(PREFIXES[0]))
+
+
+def _bare(name: str) -> str:
+    return name.removeprefix(PREFIXES[0])
+
+
+def _boxes(
+    config: RunConfig, groups: Groups, names: Sequence[str], *, sharded: bool
+) -> dict[str, Box]:
+    """What this rank has of some parameters, by dp_shard's cut too or only by those before it."""
+    rows = {_bare(row.name): row for row in _rows(config)}
+    out = {}
+    for name in names:
+        row = rows[name] if sharded else replace(rows[name], shard_dim=None)
+        box = mesh_box(row, groups.replica, groups.coordinate)
+        out[name] = Box(name, box.offsets, box.lengths)
+    return out
+
+
+def _cells(config: RunConfig, groups: Groups) -> list[tuple[Cell, Team]]:
+    """This rank's reduction cells and whom it meets in each."""
+    cells = cells_of(
+        groups.topology, config.model, groups.rank,
+        sequence_parallel=config.layout.sequence_parallel, zero=config.layout.zero,
+    )  # fmt: skip
+    return list(zip(cells, groups.teams(cells), strict=True))
+
+
+Table = tuple[tuple[Parameter, ...], dict[str, Box], dict[str, nn.Parameter]]
+
+
+def _by_table(config: RunConfig, objective: NextToken, groups: Groups) -> Table:
+    """The rows, boxes and parameters that this rank has, in the order of the parameter table."""
     named = {name.removeprefix("decoder."): p for name, p in objective.named_parameters()}
-    table = [row.name for row in decoder_parameters(config.model)]
-    if list(named) != table:
-        raise RuntimeError(f"the model has {list(named)}, its table {table}")
-    return list(named.values())
+    table = tuple(row for row in decoder_parameters(config.model) if row.name in named)
+    if [row.name for row in table] != list(named):
+        raise RuntimeError(f"the model has {list(named)}, its table {[r.name for r in table]}")
+    return table, _boxes(config, groups, list(named), sharded=True), named

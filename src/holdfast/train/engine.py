@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from holdfast.config.train import TrainConfig
 from holdfast.errors import NonFiniteError, PeerLostError
 from holdfast.parallel.groups import Groups
-from holdfast.parallel.norm import clip_factor, sum_of_squares
-from holdfast.parallel.reducer import Reducer
+from holdfast.parallel.norm import clip_factor
 from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.spec.order import BatchSchedule
 from holdfast.spec.rates import learning_rate
 from holdfast.spec.tree import ReductionTree, Shares, deal
 from holdfast.train.diagnose import find_non_finite
+from holdfast.train.execute import Executor
 from holdfast.train.optimizer import AdamW
 from holdfast.train.state import LocalTensor, Parameters, Read, load_state, state_tensors
-from holdfast.train.vote import Ballot, Verdict, Wishes, vote
+from holdfast.train.vote import Ballot, Verdict, Wishes, speaks, vote
 
 Dealer = Callable[[int, int], Shares]
 """(microbatches of a step, replicas) -> who computes which."""
@@ -53,39 +53,51 @@ class Microbatch(Protocol):
 
 
 class Gradients(Protocol):
-    """Feeds the reducer: `ReplicatedGradients` or `ShardedGradients`."""
+    """Sums gradients over whoever holds the same parameters: `ReplicatedGradients` and its kin."""
 
-    @property
-    def reducer(self) -> Reducer: ...
+    def begin(self, leaves: int, shares: Shares) -> None: ...
 
     def start_leaf(self, leaf: int) -> None: ...
 
     def end_leaf(self) -> None: ...
 
+    def check(self) -> None: ...
+
+    def fail(self, error: Exception) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def squares(self) -> float: ...
+
     def gradients(self) -> list[Tensor]: ...
 
 
 class StepEngine:
-    """Data parallel training of one model on one rank, replicated or sharded.
+    """Training of one model on one rank, whatever the rank's part of it is.
 
-    objective: module from (inputs, targets, documents) to a scalar loss sum.
-    dealer: who computes which microbatch; every rank must be given the same.
+    objective: module from (inputs, targets, documents) to a scalar loss sum, or a stage of it.
+    executor: runs its passes. dealer: who computes which microbatch; every rank must be given
+    the same.
+    applied: the newest step whose update was made by this engine; None before the first.
     """
 
     def __init__(
-        self, objective: nn.Module, parameters: Parameters, gradients: Gradients, groups: Groups,
-        train: TrainConfig, dealer: Dealer = deal,
+        self, objective: nn.Module, executor: Executor, parameters: Parameters,
+        gradients: Gradients, groups: Groups, train: TrainConfig, device: torch.device,
+        dealer: Dealer = deal,
     ):  # fmt: skip
-        self.objective, self.parameters, self.groups = objective, parameters, groups
+        self.objective, self.executor = objective, executor
+        self.parameters, self.groups = parameters, groups
         self.train = train
-        self._gradients, self._reducer = gradients, gradients.reducer
-        self._device = gradients.reducer.gradient.device
+        self._gradients, self._device = gradients, device
         self._dealer = dealer
         self._schedule = BatchSchedule(
             train.batch_size, [(s.from_step, s.batch_size) for s in train.batch_warmup]
         )
         decays = [row.decay for row in parameters.table]
         self.optimizer = AdamW(parameters.held, gradients.gradients(), decays, train.optimizer)
+        self._speaks = speaks(groups.replica, groups.coordinate)
+        self.applied: int | None = None
         self._step = 0
         self._shares: Shares = ()
         self._batches: list[Microbatch] = []
@@ -114,7 +126,11 @@ class StepEngine:
         """Open step `step` and return my share. Raises PeerLostError."""
         self._step, self._shares = step, self.shares(step)
         self._batches, self._losses = [], []
-        self._reducer.begin(self.leaves(step), self._shares)
+        try:
+            self._gradients.begin(self.leaves(step), self._shares)
+        except PeerLostError:
+            self.groups.abort()
+            raise
         return self._shares[self.groups.coordinate.replica]
 
     def compute(self, batches: Sequence[Microbatch]) -> None:
@@ -122,20 +138,14 @@ class StepEngine:
         share = self._shares[self.groups.coordinate.replica]
         self._batches = list(batches)
         try:
-            for leaf, batch in zip(share, batches, strict=True):
-                self._gradients.start_leaf(leaf)
-                loss = self.objective(batch.inputs, batch.targets, batch.documents)
-                loss.backward()
-                self._gradients.end_leaf()
-                self._losses.append(loss.detach())
-                self._reducer.check()
+            self._losses = self.executor.train(share, self._batches, self._gradients)
             if self._device.type != "cpu":  # else its work would count as the next phase's
                 torch.accelerator.synchronize(self._device)
         except PeerLostError:
             self.groups.abort()  # wakes ranks that wait for this one in another group
             raise
         except RuntimeError as error:
-            self._reducer.fail(error)
+            self._gradients.fail(error)
             raise self._lost(error) from error
 
     def reduce(self, wishes: Wishes | None = None) -> Verdict:
@@ -145,15 +155,14 @@ class StepEngine:
         anywhere is NaN or infinite; parameters are untouched then.
         """
         try:
-            self._reducer.finish()
+            self._gradients.finish()
         except PeerLostError:
             self.groups.abort()
             raise
-        squares = float(sum_of_squares(self._reducer.gradient))
         ballot = Ballot(
             tokens=sum(batch.tokens for batch in self._batches),
-            squares=squares,
-            losses=tuple(float(loss) for loss in self._losses),
+            squares=self._gradients.squares(),
+            losses=tuple(float(loss) for loss in self._losses) if self._speaks else (),
             wishes=wishes or Wishes(),
         )
         tree = ReductionTree(self.leaves(self._step))
@@ -167,6 +176,7 @@ class StepEngine:
         rate = learning_rate(self.train, self._step)
         clip = clip_factor(verdict.mean_norm, self.train.optimizer.clip_norm)
         self.optimizer.apply(self._step, rate, max(verdict.tokens, 1) / clip)
+        self.applied = self._step  # the state is that of this step, even if refreshing fails
         self.parameters.refresh()
         self._batches, self._losses = [], []
         return rate
@@ -202,7 +212,7 @@ class StepEngine:
         """Compute my share again without reduction, and agree with all on where it began."""
         share = self._shares[self.groups.coordinate.replica]
         rank, name = find_non_finite(
-            self.objective, self.groups, [row.name for row in self.parameters.table],
+            self.objective, self.executor, self.groups, self.parameters,
             list(zip(share, self._batches, strict=True)),
         )  # fmt: skip
         return NonFiniteError(self._step, rank, name)

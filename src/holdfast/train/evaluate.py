@@ -20,8 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from holdfast.parallel.groups import Groups
 from holdfast.spec.tree import ReductionTree, deal
+from holdfast.train.execute import Executor
 from holdfast.train.objective import IGNORED
-from holdfast.train.vote import gather_losses
+from holdfast.train.vote import gather_losses, speaks
 
 
 class HostMicrobatch(Protocol):
@@ -58,13 +59,24 @@ class Evaluation:
     tokens: int
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """One rank's part of a validation microbatch."""
+
+    inputs: Tensor
+    targets: Tensor
+    documents: Tensor | None
+
+
 class Evaluator:
     """Computes the validation loss of a model; collective over all ranks."""
 
     def __init__(
-        self, objective: nn.Module, groups: Groups, validation: Validation, device: torch.device
-    ):
-        self._objective, self._groups, self._device = objective, groups, device
+        self, objective: nn.Module, executor: Executor, groups: Groups, validation: Validation,
+        device: torch.device,
+    ):  # fmt: skip
+        self._objective, self._executor = objective, executor
+        self._groups, self._device = groups, device
         self._validation = validation
 
     def run(self, alive: Callable[[], None] = lambda: None) -> Evaluation | None:
@@ -78,24 +90,22 @@ class Evaluator:
         shares = deal(len(batches), self._groups.replicas)
         own = shares[self._groups.coordinate.replica]
         with torch.no_grad():
-            losses = []
-            for index in own:
-                alive()
-                losses.append(float(self._loss(batches[index])))
+            found = self._executor.evaluate([self._part(batches[index]) for index in own], alive)
+        spoken = speaks(self._groups.replica, self._groups.coordinate)
+        losses = [float(loss) for loss in found] if spoken else []
         self._release()
         total = ReductionTree(len(batches)).sum(gather_losses(self._groups, shares, losses))
         tokens = self._validation.tokens
         return Evaluation(total / tokens, self._validation.bits_per_byte(total), tokens)
 
-    def _loss(self, batch: HostMicrobatch) -> Tensor:
-        part, parts = self._groups.coordinate.mesh_rank, self._groups.replica_size
+    def _part(self, batch: HostMicrobatch) -> _Rows:
+        part, parts = self._groups.coordinate.dp_shard, self._groups.degree("dp_shard")
         inputs = self._move(rows(batch.inputs, part, parts, 0))
         targets = self._move(rows(batch.targets, part, parts, IGNORED))
         documents = None
         if batch.documents is not None:
             documents = self._move(rows(batch.documents, part, parts, 0))
-        loss: Tensor = self._objective(inputs, targets, documents)
-        return loss
+        return _Rows(inputs, targets, documents)
 
     def _move(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

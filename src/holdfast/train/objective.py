@@ -13,13 +13,15 @@ costs the same three matrix products as the plain form and holds [chunk, V] inst
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.model.decoder import Decoder
+from holdfast.parallel.tensor import TensorParallel
+from holdfast.parallel.vocabulary import VocabularySoftmax
 
 IGNORED = -100
 
@@ -33,22 +35,45 @@ class NextToken(nn.Module):
     """A decoder and its training objective: tokens and targets to a loss sum.
 
     The loss is inside the module so that one forward covers everything that a sharded model
-    must gather. compiled: torch's compiler fuses the softmax and its gradient.
+    must gather. compiled: torch's compiler fuses the softmax and its gradient (not that of a
+    vocabulary that is cut, whose ranks talk in the midst of it).
+
+    tensor: set by `apply_tensor_parallel` where the decoder is one rank's part of tensor
+    parallelism.
     """
 
     def __init__(self, decoder: Decoder, compiled: bool = False):
         super().__init__()
         self.decoder = decoder
+        self.tensor: TensorParallel | None = None
         self._slope: Slope = torch.compile(slope) if compiled else _slope_in_place
 
-    def forward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """tokens, targets, documents: [B, S] -> loss sum: float64 scalar"""
-        hidden = self.decoder.hidden(tokens, documents)  # [B, S, D]
-        head = self.decoder.head
-        weight = self.decoder.embed.weight if head is None else head.weight
+    def forward(
+        self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None,
+        incoming: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """tokens, targets, documents: [B, S] -> loss sum: float64 scalar
+
+        On a pipeline stage that is not the first, `incoming` [B, S, D] is the residual stream that
+        the stage before let go; one that is not the last returns its own instead of a loss. (Its
+        shape over several tp ranks: `parallel.tensor.residual_shape`.)
+        """
+        decoder, tensor, x = self.decoder, self.tensor, incoming
+        if tensor is not None:
+            tensor.begin(*tokens.shape)
+        if x is None:
+            assert decoder.embed is not None, "a later stage needs what comes in"
+            x = decoder.embed(tokens)  # [B, S, D]
+        x = decoder.blocks(x, decoder.sight(tokens, x, documents))
+        if decoder.norm is None:
+            return x
+        hidden = decoder.norm(x)
+        if tensor is not None:
+            hidden = tensor.enter(hidden)
         return linear_cross_entropy(
-            hidden.flatten(0, 1), weight, targets.flatten(), slope=self._slope
-        )
+            hidden.flatten(0, 1), decoder.head_weight, targets.flatten(), slope=self._slope,
+            vocabulary=decoder.config.vocab_size, part=None if tensor is None else tensor.softmax,
+        )  # fmt: skip
 
 
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
@@ -63,64 +88,93 @@ def chunk_tokens(vocabulary: int, device: torch.device) -> int:
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None,
-    slope: Slope | None = None,
+    slope: Slope | None = None, *, vocabulary: int | None = None,
+    part: VocabularySoftmax | None = None,
 ) -> Tensor:  # fmt: skip
     """Sum of -log softmax(hidden weight^T)[target], in float64, over targets that are not -100.
 
     hidden: [T, D], weight: [V, D], targets: [T] int64 -> scalar. The softmax is taken in at least
     float32. `chunk` tokens at a time; by default what `chunk_tokens` says.
+
+    vocabulary: number of tokens V, where a whole `weight` has padding rows after them.
+    part: where the vocabulary is cut over ranks; `weight` has this rank's rows, and each rank
+        gets the whole loss, the gradient of its rows, and a summand of the gradient of `hidden`.
     """
-    size = chunk or chunk_tokens(weight.shape[0], hidden.device)
+    known = vocabulary or weight.shape[0] if part is None else part.part.vocabulary
+    head = _Head(
+        wanted=torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad),
+        rows=known if part is None else part.part.rows,
+        chunk=chunk or chunk_tokens(known, hidden.device),
+        losses=_losses if part is None else part.losses,
+        slope=(slope or _slope_in_place) if part is None else part.slope,
+    )
     out: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, size, slope or _slope_in_place
+        hidden, weight, targets, head
     )
     return out
+
+
+class _Head(NamedTuple):
+    """How `_LinearCrossEntropy` computes: whether gradients too, with so many of the weight's
+    rows, in such chunks."""
+
+    wanted: bool
+    rows: int
+    chunk: int
+    losses: Callable[[Tensor, Tensor], Tensor]
+    slope: Slope
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Loss and gradients in one pass; the backward only scales what the forward found."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, slope: Slope
-    ) -> Tensor:
-        wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+    def forward(ctx: Any, hidden: Tensor, held: Tensor, targets: Tensor, head: _Head) -> Tensor:
+        weight, chunk = held[: head.rows], head.chunk
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        hidden_gradient = torch.empty_like(hidden) if wanted else None
+        hidden_gradient = torch.empty_like(hidden) if head.wanted else None
         weight_gradient: Tensor | None = None
         for start in range(0, hidden.shape[0], chunk):
             h, t = hidden[start : start + chunk], targets[start : start + chunk]  # [c, D], [c]
             logits = F.linear(h, weight)  # [c, V]
             if hidden_gradient is None:
-                total += losses_of(_log_softmax(logits), t).sum(dtype=torch.float64)
+                total += head.losses(logits, t).sum(dtype=torch.float64)
                 continue
-            losses, g = slope(logits, t)
+            losses, g = head.slope(logits, t)
             total += losses.sum(dtype=torch.float64)
             torch.mm(g, weight, out=hidden_gradient[start : start + chunk])
             if weight_gradient is None:
-                weight_gradient = g.T @ h
+                weight_gradient = _head_gradient(g, h, held.shape[0])
                 if hidden.shape[0] > chunk:  # several chunks add up in at least float32
                     weight_gradient = weight_gradient.to(_wide(weight.dtype))
             elif weight_gradient.dtype == weight.dtype:
-                weight_gradient.addmm_(g.T, h)
+                weight_gradient[: head.rows].addmm_(g.T, h)
             else:
-                weight_gradient.add_(g.T @ h)
+                weight_gradient[: head.rows].add_(g.T @ h)
         if hidden_gradient is not None and weight_gradient is not None:
             ctx.save_for_backward(hidden_gradient, weight_gradient.to(weight.dtype))
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
         if scale.device.type == "cpu" and scale.item() == 1.0:  # the rule; no pass over memory
-            return hidden_gradient, weight_gradient, None, None, None
+            return hidden_gradient, weight_gradient, None, None
         return (
             hidden_gradient * scale.to(hidden_gradient.dtype),
             weight_gradient * scale.to(weight_gradient.dtype),
             None,
             None,
-            None,
         )
+
+
+def _head_gradient(g: Tensor, hidden: Tensor, rows: int) -> Tensor:
+    """g: [c, r], hidden: [c, D] -> [rows, D]: zeros for the rows that were not computed with"""
+    if g.shape[1] == rows:
+        return g.T @ hidden
+    out = hidden.new_zeros(rows, hidden.shape[1])
+    torch.mm(g.T, hidden, out=out[: g.shape[1]])
+    return out
 
 
 def slope(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,6 +195,11 @@ def _slope_in_place(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     index = targets.clamp_min(0)[:, None]
     g = log_p.exp_().scatter_add_(1, index, log_p.new_full((1, 1), -1.0).expand_as(index))
     return losses, _zero_rows(g, targets == IGNORED).to(logits.dtype)
+
+
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits: [c, V], targets: [c] -> losses [c]"""
+    return losses_of(_log_softmax(logits), targets)
 
 
 def losses_of(log_p: Tensor, targets: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from holdfast.config.run import RunConfig
 from holdfast.errors import NonFiniteError
-from holdfast.events import BatchFed, Evaluated, NonFinite, StepDone
+from holdfast.events import BatchFed, Evaluated, NonFinite, StepDone, StepTraced
 from holdfast.policy.save import due
 from holdfast.train.engine import StepEngine
 from holdfast.train.evaluate import Evaluator
@@ -87,12 +87,15 @@ class _Loop:
         self.clock = clock
         self.watch = _Watch(clock)
         self.watch.start()
+        self.recorder = engine.groups.recorder
         self.saved_step, self.saved_at = start_step, clock()
 
     def step(self, batch: StepBatch) -> bool:
         """One step from the arrival of its batch to its boundary; whether to leave after it."""
         step, watch = batch.step, self.watch
         watch.lap("data")
+        if self.recorder is not None:
+            self.recorder.spans = []  # what a validation left is not of this step
         self.reporter.progress(step, "compute")
         self.engine.begin(step)
         self.engine.compute(batch.microbatches)
@@ -102,6 +105,7 @@ class _Loop:
         watch.lap("reduce")
         rate = self.engine.apply(verdict)
         watch.lap("apply")
+        self._trace(step)
         captured = self._capture(step, verdict)
         self._report(batch, verdict, rate)
         self._evaluate(step)
@@ -109,6 +113,12 @@ class _Loop:
             self.saver.announce(step, {"loss": verdict.mean_loss, "tokens": verdict.tokens})
         watch.start()
         return verdict.wishes.stop
+
+    def _trace(self, step: int) -> None:
+        """Report the spans of the step that somebody wants to see."""
+        if self.recorder is not None and step == self.config.layout.trace_step:
+            found = [[s.track, s.name, s.start, s.stop] for s in self.recorder.spans]
+            self.reporter.emit(StepTraced(self.rank, found, step=step))
 
     def _reduce(self, step: int) -> Verdict:
         wishes = self.membership.wishes(step)
@@ -149,7 +159,8 @@ class _Loop:
         return captured
 
     def _report(self, batch: StepBatch, verdict: Verdict, rate: float) -> None:
-        self.reporter.emit(BatchFed(self.rank, batch.entries, step=batch.step))
+        if self.engine.groups.feeds:
+            self.reporter.emit(BatchFed(self.rank, batch.entries, step=batch.step))
         if self.rank != 0:
             return
         phases = self.watch.phases

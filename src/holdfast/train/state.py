@@ -16,7 +16,7 @@ from torch import Tensor
 from holdfast.model.init import initial_box
 from holdfast.spec.boxes import Box
 from holdfast.spec.parameters import Parameter
-from holdfast.spec.state import PREFIXES, chunk
+from holdfast.spec.state import PREFIXES
 
 Read = Callable[[Box, Tensor], None]
 """Fills a contiguous CPU tensor with the elements of a box."""
@@ -41,43 +41,42 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of one rank, row by row of the parameter table.
+    """The parameters that one rank holds a part of, row by row of the parameter table.
 
-    held: what is trained and saved (a shard of it, where the model is sharded).
-    computed: the bf16 copies that a replicated model computes with, or nothing where the model
+    table: the rows whose block is on this rank's stage. boxes: what is held of each.
+    held: what is trained and saved.
+    computed: the bf16 copies that an unsharded model computes with, or nothing where the model
         computes on `held` itself, or where FSDP2 makes the copies.
-    part, parts: this rank's place on the dp_shard axis.
+    spread: called after `held` has changed, where others compute with what this rank updates
+        (ZeRO-1); collective over a replica's shards.
     """
 
     table: tuple[Parameter, ...]
+    boxes: tuple[Box, ...]
     held: list[Tensor]
     computed: list[Tensor]
-    part: int = 0
-    parts: int = 1
+    spread: Callable[[], None] = lambda: None
 
     def local(self, prefix: str, tensors: Sequence[Tensor]) -> list[LocalTensor]:
         """Name tensors that are cut as the parameters are."""
         return [
-            LocalTensor(prefix + row.name, tensor, self._offsets(row), row.shape)
-            for row, tensor in zip(self.table, tensors, strict=True)
+            LocalTensor(prefix + row.name, tensor, box.offsets, row.shape)
+            for row, box, tensor in zip(self.table, self.boxes, tensors, strict=True)
         ]
-
-    def _offsets(self, row: Parameter) -> tuple[int, ...]:
-        """Dim 0 is cut as FSDP2 cuts it."""
-        return (chunk(row.shape[0], self.parts, self.part)[0],) + (0,) * (len(row.shape) - 1)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """Fill `held` with initial weights: a function of the seed and the names alone."""
-        for row, tensor in zip(self.table, self.held, strict=True):
-            tensor.copy_(initial_box(row, seed, self._offsets(row), tuple(tensor.shape)))
+        for row, box, tensor in zip(self.table, self.boxes, self.held, strict=True):
+            tensor.copy_(initial_box(row, seed, box.offsets, box.lengths))
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Bring the computing copies up to date; call after every change of `held`."""
+        """Bring what is computed with up to date; call after every change of `held`."""
         if self.computed:
             torch._foreach_copy_(self.computed, self.held)
+        self.spread()
 
 
 def state_tensors(

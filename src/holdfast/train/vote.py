@@ -15,10 +15,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isfinite
 
 import torch
 
+from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.parallel.groups import Groups
 from holdfast.parallel.norm import combine
 from holdfast.parallel.transport import exchange
@@ -39,7 +41,8 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Ballot:
-    """What one rank says. `losses`: one loss sum per leaf of its share, in rising order."""
+    """What one rank says. `losses`: one loss sum per leaf of its share, in rising order; together
+    with `tokens` it is said by the ranks that `speakers` names, the others leave it out."""
 
     tokens: int
     squares: float
@@ -76,16 +79,15 @@ class Verdict:
 
 def vote(groups: Groups, tree: ReductionTree, shares: Shares, ballot: Ballot) -> Verdict:
     """Exchange ballots and combine them. Raises PeerLostError when a peer is gone."""
-    size = groups.replica_size
-    lengths = [_HEAD + len(shares[rank // size]) for rank in range(groups.control.size)]
-    records = exchange(groups.control, _encode(ballot), lengths, _TAG)
+    spoken = _spoken(groups.topology, shares)
+    records = exchange(groups.control, _encode(ballot), [_HEAD + len(s) for s in spoken], _TAG)
     ballots = [_decode(record) for record in records]
-    leaf_losses = _by_leaf([ballot.losses for ballot, _ in ballots], shares, size)
-    own = groups.coordinate.replica * size
-    norm = combine([b.squares for b, _ in ballots[own : own + size]])
+    leaf_losses = _by_leaf([ballot.losses for ballot, _ in ballots], spoken)
+    # Replicas of unlike shapes add their squares up in unlike orders: one of them speaks for all.
+    norm = combine([b.squares for b, _ in ballots[: len(groups.topology.replicas[0].ranks)]])
     finite = all(flags & _FINITE for _, flags in ballots)
     return Verdict(
-        tokens=sum(b.tokens for b, _ in ballots),
+        tokens=sum(b.tokens for (b, _), own in zip(ballots, spoken, strict=True) if own),
         loss=tree.sum(leaf_losses),
         norm=norm,
         whole=all(b.whole for b, _ in ballots),
@@ -97,22 +99,37 @@ def vote(groups: Groups, tree: ReductionTree, shares: Shares, ballot: Ballot) ->
 
 
 def gather_losses(groups: Groups, shares: Shares, losses: Sequence[float]) -> list[float]:
-    """Everybody's losses, by leaf. losses: of my share, in rising order. Raises PeerLostError."""
-    size = groups.replica_size
-    lengths = [len(shares[rank // size]) for rank in range(groups.control.size)]
+    """Everybody's losses, by leaf. losses: of my share, in rising order, or none where this rank
+    is not one that `speaks`. Raises PeerLostError."""
+    spoken = _spoken(groups.topology, shares)
     record = torch.tensor(_bits(losses), dtype=torch.int64)
-    records = exchange(groups.control, record, lengths, _TAG_LOSSES)
-    return _by_leaf([_floats(r.tolist()) for r in records], shares, size)
+    records = exchange(groups.control, record, [len(s) for s in spoken], _TAG_LOSSES)
+    return _by_leaf([_floats(r.tolist()) for r in records], spoken)
 
 
-def _by_leaf(losses: Sequence[Sequence[float]], shares: Shares, size: int) -> list[float]:
+def speaks(replica: Replica, coordinate: Coordinate) -> bool:
+    """Whether this rank tells losses: those of the last stage do, of whose context- and
+    tensor-parallel ranks, which all hold the same loss, the first."""
+    return (coordinate.pp, coordinate.cp, coordinate.tp) == (replica.degree("pp") - 1, 0, 0)
+
+
+@lru_cache(maxsize=16)
+def _spoken(topology: Topology, shares: Shares) -> tuple[tuple[int, ...], ...]:
+    """The leaves whose losses each rank tells, in the order of `control`."""
+    return tuple(
+        tuple(sorted(shares[replica.index])) if speaks(replica, topology.coordinate(rank)) else ()
+        for replica in topology.replicas
+        for rank in replica.ranks
+    )
+
+
+def _by_leaf(losses: Sequence[Sequence[float]], spoken: Sequence[Sequence[int]]) -> list[float]:
     """The loss of each leaf: the parts that the shards of its replica held, in shard order."""
-    total = [0.0] * sum(len(share) for share in shares)
-    for replica, share in enumerate(shares):
-        for own in losses[replica * size : (replica + 1) * size]:
-            for leaf, loss in zip(sorted(share), own, strict=True):
-                total[leaf] += loss
-    return total
+    total: dict[int, float] = {}
+    for own, leaves in zip(losses, spoken, strict=True):
+        for leaf, loss in zip(leaves, own, strict=True):
+            total[leaf] = total.get(leaf, 0.0) + loss
+    return [total[leaf] for leaf in range(len(total))]
 
 
 def _encode(ballot: Ballot) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """What a worker does between its fork and its exit code.
 
     connect -> build -> restore (a committed checkpoint, or initial weights) -> train -> leave
+                                                                   '-> adopt -'
 
 The training loop knows three protocols (`train/protocols.py`); here they meet this process: events
 go to the agent through the reporter, state goes into the mover's arena, and the agent's wishes
@@ -33,9 +34,11 @@ from holdfast.events import (
     CheckpointSkipped,
     WorkerReady,
 )
+from holdfast.layout import Topology
 from holdfast.spec.boxes import Box
 from holdfast.spec.order import BatchSchedule
 from holdfast.spec.state import state_table
+from holdfast.train.adopt import adopt
 from holdfast.train.build import Session, build
 from holdfast.train.precision import same_products_on_any_threads
 from holdfast.train.runner import Outcome
@@ -46,54 +49,130 @@ from holdfast.wire.client import Client
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
 
+_LAST_WORDS = 2.0
+"""Seconds that a worker tries to be heard in a generation that is over."""
+
 
 def run(boot: WorkerBoot, secret: Secret) -> int:
     """Take part in one generation; returns the exit code that tells the agent how it ended."""
     same_products_on_any_threads()
-    config = RunConfig.model_validate(boot.config)
-    client = Client(boot.agent, secret, boot.generation)
-    reporter = Reporter(client, boot.rank, heartbeat=boot.heartbeat_seconds, on_error=_complain)
-    reporter.start()
+    worker = Worker(boot, secret)
     try:
-        outcome = _take_part(boot, secret, config, HttpStore(client), reporter)
+        try:
+            worker.begin()
+            outcome = worker.train()
+        finally:
+            worker.close()
     except PeerLostError as error:
-        return _end(reporter, exits.PEER_LOST, error)
+        return _end(worker.reporter, exits.PEER_LOST, error)
     except FencedError as error:
-        return _end(reporter, exits.FENCED, error)
+        return _end(worker.reporter, exits.FENCED, error)
     except NonFiniteError as error:
-        return _end(reporter, exits.NON_FINITE, error)
+        return _end(worker.reporter, exits.NON_FINITE, error)
     if outcome.unsaved is not None:
         print(f"the state after step {outcome.step} is not durable: {outcome.unsaved}", flush=True)
-    reporter.outcome(outcome.kind, outcome.step, outcome.unsaved)
-    reporter.close()
-    return exits.FENCED if reporter.fenced else exits.DONE
+    worker.reporter.outcome(outcome.kind, outcome.step, outcome.unsaved)
+    worker.reporter.close()
+    return exits.FENCED if worker.reporter.fenced else exits.DONE
 
 
-def _take_part(
-    boot: WorkerBoot, secret: Secret, config: RunConfig, store: HttpStore, reporter: Reporter
-) -> Outcome:
-    topology = boot.placed()
-    device = torch.device(boot.device)
-    dataset = Dataset.open(boot.dataset)
-    batches = Batches(dataset, config.data, config.train, config.seed)
-    session = build(config, batches, topology, boot.rank, store, device)
-    try:
-        _restore(boot, session, reporter)
-        table = state_table(config.model, config.train.precision)
+class Worker:
+    """One process of a run, and what it holds, over all generations that it takes part in.
+
+    begin     once: connect, build, restore a checkpoint or make initial weights
+    train     until the run is finished, somebody wishes to leave, or a peer is lost
+    adopt     join the next generation with the state as it is; then `train` again
+
+    step: the state is that after this step. reporter: this process's voice in the present
+    generation; each has its own, because the agent hears only the newest. Belongs to one thread.
+    """
+
+    def __init__(self, boot: WorkerBoot, secret: Secret) -> None:
+        self.step = boot.start_step
+        self._boot, self._secret = boot, secret
+        self._config = RunConfig.model_validate(boot.config)
+        self._session: Session | None = None
+        self._saver: ArenaSaver | None = None
+        self._speak(boot.placed(), boot.rank)
+
+    def begin(self) -> None:
+        """Ready to compute the first step of the generation that this process was forked for."""
+        config, boot = self._config, self._boot
+        batches = Batches(Dataset.open(boot.dataset), config.data, config.train, config.seed)
+        self._session = build(
+            config, batches, self._topology, self._rank, self._store, torch.device(boot.device)
+        )
+        _restore(boot, self._session, self.reporter)
+        self._equip(boot.forked)
+
+    def adopt(self, topology: Topology, rank: int, came_from: Sequence[int | None]) -> None:
+        """Become `rank` of `topology`, which is that of a newer generation, and keep the state.
+
+        Collective over `topology`, of which all processes hold the state after the same step. The
+        agent and the mover must have begun the generation. came_from: see `spec.moves.transfers`.
+        Raises LayoutError, PeerLostError and FencedError; the state is lost to this process then.
+        """
+        begun = time.monotonic()
+        session, self._session = self._present, None
+        self._saver = None  # its capturer refers to the old state
+        self.reporter.close(_LAST_WORDS)
+        before = self._client, self._store  # the old groups need theirs until they are closed
+        self._speak(topology, rank)
+        self.reporter.progress(self.step, "adopt")
+        self._session = adopt(session, topology, rank, self._store, came_from, step=self.step)
+        before[0].close()
+        self._equip(begun)
+
+    def train(self) -> Outcome:
+        """From the state after `step` on. Raises as `train.runner.run` does; `step` is right then
+        too, and the state is whole unless a replica was sharded over a process that is gone."""
+        session, saver = self._present, self._saver
+        assert saver is not None, "the capturer is made with the session"
+        try:
+            with session.loader(self.step) as loader:
+                return train(
+                    session.engine, loader, AgentMembership(self.reporter), self.reporter, saver,
+                    session.evaluator, self._config, rank=self._rank, start_step=self.step,
+                )  # fmt: skip
+        finally:
+            self.step = session.engine.applied or self.step
+
+    def close(self) -> None:
+        """Leave the present generation in an orderly way. The reporter can still be heard."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    # --- parts --------------------------------------------------------------------------------
+    @property
+    def _present(self) -> Session:
+        if self._session is None:
+            raise RuntimeError("begin() comes first, and nothing after close() or a failed adopt()")
+        return self._session
+
+    def _speak(self, topology: Topology, rank: int) -> None:
+        """Connect to the agent as `rank` of a generation."""
+        boot = self._boot
+        self._topology, self._rank = topology, rank
+        self._client = Client(boot.agent, self._secret, topology.generation)
+        self._store = HttpStore(self._client)
+        self.reporter = Reporter(
+            self._client, rank, heartbeat=boot.heartbeat_seconds, on_error=_complain
+        )
+        self.reporter.start()
+
+    def _equip(self, begun: float) -> None:
+        """An arena for the state of the session, which is ready then."""
+        boot, config, session = self._boot, self._config, self._present
         tensors = {local.name: local.tensor for local in session.engine.state()}
         capturer = Capturer(
-            MoverClient(boot.mover_socket, secret, boot.generation), topology, table, boot.rank,
+            MoverClient(boot.mover_socket, self._secret, self._topology.generation),
+            self._topology, state_table(config.model, config.train.precision), self._rank,
             tensors, run=config.name, slots=config.checkpoint.slots,
         )  # fmt: skip
-        saver = ArenaSaver(capturer, reporter, boot.rank, config)
-        reporter.emit(WorkerReady(boot.rank, time.monotonic() - boot.forked, step=boot.start_step))
-        with session.loader(boot.start_step) as loader:
-            return train(
-                session.engine, loader, AgentMembership(reporter), reporter, saver,
-                session.evaluator, config, rank=boot.rank, start_step=boot.start_step,
-            )  # fmt: skip
-    finally:
-        session.close()
+        self._saver = ArenaSaver(capturer, self.reporter, self._rank, config)
+        seconds = time.monotonic() - begun
+        self.reporter.emit(WorkerReady(self._rank, seconds, step=self.step))
 
 
 def _restore(boot: WorkerBoot, session: Session, reporter: Reporter) -> None:

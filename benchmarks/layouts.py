@@ -1,0 +1,46 @@
+"""A training step under each axis of a layout, against the same axis in other loops.
+
+tp2 (tensor with sequence parallelism), pp2 (8 microbatches, 1F1B and GPipe) and dp_shard2, on
+two workers with one thread each: by hand from PyTorch's own pieces (parallelize_module, the
+pipelining schedules, fully_shard), in DeepSpeed and with torchtitan's plans. Every loop has the
+same weights, the same decoder maths, the same tokens, fused AdamW and clipping to norm 1 over
+the whole gradient; `benchmarks/turns.py` says how they are compared, `peers/floor.py` what the
+floor is.
+
+    python -m benchmarks.layouts                      every pair
+    python -m benchmarks.layouts tp2 pp2              some pairs
+    python -m benchmarks.layouts --quick              tiny model, few rounds: does it run?
+    python -m benchmarks.layouts --peers-python P     peers in an environment of their own
+
+A peer that is not installed or does not start is reported with the last line it printed.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.turns import Pair, compare
+
+HAND, AHEAD = "at least 0.97", "ahead (low end above 1)"
+
+PAIRS = (
+    Pair("tp2", "tensor", "holdfast-tp2", HAND, 0.97, floor="floor-tp2"),
+    Pair("pp2", "pipeline-1f1b", "holdfast-pp2", HAND, 0.97, microbatches=8, floor="floor-pp2"),
+    Pair("pp2-gpipe", "pipeline-gpipe", "holdfast-pp2-gpipe", HAND, 0.97, microbatches=8,
+         floor="floor-pp2"),
+    Pair("dp_shard2", "fsdp", "holdfast-zero3", HAND, 0.97, floor="floor-dp2"),
+    Pair("deepspeed-tp2", "deepspeed-tp2", "holdfast-tp2", AHEAD, 1.0, True, floor="floor-tp2"),
+    Pair("deepspeed-pp2", "deepspeed-pp2", "holdfast-pp2", AHEAD, 1.0, True, microbatches=8,
+         floor="floor-pp2"),
+    Pair("deepspeed-zero2", "deepspeed-zero2", "holdfast-zero2", AHEAD, 1.0, True,
+         floor="floor-dp2"),
+    Pair("deepspeed-zero3", "deepspeed-zero3", "holdfast-zero3", AHEAD, 1.0, True,
+         floor="floor-dp2"),
+    Pair("torchtitan-tp2", "torchtitan-tp2", "holdfast-tp2", AHEAD, 1.0, True, floor="floor-tp2"),
+    Pair("torchtitan-pp2", "torchtitan-pp2", "holdfast-pp2", AHEAD, 1.0, True, microbatches=8,
+         floor="floor-pp2"),
+    Pair("torchtitan-fsdp", "torchtitan", "holdfast-zero3", AHEAD, 1.0, True, floor="floor-dp2"),
+)  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(compare(PAIRS, __doc__.splitlines()[0]))

@@ -1,0 +1,254 @@
+"""`holdfast layout`: how a model is spread, drawn before anything starts.
+
+`show` stands in `layout_show`; here is `schedule`, the order of work of one pipeline.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli import layout_show
+from holdfast.cli.call import app as make_app
+from holdfast.cli.output import print_json, say
+from holdfast.errors import ConfigError, UserError
+from holdfast.spec.schedule import SCHEDULES, Schedule, build
+from holdfast.spec.schedule_check import check
+from holdfast.spec.schedule_csv import from_csv, to_csv
+from holdfast.spec.schedule_draw import svg as picture
+from holdfast.spec.schedule_draw import text as drawing
+from holdfast.spec.schedule_time import Durations, Timeline, timeline
+
+MOST_ACTIONS = 200_000  # of a drawing: beyond, nobody sees anything
+TIMES = (1e-9, 1e9)  # least and most, beside 0: sums and ratios of them stay far from overflow
+
+app = make_app("Show how a model is spread over workers, before anything starts.")
+app.command()(layout_show.show)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A table to draw, and the share of every stage in the model's time (mean 1)."""
+
+    schedule: Schedule
+    weights: tuple[float, ...]
+
+
+@app.command()
+def schedule(
+    run_file: Annotated[
+        Path | None, typer.Argument(help="take stages and microbatches from this run file")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    name: Annotated[
+        str | None, typer.Option("--schedule", help=f"one of {', '.join(SCHEDULES)}; none: 1f1b")
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="stages of the pipeline; none: 4")
+    ] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, max=65536, help="microbatches of a step; none: 8")
+    ] = None,
+    virtual: Annotated[int, typer.Option(min=1, help="stages on each rank")] = 1,
+    replica: Annotated[int, typer.Option(min=0, help="which replica of the run file")] = 0,
+    forward: Annotated[
+        str | None, typer.Option(help="time of a forward: one, or one a stage as 1,1,2,1")
+    ] = None,
+    backward: Annotated[
+        str | None, typer.Option(help="time of a backward; none: twice the forward")
+    ] = None,
+    send: Annotated[float, typer.Option(help="time of a transfer between two ranks")] = 0.0,
+    svg: Annotated[Path | None, typer.Option(help="write the drawing as SVG")] = None,
+    csv: Annotated[Path | None, typer.Option(help="write the table as CSV")] = None,
+    from_csv: Annotated[Path | None, typer.Option(help="draw this table instead")] = None,
+    json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON")] = False,
+) -> None:
+    """Draw a pipeline's order of work, timed.
+
+    F0 is the forward of microbatch 0, B0 its backward; a table in CSV may split a backward into I
+    (gradient of the input) and W (of the weights). The bubble is the share of time in which a rank
+    computes nothing. In flight is the most microbatches whose activations it keeps at once.
+
+    Every table is first proved to be complete, in order and free of deadlock. CSV is the form that
+    torch.distributed.pipelining reads and writes: a row a rank, a cell an action, as 2F0.
+
+    With a run file, stages take the time of their blocks (in FLOPs; 1 is the mean of a forward)
+    unless --forward says otherwise.
+
+    \b
+    Example:
+      holdfast layout schedule --stages 4 --microbatches 8
+      holdfast layout schedule --schedule gpipe --forward 1,1,1,1.5 --send 0.1 --svg gpipe.svg
+      holdfast layout schedule run.yaml layout.pp=2 --csv table.csv
+      holdfast layout schedule --from-csv table.csv
+    """
+    if from_csv is not None:
+        given = {"a run file": run_file, "--schedule": name, "--stages": stages,
+                 "--microbatches": microbatches, "--virtual": virtual if virtual != 1 else None,
+                 "--replica": replica or None}  # fmt: skip
+        _refuse_beside("--from-csv", given)
+        asked = _of_table(from_csv)
+    elif run_file is not None:
+        _refuse_beside("a run file", {"--stages": stages,
+                                      "--virtual": virtual if virtual != 1 else None})  # fmt: skip
+        asked = _of_run_file(run_file, list(overrides or []), name, microbatches, replica)
+    else:
+        _refuse_beside("options without a run file", {"--replica": replica or None})
+        asked = _named(name or "1f1b", stages or 4, microbatches or 8, virtual)
+    times = _durations(asked, forward, backward, send)
+    found = timeline(asked.schedule, times)
+    if json:
+        print_json(_numbers(asked.schedule, found))
+    else:
+        print(drawing(asked.schedule, found, _columns(asked.schedule)), flush=True)
+    if svg is not None:
+        _write(svg, picture(asked.schedule, found))
+    if csv is not None:
+        _write(csv, to_csv(asked.schedule))
+
+
+def _refuse_beside(what: str, given: dict[str, Any]) -> None:
+    for other, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{other} means nothing beside {what}", where="command line",
+                remedy="leave one of the two out",
+            )  # fmt: skip
+
+
+def _named(name: str, stages: int, microbatches: int, virtual: int) -> Asked:
+    """A schedule by its name. Raises UserError, with the option as its place."""
+    if stages % virtual:
+        raise ConfigError(
+            f"{stages} stages are not {virtual} on each rank", where="--virtual",
+            remedy=f"use --stages {-(-stages // virtual) * virtual}",
+        )  # fmt: skip
+    if stages * microbatches > MOST_ACTIONS:
+        raise ConfigError(
+            f"{stages} stages by {microbatches} microbatches are too many to draw",
+            where="--microbatches", remedy=f"use {MOST_ACTIONS // stages} or fewer",
+        )  # fmt: skip
+    return Asked(build(name, stages // virtual, microbatches, virtual), (1.0,) * stages)
+
+
+def _of_table(path: Path) -> Asked:
+    """The table of a file, proved to run."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"the table cannot be read ({reason})", where=str(path),
+                        remedy="name a CSV file with a row for each rank") from None  # fmt: skip
+    table = from_csv(text, path.name)
+    check(table)
+    return Asked(table, (1.0,) * table.stages)
+
+
+def _of_run_file(
+    path: Path, overrides: list[str], name: str | None, count: int | None, which: int
+) -> Asked:
+    """The pipeline of one replica, with the microbatches that the first step deals to it."""
+    from holdfast.cli.train import checked_layouts, with_vocabulary
+    from holdfast.config.load import load
+    from holdfast.data.dataset import Dataset, exists
+    from holdfast.plan.layouts import microbatches
+    from holdfast.spec.stages import costs_of
+    from holdfast.spec.tree import deal
+
+    if name is not None:
+        overrides = [*overrides, f"layout.schedule={name}"]
+    loaded = load(path, overrides)
+    if loaded.config.layout.workers == 0:
+        least = loaded.config.layout.least_workers
+        loaded = loaded.planned({"layout.workers": least}, "the smallest world")
+    if exists(loaded.config.data.folder):
+        loaded = with_vocabulary(loaded, Dataset.open(loaded.config.data.folder).vocab_size)
+    config, layouts = loaded.config, checked_layouts(loaded)
+    if which >= len(layouts):
+        raise ConfigError(f"there is no replica {which}", where="--replica",
+                          remedy=f"use 0 to {len(layouts) - 1}")  # fmt: skip
+    layout = layouts[which]
+    share = len(deal(microbatches(config)[1], len(layouts))[which])
+    asked = _named(config.layout.schedule, layout.pp, count or share, 1)
+    costs = costs_of(config.model, config.data.sequence_length)
+    blocks, times, start = layout.stages or (config.model.layers,), [], 0
+    for held in blocks:
+        times.append(sum(costs.times[start : start + held]))
+        start += held
+    times[0] += costs.first[0]
+    times[-1] += costs.last[0]
+    if config.model.vocab_size == 0:
+        say("the dataset is not prepared: the head counts as nothing; add model.vocab_size=N")
+    mean = sum(times) / len(times)
+    return Asked(asked.schedule, tuple(time / mean for time in times))
+
+
+def _durations(asked: Asked, forward: str | None, backward: str | None, send: float) -> Durations:
+    stages = asked.schedule.stages
+    ahead = asked.weights if forward is None else _times("--forward", forward, stages)
+    back = (
+        tuple(2 * time for time in ahead)
+        if backward is None
+        else _times("--backward", backward, stages)
+    )
+    if not _is_time(send):
+        raise ConfigError(f"{send} is no time that can be drawn", where="--send",
+                          remedy=f"use {_RANGE}")  # fmt: skip
+    return Durations(ahead, back, send=send)
+
+
+_RANGE = f"0, or {TIMES[0]:g} to {TIMES[1]:g}"
+
+
+def _is_time(value: float) -> bool:
+    return value == 0 or TIMES[0] <= value <= TIMES[1]
+
+
+def _times(option: str, text: str, stages: int) -> tuple[float, ...]:
+    """One time for all stages, or one for each."""
+    try:
+        times = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        times = ()
+    if not times or not all(0 <= time < float("inf") for time in times):
+        raise ConfigError(f"{text!r} is not a time, nor a list of times", where=option,
+                          remedy="write 1, or one for each stage as 1,1,2")  # fmt: skip
+    if bad := [time for time in times if not _is_time(time)]:
+        raise ConfigError(f"{bad[0]:g} is no time that can be drawn", where=option,
+                          remedy=f"use {_RANGE}")  # fmt: skip
+    if len(times) == 1:
+        return times * stages
+    if len(times) != stages:
+        raise ConfigError(f"there are {len(times)} times for {stages} stages", where=option,
+                          remedy=f"give one, or {stages}")  # fmt: skip
+    return times
+
+
+def _columns(schedule: Schedule) -> int | None:
+    """What is left of a terminal's width beside names and figures; None: nobody looks."""
+    if not sys.stdout.isatty():
+        return None
+    beside = len(f"rank {schedule.ranks}  ") + len("  bubble 100.0%, in flight 1000")
+    return max(40, shutil.get_terminal_size().columns - beside)
+
+
+def _numbers(schedule: Schedule, found: Timeline) -> dict[str, Any]:
+    return {
+        "schedule": schedule.name, "stages": schedule.stages, "ranks": schedule.ranks,
+        "rank_of": schedule.rank_of, "microbatches": schedule.microbatches,
+        "makespan": found.makespan, "bubble": found.bubble, "in_flight": found.in_flight,
+    }  # fmt: skip
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise UserError(f"it cannot be written ({error.strerror})", where=str(path),
+                        remedy="name a file in a folder that is there") from None  # fmt: skip
+    say(f"wrote {path}")

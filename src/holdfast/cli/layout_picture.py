@@ -1,0 +1,207 @@
+"""The drawing of a Topology: grids, one row a rank, the dealing, and what a loss leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from holdfast.cli.output import print_table
+from holdfast.config.run import RunConfig
+from holdfast.layout import AXES, Replica, Topology
+from holdfast.plan.holdings import Holding, Span
+from holdfast.plan.layouts import microbatches
+from holdfast.plan.loss import Loss
+from holdfast.report.numbers import count, plural, size
+from holdfast.spec.parameters import count as parameters_of
+from holdfast.spec.tree import deal
+
+_BYTES = """\
+bytes on a rank while a step's backward runs: parameters{copies}, the sum of
+gradients, AdamW's two moments; on top come activations, messages on their way{gathered}"""
+
+
+@dataclass(frozen=True)
+class Picture:
+    config: RunConfig
+    topology: Topology
+    holdings: Sequence[Holding]
+    lost: frozenset[int] = frozenset()
+    loss: Loss | None = None
+
+    def print(self) -> None:
+        self._head()
+        for replica in self.topology.replicas:
+            print()
+            self._grid(replica)
+        print()
+        self._ranks()
+        print()
+        self._dealing()
+        if self.loss is not None:
+            print()
+            self._what_if(self.loss)
+
+    # --- the whole ------------------------------------------------------------------------
+    def _head(self) -> None:
+        model, layout = self.config.model, self.config.layout
+        vocabulary = count(model.vocab_size) if model.vocab_size else "not known yet"
+        print(
+            f"{self.config.name}: {plural(model.layers, 'block')}, {model.heads} query and "
+            f"{model.kv_heads} key/value heads, vocabulary {vocabulary}; "
+            f"{count(parameters_of(model))} parameters, {self.config.train.precision}"
+        )
+        settings = [
+            f"zero {layout.zero}" if self._used("dp_shard") else "",
+            "" if not self._used("tp")
+            else f"sequence parallel {'on' if layout.sequence_parallel else 'off'}",
+            f"schedule {layout.schedule}" if self._used("pp") else "",
+        ]  # fmt: skip
+        said = "".join(f"; {setting}" for setting in settings if setting)
+        print(
+            f"{plural(self.topology.world_size, 'rank')} on "
+            f"{plural(len(set(self.topology.nodes)), 'node')}, "
+            f"{plural(len(self.topology.replicas), 'replica')}{said}"
+        )
+
+    def _used(self, axis: str) -> bool:
+        return any(replica.degree(axis) > 1 for replica in self.topology.replicas)
+
+    # --- a replica ------------------------------------------------------------------------
+    def _grid(self, replica: Replica) -> None:
+        """Rows are stages, columns the indices on every other axis."""
+        degrees = [f"{axis} {replica.degree(axis)}" for axis in AXES if replica.degree(axis) > 1]
+        stages = f", blocks {list(replica.stages)}" if replica.degree("pp") > 1 else ""
+        shape = " x ".join(degrees) or "1 rank"
+        print(f"replica {replica.index}: {shape}{stages}{self._fate(replica)}")
+        axes = [axis for axis in AXES[1:] if replica.degree(axis) > 1]
+        places = list(product(*(range(replica.degree(axis)) for axis in axes)))
+        head = [" ".join(f"{a} {i}" for a, i in zip(axes, at, strict=True)) for at in places]
+        rows = []
+        for pp in range(replica.degree("pp")):
+            ranks = [replica.rank_at(pp=pp, **dict(zip(axes, at, strict=True))) for at in places]
+            rows.append([f"  stage {pp}" if replica.degree("pp") > 1 else "  ",
+                         *(self._cell(rank) for rank in ranks)])  # fmt: skip
+        print_table(rows, ["", *head] if axes else ())
+
+    def _fate(self, replica: Replica) -> str:
+        if self.loss is None:
+            return ""
+        return " (broken)" if replica.index in self.loss.broken else " (whole)"
+
+    def _cell(self, rank: int) -> str:
+        mark = " LOST" if rank in self.lost else ""
+        return f"{rank} on {self.topology.nodes[rank]}{mark}"
+
+    # --- the ranks ------------------------------------------------------------------------
+    def _ranks(self) -> None:
+        used = [axis for axis in ("pp", "dp_shard", "tp") if self._used(axis)]
+        cut = ("heads", "kv heads", "vocabulary") if self._used("tp") else ()
+        head = ["rank", "node", "replica", *used, "holds", *cut,
+                "parameters", "gradients", "moments", "together"]  # fmt: skip
+        rows: list[list[object]] = []
+        for each in self.holdings:
+            spans = (each.heads, each.kv_heads, self._vocabulary(each)) if cut else ()
+            held = each.held
+            rows.append(
+                [each.rank, each.node, each.at.replica, *(getattr(each.at, a) for a in used),
+                 _holds(each), *map(_span, spans),
+                 *map(size, (held.parameters, held.gradients, held.moments, held.total))]
+            )  # fmt: skip
+        bare = [""] * (len(head) - 5)
+        for name, pick in (("all", sum), ("largest", max)):
+            figures = [
+                pick(getattr(each.held, field) for each in self.holdings)
+                for field in ("parameters", "gradients", "moments", "total")
+            ]
+            rows.append([name, *bare, *map(size, figures)])
+        print_table(rows, head)
+        mixed = self.config.train.precision == "bf16"
+        zero, sharded = self.config.layout.zero, self._used("dp_shard")
+        print(_BYTES.format(
+            copies=" (fp32 and a bf16 copy)" if mixed and not (sharded and zero == 3) else "",
+            gathered=",\nand what is gathered of the block at work"
+            if sharded and zero > 1 else "",
+        ))  # fmt: skip
+
+    def _vocabulary(self, each: Holding) -> Span:
+        return each.vocabulary if each.embedding or each.head else (0, 0)
+
+    # --- the dealing ----------------------------------------------------------------------
+    def _dealing(self) -> None:
+        """One row a replica, one column for each size of batch, and what a loss makes of it."""
+        replicas = len(self.topology.replicas)
+        head, columns = ["replica"], [list(map(str, range(replicas)))]
+        for step, number in microbatches(self.config).items():
+            since = f" from step {step} on" if step > 1 else ""
+            head.append(f"{number} microbatch{'es' if number > 1 else ''} a step{since}")
+            columns.append(list(map(_share, deal(number, replicas))))
+            if self.loss is not None and self.loss.whole:
+                shares = dict(zip(self.loss.whole, deal(number, len(self.loss.whole)), strict=True))
+                head.append("after the loss")
+                columns.append([_share(shares.get(index, ())) for index in range(replicas)])
+        print_table(list(zip(*columns, strict=True)), head)
+
+    # --- a loss ---------------------------------------------------------------------------
+    def _what_if(self, loss: Loss) -> None:
+        lost = ", ".join(map(str, sorted(self.lost)))
+        print(f"without {'rank' if len(self.lost) == 1 else 'ranks'} {lost}:")
+        print(f"  broken      {_replicas(loss.broken)}{self._waiting(loss)}")
+        dealt = ", to be dealt all microbatches" if loss.whole else ""
+        print(f"  whole       {_replicas(loss.whole)}{dealt}")
+        if loss.gone == 0:
+            where = "in a whole replica" if loss.whole else "on the ranks that are left"
+            print(f"  state       all {size(loss.of)} have a copy {where}")
+        else:
+            print(f"  state       {size(loss.gone)} of {size(loss.of)} have no copy left outside "
+                  f"the lost ranks: {self._positions(loss.positions)}")  # fmt: skip
+            print("              those are in a checkpoint only")
+
+    def _waiting(self, loss: Loss) -> str:
+        if not loss.waiting:
+            return ""
+        alive = ", ".join(map(str, loss.waiting))
+        return f"; alive in there, without work: {alive}"
+
+    def _positions(self, positions: Sequence[int]) -> str:
+        layers = self.config.model.layers
+        blocks = [p for p in positions if 0 <= p < layers]
+        words = ["embedding"] if -1 in positions else []
+        words += [f"block{'s' if len(blocks) > 1 else ''} {_runs(blocks)}"] if blocks else []
+        words += ["norm and head"] if layers in positions else []
+        return ", ".join(words)
+
+
+def _holds(each: Holding) -> str:
+    first, number = each.blocks
+    blocks = f"block {first}" if number == 1 else f"blocks {first}-{first + number - 1}"
+    return ", ".join(["embedding"] * each.embedding + [blocks] + ["norm, head"] * each.head)
+
+
+def _span(span: Span) -> str:
+    first, number = span
+    if number < 2:
+        return str(first) if number else "none"
+    return f"{first}-{first + number - 1}"
+
+
+def _share(share: Sequence[int]) -> str:
+    """A share in runs of neighbours, with its size."""
+    return f"{_runs(share)} ({len(share)})" if share else "none"
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """(0, 1, 2, 5) -> "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(_span((run[0], len(run))) for run in runs)
+
+
+def _replicas(indices: Sequence[int]) -> str:
+    if not indices:
+        return "no replica"
+    return f"{'replica' if len(indices) == 1 else 'replicas'} {_runs(indices)}"

@@ -1,0 +1,124 @@
+"""Which degrees can work together, as far as the run file alone decides it.
+
+A rule that does not hold is one sentence: the key and its value, what it does not fit, and the
+nearest values below and above that every rule of the same axis allows. What depends on how
+microbatches are dealt stands in `plan/layouts.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import gcd, lcm
+
+from holdfast.config.layout import DegreesConfig, LayoutConfig
+from holdfast.config.model import ModelConfig
+from holdfast.config.train import TrainConfig
+
+
+def impossible(layout: LayoutConfig, model: ModelConfig, train: TrainConfig) -> str | None:
+    """The sentence of the first rule that does not hold, "... : use ..."; None when all do."""
+    if sentence := _degrees_in_two_places(layout):
+        return sentence
+    shards = lcm(*(degrees.dp_shard for _, degrees in layout.kinds))
+    for key, degrees in layout.kinds:
+        for sentence in (
+            _shard(key, degrees.dp_shard, shards, train),
+            _tensor(key, degrees.tp, model),
+            _pipeline(key, degrees, model.layers),
+        ):
+            if sentence:
+                return sentence
+    return _workers(layout) or None if layout.workers else None
+
+
+def nearest(degree: int, works: Callable[[int], bool], most: int) -> str:
+    """The closest degrees below and above `degree` that work, in words: "2 or 4"."""
+    below = next((d for d in range(min(degree - 1, most), 0, -1) if works(d)), None)
+    above = next((d for d in range(degree + 1, most + 1) if works(d)), None)
+    return " or ".join(str(d) for d in (below, above) if d is not None)
+
+
+def _degrees_in_two_places(layout: LayoutConfig) -> str:
+    given = [axis for axis in ("pp", "dp_shard", "tp") if getattr(layout, axis) > 1]
+    given += ["stages"] if layout.stages else []
+    if not layout.replicas or not given:
+        return ""
+    return (
+        f"layout.{given[0]} is given beside layout.replicas, which have degrees of their own: "
+        "use one of the two"
+    )
+
+
+def _shard(key: str, degree: int, shards: int, train: TrainConfig) -> str:
+    """dp_shard splits the samples of a microbatch evenly.
+
+    `shards`: the least common multiple of every replica's dp_shard. A larger microbatch is
+    offered only where all of them and every size of batch allow it.
+    """
+    size = train.microbatch_size
+    if size % degree == 0:
+        return ""
+    batch = gcd(train.batch_size, *(stage.batch_size for stage in train.batch_warmup))
+    multiples = range(-(-size // shards) * shards, batch + 1, shards)
+    larger = next((multiple for multiple in multiples if batch % multiple == 0), None)
+    near = nearest(degree, lambda d: size % d == 0, size)
+    return (
+        f"{key}.dp_shard {degree} does not divide train.microbatch_size {size}: use "
+        + (f"microbatch_size {larger}, or " if larger is not None else "")
+        + f"dp_shard {near}"
+    )
+
+
+def _tensor(key: str, tp: int, model: ModelConfig) -> str:
+    """tp gives each rank whole query heads, whole or shared key/value heads, and equal parts of
+    the inner dim. Vocabulary and tokens may be cut unevenly."""
+    heads, kv_heads, ffn_dim = model.heads, model.kv_heads, model.ffn_dim
+
+    def works(d: int) -> bool:
+        return heads % d == ffn_dim % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)
+
+    if works(tp):
+        return ""
+    if heads % tp:
+        what = f"does not divide model.heads {heads}"
+    elif ffn_dim % tp:
+        what = f"does not divide model.ffn_dim {ffn_dim}"
+    else:
+        what = f"neither divides model.kv_heads {kv_heads} nor is a multiple of it"
+    return f"{key}.tp {tp} {what}: use {nearest(tp, works, heads)}"
+
+
+def _pipeline(key: str, degrees: DegreesConfig, layers: int) -> str:
+    """Every stage holds at least one block; stages that are named hold all of them."""
+    pp, stages = degrees.pp, list(degrees.stages)
+    if pp > layers:
+        return f"{key}.pp {pp} is more than model.layers {layers}: use {layers} or less"
+    even = [layers // pp + (stage < layers % pp) for stage in range(pp)]
+    instead = f"use {even}, or [] to have them balanced by cost"
+    if stages and len(stages) != pp:
+        return f"{key}.stages {stages} has {len(stages)} of {key}.pp {pp} stages: {instead}"
+    if stages and sum(stages) != layers:
+        return (
+            f"{key}.stages {stages} holds {sum(stages)} blocks, but model.layers is {layers}: "
+            f"{instead}"
+        )
+    return ""
+
+
+def _workers(layout: LayoutConfig) -> str:
+    """Workers fill whole replicas."""
+    workers, ranks = layout.workers, layout.least_workers
+    if layout.replicas:
+        if workers == ranks:
+            return ""
+        return (
+            f"layout.workers {workers} is not the {ranks} workers of layout.replicas together: "
+            f"use {ranks}, or 0"
+        )
+    if workers % ranks == 0:
+        return ""
+    axes = [axis for axis in ("pp", "dp_shard", "tp") if getattr(layout, axis) > 1]
+    named = " x ".join(f"layout.{axis} {getattr(layout, axis)}" for axis in axes)
+    product = f" = {ranks}" if len(axes) > 1 else ""
+    near = nearest(workers, lambda n: n % ranks == 0, workers + ranks)
+    return f"layout.workers {workers} is not a multiple of {named}{product}: use {near}"

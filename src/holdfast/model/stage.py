@@ -1,0 +1,25 @@
+"""What one pipeline stage holds of a decoder.
+
+Stages are runs of blocks. The first also embeds the tokens; the last also has the final norm and
+the head. Parameters keep their names. A tied embedding is held by both ends: the last stage keeps
+`embed.weight` as its head, and the two gradients of it add up.
+"""
+
+from __future__ import annotations
+
+from holdfast.model.decoder import Decoder
+
+
+def keep_stage(decoder: Decoder, blocks: range, first: bool, last: bool) -> None:
+    """Drop in place what other stages hold; call it before the decoder gets its memory.
+
+    blocks: positions of the stage's blocks, a part of range(layers), not empty.
+    Raises ValueError for blocks that the decoder does not have.
+    """
+    if not blocks or not set(blocks) <= set(decoder.layers.positions):
+        raise ValueError(f"blocks {list(blocks)} are not a part of {decoder.layers.positions}")
+    decoder.layers.keep(blocks)
+    if not first and not (last and decoder.config.tied_embeddings):
+        decoder.embed = None
+    if not last:
+        decoder.norm = decoder.head = None

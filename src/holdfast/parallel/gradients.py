@@ -1,0 +1,240 @@
+"""The gradients of one rank, cell by cell: which part of a gradient belongs to which reducer.
+
+A rank may be a member of several cells (`spec/cells.py`): norms that all tensor-parallel ranks
+hold beside matrices that they cut, or the halves of a matrix where another replica is cut
+otherwise. Each cell has a reducer with a flat buffer of its own. A parameter's gradient is cut
+into the boxes of those cells, each of which is one slice of one buffer; a bucket is complete when
+all of its slices have come. Where a cell takes the whole of a parameter nothing is cut.
+
+What all members of a cell must agree on is a function of the cell's boxes alone: the order of
+slices, their places, the buckets. So replicas of unlike shapes sum the same buckets.
+
+`Feeder` is what both producers share: `replicate.py` (hooks of plain parameters) and `shard.py`
+(FSDP2's units). The engine drives either by the same calls: `begin`, `finish` and `squares` once
+per step, `start_leaf`, `end_leaf` and `check` once per microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from holdfast.parallel.buckets import arrange
+from holdfast.parallel.norm import sum_of_squares
+from holdfast.parallel.reducer import Reducer, Slot, Team
+from holdfast.parallel.transport import Peers
+from holdfast.spec.boxes import Box
+from holdfast.spec.cells import Cell
+from holdfast.spec.tree import Shares
+
+Cells = Sequence[tuple[Cell, Team]]
+
+
+def alike(boxes: Mapping[str, Box], peers: Peers) -> Cells:
+    """One cell of all that is held: replicas of one shape, one member of `peers` each."""
+    team = Team.of(peers)
+    return [(Cell(team.members, tuple(box for box in boxes.values() if box.size)), team)]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """The part of a tensor that lies in one slice of one cell's buffer.
+
+    number: of the slice. region: which part of the tensor; None is all of it.
+    """
+
+    cell: int
+    number: int
+    bucket: int
+    region: tuple[slice, ...] | None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This part of a tensor, as a view."""
+        return tensor if self.region is None else tensor[self.region]
+
+
+class Feeder:
+    """The reducers of all cells of a rank, and the way of each gradient into them.
+
+    boxes: by parameter, in forward order, what this rank computes gradients of, in global
+        coordinates; may be empty. wanted: what it needs of the sum; by default the same.
+    cells: every cell that this rank is a member of.
+    dtype: of all sums, whatever the gradients' own is.
+    by_unit: a bucket is a block, as FSDP2 produces them; all ranks must be given the same.
+    fast: the backend's own all-reduce, where one cell is all there is and its team allows it.
+    Raises ValueError where a cell has a box that this rank does not hold, or the cells do not
+    give it all that it needs.
+    """
+
+    def __init__(
+        self, boxes: Mapping[str, Box], cells: Cells, *, dtype: torch.dtype, device: torch.device,
+        bucket_bytes: int, by_unit: bool = False, fast: bool = False, pairs: bool = False,
+        wanted: Mapping[str, Box] | None = None,
+    ):  # fmt: skip
+        self.device = device
+        self._error: Exception | None = None
+        self.reducers: list[Reducer] = []
+        self._arranged: list[list[Box]] = []
+        for cell, team in cells:
+            order, layout = arrange(cell.boxes, bucket_bytes, dtype.itemsize, by_unit)
+            self._arranged.append([cell.boxes[i] for i in order])
+            self.reducers.append(
+                Reducer(layout, team, dtype=dtype, device=device, pairs=pairs,
+                        fast=fast and len(cells) == 1, failed=self.fail)
+            )  # fmt: skip
+        self._contributing = [i for i, r in enumerate(self.reducers) if r.team.own.contributes]
+        self._receiving = [i for i, r in enumerate(self.reducers) if r.team.own.receives]
+        self._counted = [i for i, (cell, team) in enumerate(cells) if cell.counts(team.own.rank)]
+        self.patches = self._cut(boxes, self._contributing)
+        self._copies: list[tuple[Tensor, Tensor]] = []  # (part of a gradient, its slice)
+        self._results = self._collect(boxes if wanted is None else wanted, dtype)
+        self._views: dict[Slot, list[list[Tensor]]] = {}
+        self._target: list[list[Tensor]] = []
+        self._due: list[list[int]] = []  # slices that a bucket waits for, by cell and bucket
+        self._peers = list({id(r.peers): r.peers for r in self.reducers}.values())
+
+    # --- a step ---------------------------------------------------------------------------
+    def begin(self, leaves: int, shares: Shares) -> None:
+        """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`.
+
+        The step before must have been voted on: its sends are forgotten here, once for all
+        cells. Raises PeerLostError when a peer is known to be gone.
+        """
+        self._error = None
+        for peers in self._peers:
+            peers.forget_sends()
+        for reducer in self.reducers:
+            reducer.begin(leaves, shares)
+        self._spread()
+
+    def finish(self) -> None:
+        """Return when `gradients` hold the whole sum. Raises PeerLostError when they cannot."""
+        for reducer in self.reducers:
+            reducer.join()
+        self.check()
+        for part, found in self._copies:
+            part.copy_(found)
+
+    def check(self) -> None:
+        """Raise the first stored error, as PeerLostError where a connection broke."""
+        for reducer in self.reducers:
+            reducer.check()
+
+    def fail(self, error: Exception) -> None:
+        """Give the step up in all cells: who waits is woken, here and at the peers."""
+        self._error = self._error or error
+        for reducer in self.reducers:
+            reducer.fail(error)
+
+    def _spread(self) -> None:
+        """A reducer may have failed before the next one had begun, which cleared the error."""
+        if self._error is not None:
+            self.fail(self._error)
+
+    def gradients(self) -> list[Tensor]:
+        """The summed gradient of each parameter's wanted box, in forward order.
+
+        The same tensors in every step: a view of a buffer where the box is one slice, otherwise
+        memory that `finish` fills. The optimizer may overwrite them.
+        """
+        return self._results
+
+    def squares(self) -> float:
+        """The sum of squares of what this rank answers for; all ranks of a replica together
+        answer for each element once (`Cell.counts`)."""
+        return sum(float(sum_of_squares(self.reducers[cell].gradient)) for cell in self._counted)
+
+    # --- a leaf ---------------------------------------------------------------------------
+    def _open(self, leaf: int) -> Slot | None:
+        """The gradients that come now belong to `leaf`. Returns the slot they go to, which is the
+        same in all cells; None where they are to stay in `.grad`."""
+        slot: Slot = (0, 0)
+        for cell in self._contributing:
+            slot = self.reducers[cell].start_leaf(leaf)
+        if self._contributing and self.reducers[self._contributing[0]].hold:
+            return None
+        if slot not in self._views:
+            self._views[slot] = [
+                [self._slice(patch, self.reducers[patch.cell].slot(slot)) for patch in patches]
+                for patches in self.patches
+            ]
+        self._target = self._views[slot]
+        self._due = [[b.last - b.first for b in r.layout.buckets] for r in self.reducers]
+        return slot
+
+    @property
+    def accumulate(self) -> bool:
+        """Whether the current leaf is added to what its slot holds, or replaces it."""
+        return bool(self._contributing) and self.reducers[self._contributing[0]].accumulate
+
+    def _take(self, index: int, gradient: Tensor | None) -> None:
+        """Add a parameter's gradient (None: zero) to the current slot, and send what is ready."""
+        accumulate = self.accumulate
+        for patch, target in zip(self.patches[index], self._target[index], strict=True):
+            if gradient is None:
+                if not accumulate:
+                    target.zero_()
+            elif accumulate:
+                target.add_(patch.of(gradient))
+            else:
+                target.copy_(patch.of(gradient))
+        self._came(index)
+
+    def _came(self, index: int) -> None:
+        """A parameter's slices are in place."""
+        for patch in self.patches[index]:
+            due = self._due[patch.cell]
+            due[patch.bucket] -= 1
+            if due[patch.bucket] == 0:
+                try:
+                    self.reducers[patch.cell].done(patch.bucket)
+                except Exception as error:  # raised by check(), not inside the backward
+                    self.fail(error)
+
+    # --- where everything lies --------------------------------------------------------------
+    def _slice(self, patch: Patch, flat: Tensor) -> Tensor:
+        """A patch's slice of a flat buffer of its cell.  flat: [layout.size] -> [*box]"""
+        return self.reducers[patch.cell].layout.slices[patch.number].view(flat)
+
+    def _cut(self, boxes: Mapping[str, Box], cells: Sequence[int]) -> list[list[Patch]]:
+        """The patches of each parameter in some cells."""
+        patches: dict[str, list[Patch]] = {name: [] for name in boxes}
+        for cell in cells:
+            bucket, buckets = 0, self.reducers[cell].layout.buckets
+            for number, box in enumerate(self._arranged[cell]):
+                if number >= buckets[bucket].last:
+                    bucket += 1
+                held = boxes.get(box.name)
+                if held is None or not held.contains(box):
+                    raise ValueError(f"a cell has {box}, this rank holds {held}")
+                patches[box.name].append(Patch(cell, number, bucket, _region(box, held)))
+        return list(patches.values())
+
+    def _collect(self, wanted: Mapping[str, Box], dtype: torch.dtype) -> list[Tensor]:
+        """Where the sum of each wanted box is found."""
+        results: list[Tensor] = []
+        cut = self._cut(wanted, self._receiving)
+        for (name, box), patches in zip(wanted.items(), cut, strict=True):
+            found = [self._slice(patch, self.reducers[patch.cell].gradient) for patch in patches]
+            if sum(part.numel() for part in found) != box.size:
+                raise ValueError(f"the cells do not give all of {box} of {name}")
+            if len(patches) == 1 and patches[0].region is None:
+                results.append(found[0])
+                continue
+            whole = torch.zeros(box.lengths, dtype=dtype, device=self.device)
+            results.append(whole)
+            self._copies += [(p.of(whole), part) for p, part in zip(patches, found, strict=True)]
+        return results
+
+
+def _region(box: Box, held: Box) -> tuple[slice, ...] | None:
+    """`box` inside a tensor that holds `held`."""
+    if box.lengths == held.lengths:
+        return None
+    return tuple(
+        slice(offset - start, offset - start + length)
+        for offset, start, length in zip(box.offsets, held.offsets, box.lengths, strict=True)
+    )

@@ -1,0 +1,437 @@
+"""Execute a pipeline schedule over direct messages between the ranks of one pipeline.
+
+The table (`spec/schedule.py`) says which actions a rank runs, in order. What travels follows
+from it: the activation of a forward goes to the rank of the next stage, the gradient of a
+backward to the rank of the stage before; between stages of one rank it is handed over.
+
+Nothing can wait forever that the table did not make wait: a send is started and never waited
+for, and the receive of every message that is needed next, in each of the two directions, is
+posted one ahead of its use. So a message finds its buffer ready while the action before it still
+computes, and a rank holds at most one activation and one gradient more than the table keeps.
+
+When may the buffer of a send be dropped? Gloo moves data only once its receiver has posted, and a
+send that is dropped earlier is lost. A send has arrived once anything comes back that its
+receiver sent after it had used it: for an activation the gradient of the same microbatch at the
+latest, for most gradients of 1F1B a later activation. Which message proves which follows from
+the table alone. Messages that nothing proves (a forward-only run, the last gradients) are closed
+by a receipt of eight bytes when the last of them has been used; it is waited for where it costs
+nothing, before the next run begins. Hence between two runs nothing of the first is under way, and
+every tag can be used again.
+
+The receipt's own send is kept until its receiver sends again, which it does only after it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from holdfast.errors import LayoutError, PeerLostError
+from holdfast.parallel.timeline import COMPUTE, RECEIVE, SEND, Recorder
+from holdfast.parallel.torch_compat import Work, is_peer_loss
+from holdfast.parallel.transport import Peers
+from holdfast.spec.schedule import Action, Kind, Schedule, Value, produced, singles
+from holdfast.spec.schedule_check import check
+
+FIRST_TAG = 1 << 16  # lower tags are free for small exchanges in the same group
+LAST_TAG = 0x7FFF0000  # above stand the transport's own
+
+
+class StageWork(Protocol):
+    """What the stages of one rank compute. `microbatch` counts from 0 within the schedule.
+
+    Tensors that are returned must stay as they are: they may be on their way for a while.
+    What is handed in belongs to the work, except for a tensor from a stage of the same rank,
+    which is read only. Neither requires a gradient.
+    """
+
+    def boundary(self, stage: int, microbatch: int) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of the activation that enters `stage` (never asked for stage 0), and
+        of its gradient. Both neighbours must give the same answer."""
+        ...
+
+    def forward(self, stage: int, microbatch: int, incoming: Tensor | None) -> Tensor | None:
+        """Run a stage. `incoming` is None for stage 0; the last stage returns None."""
+        ...
+
+    def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """The whole backward. `gradient` is of what forward returned, None for the last stage.
+
+        Returns the gradient of what came in; None for stage 0."""
+        ...
+
+
+@runtime_checkable
+class SplitStageWork(StageWork, Protocol):
+    """Stages whose backward comes in two, for the schedules that fill bubbles with the second."""
+
+    def backward_input(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of what came in, as `backward` returns it; weights get nothing yet."""
+        ...
+
+    def backward_weight(self, stage: int, microbatch: int) -> None:
+        """The rest of the backward of a microbatch whose `backward_input` has run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A value on its way between this rank and `peer`; it crosses into or out of `boundary`."""
+
+    value: Value
+    peer: int
+    tag: int
+
+    @property
+    def boundary(self) -> int:
+        return self.value.stage if self.value.gradient else self.value.stage + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One action of this rank, with what it takes and gives.
+
+    taken, given: the value that enters or leaves by a message, None where none does.
+    here, stays: the value that a stage of this same rank has given, or will take.
+    proves: own sends that have arrived once `taken` is here.
+    receipt: the peer that is told, once `taken` is here, that all it sent has been used.
+    """
+
+    action: Action
+    taken: Message | None
+    here: Value | None
+    given: Message | None
+    stays: Value | None
+    proves: tuple[Value, ...]
+    receipt: int | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule as one rank sees it. debtors: peers that owe a receipt at the end of the run."""
+
+    schedule: Schedule
+    steps: tuple[Step, ...]
+    debtors: tuple[int, ...]
+
+    def receives(self, gradient: bool) -> Iterator[Message]:
+        """What arrives in one direction, in order of use."""
+        return (s.taken for s in self.steps if s.taken and s.taken.value.gradient is gradient)
+
+
+class Interpreter:
+    """Runs schedules over `line`: the bare peers of one pipeline, numbered by index on `pp`.
+
+    A run that fails closes every connection of the line, so that its peers stop too; then the
+    line and this interpreter are of no more use, and nothing of it can reach a line built later.
+    It keeps what was sent until it has arrived, so it must live as long as its line is used.
+    Only one thread may call.
+    """
+
+    def __init__(
+        self, line: Peers, device: torch.device, *,
+        recorder: Recorder | None = None, first_tag: int = FIRST_TAG,
+    ):  # fmt: skip
+        self.line, self.device, self.recorder, self.first_tag = line, device, recorder, first_tag
+        self._plans: deque[Plan] = deque(maxlen=8)
+        self._unproved: dict[int, list[tuple[Tensor, Work]]] = {}
+        self._owed: list[tuple[int, Tensor, Work]] = []
+        self._receipts: dict[int, tuple[Tensor, Work]] = {}
+        self._closed = False
+
+    def run(self, schedule: Schedule, work: StageWork) -> None:
+        """Execute this rank's row of `schedule`; every rank of the line runs the same table.
+
+        On return all actions have run; what they sent may still be on its way (`settle`).
+        Raises PeerLostError when a peer is gone, and whatever the work raises. Raises
+        LayoutError, before anything starts, for a table that cannot be executed here.
+        """
+        plan = self.plan(schedule)
+        if not isinstance(work, SplitStageWork) and _splits(plan):
+            raise LayoutError(
+                f"the schedule {schedule.name} splits the backward, which these stages do not",
+                where="layout.schedule",
+                remedy="use 1f1b or gpipe",
+            )
+        try:
+            self._settle()
+            Run(self, plan, work).execute()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def settle(self) -> None:
+        """Return when everything that was sent has arrived. Raises PeerLostError.
+
+        Each run begins with it. To be called by a rank that goes away after a run without
+        another exchange in between.
+        """
+        try:
+            self._settle()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def plan(self, schedule: Schedule) -> Plan:
+        """What `schedule` means for this rank. Made once for each of the last few tables."""
+        for plan in self._plans:
+            if plan.schedule == schedule:
+                return plan
+        if schedule.ranks != self.line.size:
+            raise LayoutError(
+                f"the schedule {schedule.name} is for {schedule.ranks} ranks, "
+                f"the pipeline has {self.line.size}",
+                where="layout.schedule",
+            )
+        check(schedule)
+        plan = make_plan(schedule, self.line.rank, self.first_tag)
+        self._plans.append(plan)
+        return plan
+
+    def span(self, track: str, name: str) -> AbstractContextManager[None]:
+        """A span of the recorder, if there is one."""
+        return self.recorder.span(track, name) if self.recorder else nullcontext()
+
+    def begin(self, plan: Plan) -> None:
+        """Post the receives of the receipts that this run will be owed."""
+        for peer in plan.debtors:
+            record = torch.empty(1, dtype=torch.int64)
+            work = self.line.receive(record, peer, self.first_tag)
+            self._owed.append((peer, record, work))
+
+    def kept(self, peer: int, tensor: Tensor, work: Work) -> None:
+        """Keep a send that nothing of its run will prove."""
+        self._unproved.setdefault(peer, []).append((tensor, work))
+
+    def send_receipt(self, peer: int) -> None:
+        """Tell `peer` that everything it sent in this run has been used.
+
+        It has just sent in this run, so it had waited for the receipt of the run before.
+        """
+        record = torch.zeros(1, dtype=torch.int64)
+        if self.line.traffic is not None:
+            self.line.traffic.add("control", record.nbytes)
+        self._receipts[peer] = (record, self.line.group.send([record], peer, self.first_tag))
+
+    def _settle(self) -> None:
+        if self._closed:
+            raise PeerLostError("an earlier run of this pipeline failed, its line is closed")
+        for peer, _, work in self._owed:
+            with self.span(SEND, f"to {peer}"):
+                work.wait()
+            self._unproved.pop(peer, None)
+        self._owed.clear()
+
+    def _fail(self, error: BaseException) -> None:
+        """Close the line, so that no peer waits for this rank."""
+        self._closed = True
+        self.line.abort()
+        if is_peer_loss(error):
+            raise PeerLostError(f"a peer of the pipeline was lost: {error}") from error
+
+
+class Run:
+    """One execution of a plan: what is posted, handed over and on its way."""
+
+    def __init__(self, interpreter: Interpreter, plan: Plan, work: StageWork):
+        self._interpreter, self._plan, self._work = interpreter, plan, work
+        self._line, self._device = interpreter.line, interpreter.device
+        self._coming = {gradient: plan.receives(gradient) for gradient in (False, True)}
+        self._posted: dict[Value, tuple[Tensor, Work]] = {}
+        self._sent: dict[Value, tuple[int, Tensor, Work]] = {}
+        self._here: dict[Value, Tensor] = {}
+
+    def execute(self) -> None:
+        """All actions of this rank, in the order of the table."""
+        self._interpreter.begin(self._plan)
+        self._post(False)
+        self._post(True)
+        for step in self._plan.steps:
+            incoming = self._take(step)
+            with self._interpreter.span(COMPUTE, str(step.action)):
+                out = self._compute(step.action, incoming)
+            self._give(step, out)
+        for peer, tensor, work in self._sent.values():
+            self._interpreter.kept(peer, tensor, work)
+
+    def _compute(self, action: Action, incoming: Tensor | None) -> Tensor | None:
+        work, stage, microbatch = self._work, action.stage, action.microbatch
+        match action.kind:
+            case Kind.FORWARD:
+                return work.forward(stage, microbatch, incoming)
+            case Kind.BACKWARD:
+                return work.backward(stage, microbatch, incoming)
+        assert isinstance(work, SplitStageWork)
+        if action.kind is Kind.BACKWARD_INPUT:
+            return work.backward_input(stage, microbatch, incoming)
+        work.backward_weight(stage, microbatch)
+        return None
+
+    def _post(self, gradient: bool) -> None:
+        """Post the next receive of one direction, if there is one."""
+        message = next(self._coming[gradient], None)
+        if message is not None:
+            shape, dtype = self._work.boundary(message.boundary, message.value.microbatch)
+            buffer = torch.empty(shape, dtype=dtype)
+            work = self._line.receive(buffer, message.peer, message.tag)
+            self._posted[message.value] = (buffer, work)
+
+    def _take(self, step: Step) -> Tensor | None:
+        """What the action needs from another stage, on the device; None if nothing."""
+        if step.here is not None:
+            return self._here.pop(step.here)
+        if step.taken is None:
+            return None
+        value = step.taken.value
+        self._post(value.gradient)
+        buffer, work = self._posted.pop(value)
+        with self._interpreter.span(RECEIVE, str(step.action)):
+            work.wait()
+        for proved in step.proves:
+            self._sent.pop(proved)
+        if step.receipt is not None:
+            self._interpreter.send_receipt(step.receipt)
+        return buffer.to(self._device)
+
+    def _give(self, step: Step, out: Tensor | None) -> None:
+        """Hand on what the action produced, without the graph that produced it."""
+        value = step.stays or (step.given.value if step.given else None)
+        if value is None:
+            return
+        message = step.given
+        boundary = value.stage if value.gradient else value.stage + 1
+        expected = self._work.boundary(boundary, value.microbatch)
+        if out is None or (tuple(out.shape), out.dtype) != expected:
+            found = "nothing" if out is None else f"{tuple(out.shape)} {out.dtype}"
+            raise ValueError(f"{step.action} gave {found}, the boundary {boundary} is {expected}")
+        out = out.detach()
+        if message is None:
+            self._here[value] = out
+            return
+        wire = out.cpu().contiguous()
+        if self._line.traffic is not None:
+            self._line.traffic.add("pp", wire.nbytes)
+        work = self._line.group.send([wire], message.peer, message.tag)
+        self._sent[value] = (message.peer, wire, work)
+
+
+def make_plan(schedule: Schedule, rank: int, first_tag: int = FIRST_TAG) -> Plan:
+    """The row of `rank`, with its messages, what proves their arrival, and its receipts.
+
+    Tags: `first_tag` for receipts, then one per (direction, stage, microbatch).
+    Raises LayoutError when there are more messages than tags.
+    """
+    if first_tag + 2 * schedule.stages * schedule.microbatches > LAST_TAG:
+        raise LayoutError(
+            f"{schedule.stages} stages and {schedule.microbatches} microbatches need more "
+            "message tags than there are",
+            where="layout.schedule",
+            remedy="use fewer microbatches",
+        )
+    rows = [tuple(a for cell in row for a in singles(cell)) for row in schedule.actions]
+    place = {action: (r, at) for r, row in enumerate(rows) for at, action in enumerate(row)}
+    traffic = _Traffic(schedule, place)
+    peers = [peer for peer in range(schedule.ranks) if peer != rank]
+    proves: dict[Value, list[Value]] = {}
+    for peer in peers:
+        for sent, answer in traffic.answers(rank, peer).items():
+            if answer is not None:
+                proves.setdefault(answer, []).append(sent)
+    receipts = {last: peer for peer in peers if (last := traffic.closing(peer, rank))}
+    debtors = tuple(peer for peer in peers if traffic.closing(rank, peer))
+    steps = []
+    for action in rows[rank]:
+        source, target = _incoming(action, schedule.stages), _outgoing(action, schedule.stages)
+        taken = traffic.message(source, rank, first_tag) if source else None
+        given = traffic.message(target, rank, first_tag) if target else None
+        step = Step(
+            action=action,
+            taken=taken,
+            here=None if taken else source,
+            given=given,
+            stays=None if given else target,
+            proves=tuple(proves.get(source, ())) if source else (),
+            receipt=receipts.get(source) if source else None,
+        )
+        steps.append(step)
+    return Plan(schedule, tuple(steps), debtors)
+
+
+class _Traffic:
+    """Which values travel between which ranks, and from which place of a row to which."""
+
+    def __init__(self, schedule: Schedule, place: dict[Action, tuple[int, int]]):
+        self._schedule = schedule
+        self._giver: dict[Value, tuple[int, int]] = {}
+        self._taker: dict[Value, tuple[int, int]] = {}
+        for action, where in place.items():
+            source, target = _incoming(action, schedule.stages), _outgoing(action, schedule.stages)
+            if source is not None:
+                self._taker[source] = where
+            if target is not None:
+                self._giver[target] = where
+
+    def message(self, value: Value, rank: int, first_tag: int) -> Message | None:
+        """The message that carries `value` from or to `rank`; None if it stays on it."""
+        giver, taker = self._giver[value][0], self._taker[value][0]
+        if giver == taker:
+            return None
+        stages, microbatches = self._schedule.stages, self._schedule.microbatches
+        number = (value.gradient * stages + value.stage) * microbatches + value.microbatch
+        return Message(value, taker if giver == rank else giver, first_tag + 1 + number)
+
+    def answers(self, sender: int, receiver: int) -> dict[Value, Value | None]:
+        """Of all that `sender` sends to `receiver`: the first to come back that proves arrival.
+
+        That is, in the order in which `sender` uses what comes back, the first value that
+        `receiver` gave at or after the place where it took what was sent.
+        """
+        back = sorted(self._between(receiver, sender), key=lambda value: self._taker[value])
+        newest = list(accumulate((self._giver[value][1] for value in back), max))
+        found: dict[Value, Value | None] = {}
+        for value in self._between(sender, receiver):
+            at = bisect_left(newest, self._taker[value][1])
+            found[value] = back[at] if at < len(back) else None
+        return found
+
+    def closing(self, sender: int, receiver: int) -> Value | None:
+        """The last of what `sender` sends to `receiver` that nothing proves, in order of use."""
+        open_ends = [v for v, answer in self.answers(sender, receiver).items() if answer is None]
+        return max(open_ends, key=lambda value: self._taker[value], default=None)
+
+    def _between(self, sender: int, receiver: int) -> list[Value]:
+        return [
+            value
+            for value, (giver, _) in self._giver.items()
+            if giver == sender and self._taker[value][0] == receiver
+        ]
+
+
+def _incoming(action: Action, stages: int) -> Value | None:
+    """What an action takes from a neighbouring stage."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is Kind.FORWARD:
+        return Value(stage - 1, microbatch) if stage > 0 else None
+    if action.kind is Kind.BACKWARD_WEIGHT or stage + 1 == stages:
+        return None
+    return Value(stage + 1, microbatch, gradient=True)
+
+
+def _outgoing(action: Action, stages: int) -> Value | None:
+    """What an action gives to a neighbouring stage."""
+    value = produced(action)
+    if value is None or value.stage == (0 if value.gradient else stages - 1):
+        return None
+    return value
+
+
+def _splits(plan: Plan) -> bool:
+    return any(s.action.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) for s in plan.steps)

@@ -1,0 +1,182 @@
+"""Moving live state to another layout: the plan of `spec/moves.py`, carried out by real messages.
+
+Nothing passes through a disk or through one rank, and nothing is kept twice: what a process holds
+already is copied inside it, and every other piece comes straight from one who holds it.
+
+    agree    all ranks say the digest of their plan and the step of their state: both ends of a
+             transfer are of one plan, and states of two steps are never mixed
+    keep     copy what is in my old and my new box
+    round    post the receives, start the sends, wait for what comes, unpack; then a small
+             exchange: who speaks in it has received everything of the round. So the buffers of
+             its sends may go, and the old tensors that no later round needs go with them
+
+A piece that is not contiguous in memory (columns of a matrix) is packed before it leaves and
+unpacked where it arrives; all others are sent from and received into the tensors themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from holdfast.errors import LayoutError, PeerLostError
+from holdfast.parallel.transport import Peers, exchange
+from holdfast.spec.boxes import Box
+from holdfast.spec.moves import Moves, Transfer
+
+_TAG = 8  # of the exchanges that open the move and close its rounds
+_FIRST_TAG = 16
+
+
+class Held(Protocol):
+    """What a rank holds of one state tensor: the elements of `box`, in `tensor`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def tensor(self) -> Tensor: ...
+
+    @property
+    def box(self) -> Box: ...
+
+
+@torch.no_grad()
+def move(
+    old: MutableMapping[str, Held], new: Sequence[Held], moves: Moves, peers: Peers,
+    positions: Sequence[int], *, step: int,
+) -> None:  # fmt: skip
+    """Fill `new` with the state that the processes of `peers` hold in `old`. Collective.
+
+    old: by tensor name; nothing of a newcomer. It is emptied: a tensor is let go as soon as
+        nobody needs it any more, so that the peak is not always old + new.
+    new: memory of the new layout; every element is written.
+    peers: joins all ranks of the new generation, and carries nothing else meanwhile.
+    positions: positions[rank] is that rank's number in `peers`.
+    step: the state is that after this step.
+
+    Raises LayoutError, on every rank alike, when the ranks made their plans from different
+    topologies or come from different steps: `old` is whole then. RuntimeError when `old` or `new`
+    is not what the plan says. PeerLostError when a peer is gone: `new` is then of no use, and
+    neither is what is left of `old`.
+    """
+    here = {held.name: held for held in new}
+    try:
+        _check(old, here, moves)
+    except RuntimeError:
+        peers.abort()  # or the others would wait for this rank
+        raise
+    _agree(moves, peers, step)
+    for box in moves.copies:
+        part(here[box.name], box).copy_(part(old[box.name], box))
+    last = {t.box.name: t.round for t in moves.sends}
+    _release(old, {name for name, held in list(old.items()) if name not in last})
+    sends, receives = _by_round(moves.sends), _by_round(moves.receives)
+    for index in range(moves.rounds):
+        with _losses(peers):
+            _carry(old, here, sends.get(index, ()), receives.get(index, ()), peers, positions)
+        exchange(peers, torch.tensor([index]), [1] * peers.size, _TAG)
+        peers.forget_sends()
+        _release(old, {name for name, at in last.items() if at == index})
+
+
+def _carry(
+    old: MutableMapping[str, Held], new: dict[str, Held], sends: Iterable[Transfer],
+    receives: Iterable[Transfer], peers: Peers, positions: Sequence[int],
+) -> None:  # fmt: skip
+    """One round of one rank; returns when everything it receives is in its place."""
+    coming = []
+    for transfer in receives:
+        place = part(new[transfer.box.name], transfer.box)
+        into = place if _travels(place) else torch.empty(place.shape, dtype=place.dtype)
+        work = peers.receive(into, positions[transfer.source], _FIRST_TAG + transfer.number)
+        coming.append((work, into, place))
+    for transfer in sends:
+        piece = part(old[transfer.box.name], transfer.box)
+        packed = piece if _travels(piece) else piece.cpu().contiguous()
+        peers.send(packed, positions[transfer.target], _FIRST_TAG + transfer.number)
+    for work, into, place in coming:
+        work.wait()
+        if into is not place:
+            place.copy_(into)
+
+
+def part(held: Held, box: Box) -> Tensor:
+    """The view of `box` in a tensor that holds it.  -> [*box.lengths]"""
+    view = held.tensor
+    for dim, (start, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+        view = view.narrow(dim, start - held.box.offsets[dim], length)
+    return view
+
+
+def _travels(piece: Tensor) -> bool:
+    """Whether a message can be read from, or written into, this memory as it is."""
+    return piece.device.type == "cpu" and piece.is_contiguous()
+
+
+def _agree(moves: Moves, peers: Peers, step: int) -> None:
+    """Raises LayoutError unless all ranks have parts of one plan, and the state of one step."""
+    plan = [int(moves.digest[at : at + 15], 16) for at in (0, 15, 30, 45)]  # 60 bits each
+    said = exchange(peers, torch.tensor([step, *plan]), [1 + len(plan)] * peers.size, _TAG)
+    if any(not record[1:].equal(said[0][1:]) for record in said):
+        raise LayoutError(
+            "ranks were told of different rebuilds", where="topology",
+            remedy="give all of them one topology, and one list of where they came from",
+        )  # fmt: skip
+    steps = sorted({int(record[0]) for record in said})
+    if len(steps) > 1:
+        raise LayoutError(
+            f"some ranks hold the state after step {steps[0]}, others that after {steps[-1]}",
+            remedy="rebuild from ranks of one step, or restore a checkpoint",
+        )
+
+
+def _check(old: MutableMapping[str, Held], new: dict[str, Held], moves: Moves) -> None:
+    """Every box lies in the tensor it is taken from or put into, with the size it should have."""
+    for held in (*old.values(), *new.values()):
+        if tuple(held.tensor.shape) != held.box.lengths:
+            raise RuntimeError(f"{held.box} is held by a tensor of {tuple(held.tensor.shape)}")
+        other = old.get(held.name)
+        if other is not None and other.tensor.dtype != held.tensor.dtype:
+            raise RuntimeError(
+                f"{held.name} was {other.tensor.dtype} and would be {held.tensor.dtype}"
+            )
+    for place, boxes in (
+        (old, [*moves.copies, *(t.box for t in moves.sends)]),
+        (new, [*moves.copies, *(t.box for t in moves.receives)]),
+    ):
+        for box in boxes:
+            if box.name not in place or not place[box.name].box.contains(box):
+                raise RuntimeError(f"{box} is in the plan of rank {moves.me}, which has it not")
+    arriving = dict.fromkeys(new, 0)
+    for box in (*moves.copies, *(t.box for t in moves.receives)):
+        arriving[box.name] += box.size
+    for name, size in arriving.items():
+        if size != new[name].tensor.numel():
+            raise RuntimeError(
+                f"{size} of {new[name].tensor.numel()} elements of {name} would arrive"
+            )
+
+
+def _by_round(transfers: Sequence[Transfer]) -> dict[int, list[Transfer]]:
+    return {index: list(group) for index, group in groupby(transfers, lambda t: t.round)}
+
+
+def _release(old: MutableMapping[str, Held], names: Iterable[str]) -> None:
+    for name in names:
+        del old[name]
+
+
+@contextmanager
+def _losses(peers: Peers) -> Iterator[None]:
+    """What breaks while state is on its way is the loss of a peer."""
+    try:
+        yield
+    except RuntimeError as error:
+        peers.abort()
+        raise PeerLostError(f"a peer was lost while state was moved: {error}") from error

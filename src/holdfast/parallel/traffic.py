@@ -1,0 +1,43 @@
+"""How many payload bytes leave this rank, by what they are for.
+
+Payload is what the algorithms of the literature count: elements times their size, without headers,
+acknowledgements and the meeting of groups. A message counts where it is sent. Of a collective
+the bytes are those of its bandwidth-optimal form over n ranks, whoever carries it out: an
+all-gather or a reduce-scatter of s bytes in all sends (n - 1) / n * s, an all-reduce twice that
+(Thakur et al., 2005, section 4; Rajbhandari et al., 2020, section 7).
+"""
+
+from __future__ import annotations
+
+import threading
+
+KINDS = ("reduce", "gather", "scatter", "tp", "pp", "control")
+"""reduce: gradients between the members of a cell. gather, scatter: parameters and gradients on
+the dp_shard axis. tp: activations of tensor parallelism. pp: between pipeline stages. control:
+votes and other small exchanges."""
+
+
+class Traffic:
+    """A counter that any thread of a rank may add to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes: dict[str, int] = {}
+
+    def add(self, kind: str, nbytes: int) -> None:
+        """Count `nbytes` that leave this rank. Raises ValueError for an unknown kind."""
+        if kind not in KINDS:
+            raise ValueError(f"{kind!r} is no kind of traffic: use one of {', '.join(KINDS)}")
+        with self._lock:
+            self._bytes[kind] = self._bytes.get(kind, 0) + nbytes
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes since the last reset; kinds that sent nothing are missing."""
+        with self._lock:
+            return dict(self._bytes)
+
+    def reset(self) -> None:
+        """Begin again from nothing."""
+        with self._lock:
+            self._bytes.clear()

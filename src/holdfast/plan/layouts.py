@@ -1,0 +1,146 @@
+"""The run file's degrees -> one Layout for each replica, with the stages of its pipeline.
+
+What the run file alone decides was refused when it was read (`config/degrees.py`). Here stand
+the rules that depend on the dealing: how many microbatches every step has, batch warm-up
+included, and how many of them each replica gets (`spec.tree.deal`).
+"""
+
+from __future__ import annotations
+
+from holdfast.config.layout import DegreesConfig, LayoutConfig
+from holdfast.config.run import RunConfig
+from holdfast.errors import LayoutError
+from holdfast.layout import Layout
+from holdfast.spec.order import BatchSchedule
+from holdfast.spec.stages import balanced
+from holdfast.spec.tree import deal
+
+
+def layouts_of(config: RunConfig) -> tuple[Layout, ...]:
+    """One Layout (dp_replicate 1) for each replica, in their order.
+
+    Raises LayoutError, with the key as its place and the nearest values that work, when the
+    workers are not planned yet or when a replica would get too few microbatches.
+    """
+    check(config)
+    stages: dict[DegreesConfig, tuple[int, ...]] = {}
+    layouts: list[Layout] = []
+    for _, degrees in replicas_of(config.layout):
+        if degrees not in stages:
+            stages[degrees] = _stages(config, degrees)
+        layouts.append(
+            Layout(pp=degrees.pp, dp_shard=degrees.dp_shard, tp=degrees.tp, stages=stages[degrees])
+        )
+    return tuple(layouts)
+
+
+def _stages(config: RunConfig, degrees: DegreesConfig) -> tuple[int, ...]:
+    if degrees.pp == 1:
+        return ()
+    return degrees.stages or balanced(config.model, degrees.pp, config.data.sequence_length)
+
+
+def replicas_of(layout: LayoutConfig) -> tuple[tuple[str, DegreesConfig], ...]:
+    """(key in the run file, degrees) of each replica. Raises LayoutError for 0 workers."""
+    if layout.replicas:
+        return layout.kinds
+    if not layout.workers:
+        raise LayoutError(
+            "the number of workers has not been planned",
+            where="layout.workers",
+            remedy=f"use a multiple of {layout.ranks}",
+        )
+    return layout.kinds * (layout.workers // layout.ranks)
+
+
+def microbatches(config: RunConfig) -> dict[int, int]:
+    """First step -> logical microbatches of a step, for every size of batch that the run has."""
+    train = config.train
+    schedule = BatchSchedule(
+        train.batch_size, [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
+    )
+    starts = {1} | {stage.from_step for stage in train.batch_warmup}
+    return {
+        step: schedule.size(step) // train.microbatch_size
+        for step in sorted(starts)
+        if step <= train.steps
+    }
+
+
+def most_workers(config: RunConfig, workers: int) -> int:
+    """At most `workers` in whole replicas that all have something to do, but one replica at least.
+
+    For equal replicas; unlike ones are as many as the run file says.
+    """
+    layout = config.layout
+    if layout.replicas:
+        return layout.least_workers
+    each = layout.pp if layout.schedule == "1f1b" else 1
+    busy = min(microbatches(config).values()) // each
+    return max(1, min(workers // layout.ranks, busy)) * layout.ranks
+
+
+def check(config: RunConfig) -> None:
+    """Raises LayoutError when a step leaves a replica without work, or too little of it."""
+    replicas = replicas_of(config.layout)
+    by_number = sorted(microbatches(config).items(), key=lambda item: item[1])
+    step, least = by_number[0]
+    if least < len(replicas):
+        raise _idle(config, step, least, len(replicas))
+    for step, number in by_number if config.layout.schedule == "1f1b" else ():
+        shares = deal(number, len(replicas))
+        for index, ((key, degrees), share) in enumerate(zip(replicas, shares, strict=True)):
+            if len(share) < degrees.pp:
+                raise LayoutError(
+                    f"{key}.pp {degrees.pp} under 1f1b needs {degrees.pp} microbatches a replica, "
+                    f"but step {step} has {number}, of which replica {index} gets {len(share)}",
+                    where=f"{key}.pp",
+                    remedy=_more_microbatches(config, key, degrees, least),
+                )
+
+
+def _idle(config: RunConfig, step: int, least: int, replicas: int) -> LayoutError:
+    layout, micro = config.layout, config.train.microbatch_size
+    if layout.replicas:
+        what, where = f"layout.replicas names {replicas} replicas", "layout.replicas"
+        remedy = f"use {least} replicas or fewer"
+    else:
+        what, where = f"layout.workers {layout.workers} make {replicas} replicas", "layout.workers"
+        remedy = f"use {most_workers(config, layout.workers)} workers or fewer"
+    return LayoutError(
+        f"{what}, but step {step} has {least} microbatch{'es' if least > 1 else ''} of "
+        f"{micro} samples, "
+        f"so {replicas - least} would have nothing to do",
+        where=where,
+        remedy=remedy,
+    )
+
+
+def _more_microbatches(config: RunConfig, key: str, degrees: DegreesConfig, least: int) -> str:
+    """What would give every pipeline enough: another schedule, a shorter one, fewer replicas."""
+    layout = config.layout
+    offers = ["layout.schedule=gpipe"]
+    one = degrees.ranks // degrees.pp  # ranks of a stage
+    if layout.replicas:
+        pp = least // len(layout.replicas)
+        workers = layout.least_workers - (degrees.pp - pp) * one
+        return f"use {offers[0]} or {_shorter(key, degrees, pp, workers)}"
+    for pp in range(degrees.pp - 1, 0, -1):
+        ranks = one * pp
+        if layout.workers % ranks == 0 and least // (layout.workers // ranks) >= pp:
+            offers.append(_shorter(key, degrees, pp))
+            break
+    else:
+        if least < degrees.pp:  # nor are fewer replicas enough: one with a shorter pipeline is
+            offers.append(_shorter(key, degrees, least, least * one))
+    if fewer := least // degrees.pp:
+        offers.append(f"layout.workers {fewer * degrees.ranks}")
+    return "use " + (", ".join(offers[:-1]) + " or " if len(offers) > 1 else "") + offers[-1]
+
+
+def _shorter(key: str, degrees: DegreesConfig, pp: int, workers: int = 0) -> str:
+    """A shorter pipeline, and what has to change with it: the number of workers, where one is
+    given, and the stages that the run file names."""
+    changes = [f"layout.workers {workers}"] if workers else []
+    changes += [f"{key}.stages=[]"] if degrees.stages else []
+    return f"{key}.pp {pp}" + (f" with {' and '.join(changes)}" if changes else "")

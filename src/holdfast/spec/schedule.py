@@ -1,0 +1,247 @@
+"""Pipeline schedules as data: which action runs when, on every rank of one pipeline.
+
+A model is cut into stages, a step into microbatches. A `Schedule` lists, for every rank of the
+pipeline (numbered by its index on the mesh axis `pp`), the actions in the order in which that
+rank runs them. Nothing else decides the order: the same table is checked (`schedule_check`),
+timed (`schedule_time`), drawn (`schedule_draw`), written (`schedule_csv`) and executed.
+
+    stage     a run of decoder blocks; `rank_of[stage]` holds it. More stages than ranks is
+              what interleaved and bidirectional schedules are made of.
+    F         forward: needs the activation of the stage before
+    B         the whole backward: needs its own forward and the gradient of the stage behind
+    I, W      the same backward in two: the gradient of the input, which the stage before waits
+              for, and the gradient of the weights, which nobody waits for (zero bubble,
+              arXiv 2401.10241)
+    Overlapped    actions that run as one, so that the transfers of one hide behind the
+              arithmetic of the other (DualPipe, arXiv 2412.19437, section 3.2.1)
+
+Transfers are not in the table. They follow from it: whatever an action produces goes to the rank
+of the neighbouring stage as soon as it is there, and no sender waits for its receiver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import StrEnum
+from types import MappingProxyType
+
+from holdfast.errors import LayoutError
+
+
+class ScheduleError(LayoutError):
+    """A table that cannot be read, is not complete, is out of order, or would wait forever."""
+
+
+class Kind(StrEnum):
+    """What an action computes; the values are the letters of torch's own tables."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One computation of one stage on one microbatch. Prints as torch's: `1F0`, `3B7`."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Overlapped:
+    """Actions that begin together and end together; none of them may need another of them."""
+
+    actions: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        return f"({';'.join(map(str, self.actions))})OVERLAP_F_B"
+
+
+Cell = Action | Overlapped
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Value:
+    """What passes from stage to stage: an activation leaving a stage forwards, or (`gradient`)
+    the gradient of what entered it, leaving backwards."""
+
+    stage: int
+    microbatch: int
+    gradient: bool = False
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The table of one pipeline: `actions[rank]` in order of execution.
+
+    `rank_of[stage]` is the index on `pp` of the rank that holds the stage. A table without any
+    backward (validation, generation) is a schedule too. Nothing is verified here: see
+    `schedule_check.check`.
+    """
+
+    name: str
+    microbatches: int
+    rank_of: tuple[int, ...]
+    actions: tuple[tuple[Cell, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.rank_of)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.actions)
+
+    @property
+    def has_backward(self) -> bool:
+        return any(
+            action.kind is not Kind.FORWARD
+            for row in self.actions
+            for cell in row
+            for action in singles(cell)
+        )
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that `rank` holds, ascending."""
+        return tuple(stage for stage, holder in enumerate(self.rank_of) if holder == rank)
+
+
+def singles(cell: Cell) -> tuple[Action, ...]:
+    """The actions of one cell of the table: itself, or the parts of an overlapped one."""
+    return cell.actions if isinstance(cell, Overlapped) else (cell,)
+
+
+def produced(action: Action) -> Value | None:
+    """What other actions may wait for; None for W, whose gradient of the weights stays here."""
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return None
+    return Value(action.stage, action.microbatch, gradient=action.kind is not Kind.FORWARD)
+
+
+def needed(action: Action, stages: int) -> tuple[Value, ...]:
+    """What must be there before `action` can begin, in a pipeline of `stages`.
+
+    F needs the activation of the stage before. B and I need their own forward and the gradient
+    of the stage behind. W needs I of its own stage, which counts as that stage's gradient.
+    """
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is Kind.FORWARD:
+        return (Value(stage - 1, microbatch),) if stage > 0 else ()
+    if action.kind is Kind.BACKWARD_WEIGHT:
+        return (Value(stage, microbatch, gradient=True),)
+    own = Value(stage, microbatch)
+    return (own, Value(stage + 1, microbatch, gradient=True)) if stage + 1 < stages else (own,)
+
+
+def gpipe(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """All forwards, then all backwards (Huang et al., arXiv 1811.06965, figure 2c).
+
+    Every rank keeps the activations of all microbatches. With `virtual` stages a rank (stage s
+    on rank s % ranks) a rank runs its stages one after another, forwards then in reverse: the
+    breadth-first looping of arXiv 2211.05953, section 4. The backwards go through the
+    microbatches in the same order as the forwards, so gradients arrive in the tree's order.
+    """
+    _at_least("gpipe", ranks, microbatches, 1)
+    rows = []
+    for rank in range(ranks):
+        stages = range(rank, ranks * virtual, ranks)
+        rows.append(
+            tuple(Action(s, Kind.FORWARD, m) for s in stages for m in range(microbatches))
+            + tuple(
+                Action(s, Kind.BACKWARD, m) for s in reversed(stages) for m in range(microbatches)
+            )
+        )
+    return Schedule("gpipe", microbatches, _looped(ranks, virtual), tuple(rows))
+
+
+def one_f_one_b(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """One forward, one backward (PipeDream-flush: Narayanan et al., arXiv 2006.09503, section
+    2.2; arXiv 2104.04473, figure 4).
+
+    Rank r runs p - r - 1 forwards ahead and from then on a backward after every forward, so it
+    never keeps more than p - r microbatches' activations. The bubble is GPipe's.
+
+    Raises LayoutError with fewer microbatches than ranks, and with `virtual` above 1: that
+    order is another schedule (interleaved), which this one does not become by itself.
+    """
+    if virtual != 1:
+        raise LayoutError(
+            f"the schedule 1f1b has one stage a rank, not {virtual}",
+            where="layout.schedule",
+            remedy="use one stage a rank, or the schedule gpipe",
+        )
+    _at_least("1f1b", ranks, microbatches, ranks)
+    rows = []
+    for rank in range(ranks):
+        ahead = ranks - rank - 1
+        row = [Action(rank, Kind.FORWARD, m) for m in range(ahead)]
+        for m in range(ahead, microbatches):
+            row += [Action(rank, Kind.FORWARD, m), Action(rank, Kind.BACKWARD, m - ahead)]
+        row += [Action(rank, Kind.BACKWARD, m) for m in range(microbatches - ahead, microbatches)]
+        rows.append(tuple(row))
+    return Schedule("1f1b", microbatches, _looped(ranks, 1), tuple(rows))
+
+
+def forward_only(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """Forwards alone, for validation: nothing is kept, any number of microbatches will do."""
+    _at_least("forward", ranks, microbatches, 1)
+    rows = tuple(
+        tuple(
+            Action(s, Kind.FORWARD, m)
+            for s in range(rank, ranks * virtual, ranks)
+            for m in range(microbatches)
+        )
+        for rank in range(ranks)
+    )
+    return Schedule("forward", microbatches, _looped(ranks, virtual), rows)
+
+
+Builder = Callable[[int, int, int], Schedule]
+
+# name in the run file -> builder from (ranks, microbatches, virtual stages a rank)
+SCHEDULES: Mapping[str, Builder] = MappingProxyType(
+    {"1f1b": one_f_one_b, "gpipe": gpipe, "forward": forward_only}
+)
+
+
+def build(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+    """The table of schedule `name`; LayoutError, one sentence, where it cannot be."""
+    if name not in SCHEDULES:
+        close = get_close_matches(name, SCHEDULES, n=1)
+        known = ", ".join(SCHEDULES)
+        raise LayoutError(
+            f"there is no schedule {name!r}",
+            where="layout.schedule",
+            remedy=f"did you mean {close[0]!r}?" if close else f"use one of {known}",
+        )
+    if ranks < 1 or virtual < 1:
+        raise LayoutError(
+            f"{ranks} ranks with {virtual} stages each are no pipeline",
+            where="layout.schedule",
+            remedy="use 1 or more of both",
+        )
+    return SCHEDULES[name](ranks, microbatches, virtual)
+
+
+def _looped(ranks: int, virtual: int) -> tuple[int, ...]:
+    """Stage s on rank s % ranks."""
+    return tuple(range(ranks)) * virtual
+
+
+def _at_least(name: str, ranks: int, microbatches: int, least: int) -> None:
+    if microbatches < least:
+        raise LayoutError(
+            f"the schedule {name} over {ranks} ranks needs at least {least} microbatches, "
+            f"there are {microbatches}",
+            where="layout.schedule",
+            remedy=f"use {least} or more microbatches a replica"
+            + (", fewer stages, or the schedule gpipe" if least > 1 else ""),
+        )

@@ -1,0 +1,150 @@
+"""A new axis needs one file: context parallelism, which the package does not have, trains.
+
+The file is `context_axis.py`. `with_context_axis` changes the lines that docs/axes.md names, in
+the rank's own process. All else follows from Topology and tables: gradients, vote, clipping,
+optimizer, products with other axes, replicas of unlike shapes, checkpoints, rebuilds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.config.model import ModelConfig
+from holdfast.layout import Layout, place_replicas
+from holdfast.parallel import groups
+from holdfast.spec.boxes import coverage
+from holdfast.spec.moves import transfers
+from holdfast.spec.ownership import owned_boxes
+from holdfast.spec.state import local_boxes, state_table
+from holdfast.train import build, engine, execute, vote
+from tests.ranks import RankContext, rank_values
+from tests.train.context_axis import apply_context_parallel
+from tests.train.layouts import (
+    Case,
+    assert_state_equal,
+    config_of,
+    covers,
+    engine_of,
+    load_pieces,
+    one_step,
+    pieces,
+    save_pieces,
+    topology_of,
+)
+
+STEPS = 3
+ONE = Layout()
+
+LAYOUTS: dict[str, tuple[Layout, ...]] = {
+    "cp2": (Layout(cp=2),),
+    "shard2-cp2": (Layout(dp_shard=2, cp=2),),
+    "cp2-tp2": (Layout(cp=2, tp=2),),
+    "pp2-cp2": (Layout(pp=2, cp=2),),
+    "cp3+tp2+one": (Layout(cp=3), Layout(tp=2), ONE),
+}
+
+
+def case_of(name: str) -> Case:
+    return Case(name, LAYOUTS.get(name, (ONE,)))
+
+
+def with_context_axis(degree: int) -> None:
+    """The lines outside of the new file, in this process; `degree`: of cp in my replica."""
+    building: Any = build
+    deciding: Any = vote
+    stepping: Any = engine
+    pipelined: Any = execute.PipelinedExecutor
+    connecting: Any = groups
+    cut_model, speaks, boundary = building._cut_model, deciding.speaks, pipelined.boundary
+
+    def with_context(config: Any, connected: groups.Groups, *rest: Any) -> Any:
+        objective = cut_model(config, connected, *rest)
+        if degree > 1:
+            apply_context_parallel(objective, connected.axis("cp"))
+        return objective
+
+    def of_my_tokens(self: Any, batch: Any) -> Any:
+        mine = batch.inputs[:, : batch.inputs.shape[1] // degree]
+        return boundary(self, replace(batch, inputs=mine))
+
+    connecting._check = lambda *_: None  # which refuses cp
+    building._cut_model = with_context
+    stepping.speaks = deciding.speaks = lambda replica, at: at.cp == 0 and speaks(replica, at)
+    pipelined.boundary = of_my_tokens
+
+
+def body(rank: RankContext, name: str) -> dict[str, Any]:
+    """Train; what remains goes into the folder."""
+    config = config_of({})
+    topology = topology_of(case_of(name), config)
+    with_context_axis(topology.replica_of(rank.rank).degree("cp"))
+    made = engine_of(config, topology, rank.rank, rank.store())
+    verdicts = [one_step(made, step) for step in range(1, STEPS + 1)]
+    save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
+    made.close()
+    return {
+        "losses": [v.mean_loss for v in verdicts], "norms": [v.mean_norm for v in verdicts],
+        "tokens": [v.tokens for v in verdicts],
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("alone")
+    (value,) = rank_values(body, 1, {"name": "one"}, folder=folder)
+    return value, {name: values for name, _, values in load_pieces(folder / "0.npz")}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_same_curve(
+    name: str, alone: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
+) -> None:
+    expected, whole = alone
+    world = case_of(name).world_size
+    for value in rank_values(body, world, {"name": name}, folder=tmp_path, deadline=120):
+        np.testing.assert_allclose(value["losses"], expected["losses"], rtol=1e-10, atol=0)
+        np.testing.assert_allclose(value["norms"], expected["norms"], rtol=1e-10, atol=0)
+        assert value["tokens"] == expected["tokens"]
+    count: dict[str, int] = {}
+    for rank in range(world):
+        held = load_pieces(tmp_path / f"{rank}.npz")
+        for key, number in assert_state_equal(whole, held, 1e-10).items():
+            count[key] = count.get(key, 0) + number
+    covers(whole, count)
+
+
+def model() -> ModelConfig:
+    return config_of({}).model
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_checkpoints(name: str) -> None:
+    """Ranks along the axis hold the same boxes and share out who saves them: each byte once."""
+    topology, table = topology_of(case_of(name), config_of({})), state_table(model())
+    saved = [owned_boxes(topology, table, rank) for rank in range(topology.world_size)]
+    for spec in table:
+        boxes = [box for owned in saved for box in owned if box.name == spec.name]
+        assert coverage(spec.shape, boxes) is None
+        assert sum(box.size for box in boxes) == prod(spec.shape)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("back", [False, True])
+def test_rebuilds(name: str, back: bool) -> None:
+    """From and to a layout without it, every rank gets all that it needs."""
+    there = topology_of(case_of(name), config_of({}))
+    world = there.world_size
+    without = place_replicas([Layout(dp_shard=world)], 1, ("n",) * world)
+    old, new = (there, without) if back else (without, there)
+    table = state_table(model())
+    for rank in range(world):
+        moves = transfers(old, new, table, range(world), rank)
+        got = [*moves.copies, *(transfer.box for transfer in moves.receives)]
+        for box in local_boxes(new, table, rank):
+            assert sum(one.size for one in got if one.name == box.name) == box.size

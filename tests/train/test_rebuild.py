@@ -1,0 +1,341 @@
+"""A layout that changes while the run lives: torn down in mid-run and rebuilt in the same
+processes, with other ranks or as another layout, and the curve goes on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from holdfast.config.run import RunConfig
+from holdfast.errors import PeerLostError
+from holdfast.layout import Topology
+from holdfast.parallel.torch_compat import mesh_caches
+from holdfast.spec.boxes import Box
+from holdfast.train.adopt import Kept, adopt_engine, keep
+from holdfast.train.engine import StepEngine
+from holdfast.train.objective import NextToken
+from tests.ranks import RankContext, rank_values, run_ranks
+from tests.train.layouts import (
+    STEPS,
+    case,
+    config_of,
+    engine_of,
+    model_flags,
+    one_step,
+    topology_of,
+)
+from tests.train.worlds import CPU, digest
+
+REBUILT, MORE = STEPS // 2, 2
+ALIKE = REBUILT + 5  # as far as the undisturbed run goes
+
+LAYOUTS = {
+    "dp2": "tp2", "shard2": "dp2", "tp2": "pp2", "pp2": "shard2",
+    "dp4": "pp4", "shard4": "tp4", "tp4": "shard4", "pp4": "pp2-tp2",
+    "dp2-shard2": "shard2-tp2", "dp2-tp2": "dp2-shard2", "pp2-dp2": "dp4",
+    "shard2-tp2": "pp2-shard2", "pp2-shard2": "dp2-tp2", "pp2-tp2": "pp2-dp2",
+    "pp2-dp2-tp2": "shard4-tp2", "pp2-shard2-tp2": "dp4-tp2",
+    "pp3+pp2": "tp4+one", "tp2+one": "pp3", "pp2-tp2+tp4": "pp4-dp2",
+    "shard4+shard2+one": "pp3+tp4", "pp2-shard2+tp2": "pp3-dp2",
+    "zero1.2": "shard2", "zero2.2": "zero1.2", "zero1.2-dp2": "dp2-tp2", "pp2-zero1.2": "tp4",
+    "plain.tp2": "plain.pp2", "plain.tp4": "plain.shard4", "plain.pp2-tp2": "plain.dp4",
+    "plain.tp2-shard2": "plain.pp4", "plain.tp2+one": "plain.dp3", "gpipe.pp4": "gpipe.tp4",
+    "untied.pp2-tp2": "untied.shard4", "untied.shard2-tp2": "untied.pp4",
+    "qknorm.tp4": "qknorm.pp2-dp2", "qknorm.untied.pp2-tp2": "qknorm.untied.dp4", "pp3": "dp3",
+}  # fmt: skip
+"""Every kind of layout (the names are those of `layouts.py`), and the other one that it becomes."""
+
+
+def config_for(name: str) -> RunConfig:
+    """A float64 run file with this name's settings that runs long enough for what is done here."""
+    return config_of({**case(name).changes, "train__steps": STEPS + MORE})
+
+
+def world(name: str, generation: int, ranks: Sequence[int] | None = None) -> Topology:
+    return topology_of(case(name), config_for(name), generation, ranks)
+
+
+def begin(name: str, rank: RankContext) -> StepEngine:
+    return engine_of(config_for(name), world(name, 1), rank.rank, rank.store())
+
+
+def go_on(
+    kept: Kept, name: str, topology: Topology, rank: int, store: Any,
+    came_from: Sequence[int | None],
+) -> StepEngine:  # fmt: skip
+    """Adopt `topology`, a placement of the layout `name`."""
+    made = adopt_engine(kept, config_for(name), topology, rank, store, CPU, came_from, seconds=60)
+    assert not kept.tensors
+    return made
+
+
+@cache
+def alone(flags: str) -> list[list[float]]:
+    """Loss and norm of every step in a single process with the model that `flags` name."""
+    (curve,) = rank_values(_whole_curve, 1, {"flags": flags})
+    return list(curve)
+
+
+def _whole_curve(rank: RankContext, flags: str) -> list[tuple[float, float]]:
+    return _steps(begin(f"{flags}one", rank), 1, STEPS + MORE)
+
+
+def _steps(made: StepEngine, first: int, last: int) -> list[tuple[float, float]]:
+    """Loss and norm of the steps from `first` to `last`."""
+    verdicts = [one_step(made, step) for step in range(first, last + 1)]
+    return [(v.mean_loss, v.mean_norm) for v in verdicts]
+
+
+def _close(curve: Sequence[Sequence[float]], first: int, name: str = "") -> None:
+    """Within 1e-10 of the single process, from step `first` on."""
+    for step, (loss, norm) in enumerate(curve, first):
+        want_loss, want_norm = alone(model_flags(name))[step - 1]
+        assert loss == pytest.approx(want_loss, rel=1e-10), f"loss of step {step}"
+        assert norm == pytest.approx(want_norm, rel=1e-10), f"norm of step {step}"
+
+
+def _place_of(made: StepEngine) -> str:
+    at = made.groups.coordinate
+    return f"replica {at.replica}, mesh rank {at.mesh_rank}"
+
+
+class Rewind:
+    """A copy of an engine's state, to go back to."""
+
+    def __init__(self, made: StepEngine) -> None:
+        self._copies = {held.name: held.tensor.clone() for held in made.state()}
+
+    def read(self, box: Box, out: Tensor) -> None:
+        out.copy_(self._copies[box.name])
+
+
+def _rebuilt(rank: RankContext, name: str, other: str) -> dict[str, Any]:
+    """One process: 15 steps undisturbed; back to step 10, rebuilt with every rank elsewhere, and on
+    to step 20; rebuilt as `other`, two more."""
+    made = begin(name, rank)
+    out: dict[str, Any] = {"curve": _steps(made, 1, REBUILT)}
+    back = Rewind(made)
+    out["undisturbed"] = _steps(made, REBUILT + 1, ALIKE)
+    out["before"] = [_place_of(made), digest(made)]
+    made.load(back.read)
+    size = rank.world_size
+    kept = keep(made, REBUILT)
+    del made, back
+    # Rank numbers are reversed; the place in the mesh is the next one's.
+    me, came_from = size - 1 - rank.rank, [size - 1 - r for r in range(size)]
+    ranks = [size - 1 - (place - 1) % size for place in range(size)]
+    made = go_on(kept, name, world(name, 2, ranks), me, rank.store(), came_from)
+    out["rebuilt"] = _steps(made, REBUILT + 1, ALIKE)
+    out["after"] = [_place_of(made), digest(made)]
+    out["rest"] = _steps(made, ALIKE + 1, STEPS)
+    kept = keep(made, STEPS)
+    del made
+    moved_on = [(r - 1) % size for r in range(size)]
+    made = go_on(kept, other, world(other, 3), (me + 1) % size, rank.store(), moved_on)
+    out["other"] = _steps(made, STEPS + 1, STEPS + MORE)
+    made.close()
+    return out
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rebuild(name: str) -> None:
+    size = case(name).world_size
+    arguments = {"name": name, "other": LAYOUTS[name]}
+    values = rank_values(_rebuilt, size, arguments, deadline=120)
+    for value in values:
+        _close(value["curve"], 1, name)
+        _close(value["rebuilt"], REBUILT + 1, name)
+        _close(value["rest"], ALIKE + 1, name)
+        _close(value["other"], STEPS + 1, name)
+        assert value["rebuilt"] == value["undisturbed"]  # bit by bit
+        assert value["before"][0] != value["after"][0]
+    before, after = (dict(value[when] for value in values) for when in ("before", "after"))
+    assert len(before) == size
+    assert before == after
+
+
+def _rebuilt_lower(rank: RankContext, name: str) -> list[list[Any]]:
+    """Steps 3 to 5 undisturbed, and again after a rebuild with every rank elsewhere."""
+    made = begin(name, rank)
+    _steps(made, 1, 2)
+    back = Rewind(made)
+    undisturbed = _steps(made, 3, 5)
+    made.load(back.read)
+    size = rank.world_size
+    kept = keep(made, 2)
+    del made, back
+    moved_on = [(r - 1) % size for r in range(size)]
+    me = (rank.rank + 1) % size
+    made = go_on(kept, name, world(name, 2), me, rank.store(), moved_on)
+    rebuilt = _steps(made, 3, 5)
+    made.close()
+    return [undisturbed, rebuilt]
+
+
+@pytest.mark.parametrize("name", ["bf16.tp2", "bf16.zero1.2", "bf16.pp2-shard2", "fp32.tp2"])
+def test_rebuild_in_lower_precision(name: str) -> None:
+    """The copies that are computed with follow the state that was moved."""
+    for undisturbed, rebuilt in rank_values(_rebuilt_lower, case(name).world_size, {"name": name}):
+        assert undisturbed == rebuilt  # bit by bit
+
+
+# --- fewer and more processes ---------------------------------------------------------------
+
+
+def _grown_and_shrunk(rank: RankContext) -> list[Any]:
+    """dp2 in ranks 0 and 1; rank 2 joins after step 2; rank 0 leaves after step 4."""
+    curve: list[Any] = []
+    if rank.rank == 2:
+        kept = Kept(world("dp2", 1), 2, {})
+    else:
+        made = begin("dp2", rank)
+        curve += _steps(made, 1, 2)
+        kept = keep(made, 2)
+        del made
+    made = go_on(kept, "tp2+one", world("tp2+one", 2), rank.rank, rank.store(), (0, 1, None))
+    curve += _steps(made, 3, 4)
+    kept = keep(made, 4)
+    del made
+    if rank.rank == 0:
+        return curve
+    made = go_on(kept, "shard2", world("shard2", 3), 2 - rank.rank, rank.store(), (2, 1))
+    curve += _steps(made, 5, 8)
+    made.close()
+    return curve
+
+
+def test_a_process_joins_and_another_leaves() -> None:
+    """The one that leaves held half of a replica; the whole one beside it is enough."""
+    first, second, third = rank_values(_grown_and_shrunk, 3)
+    _close(first, 1)
+    _close(second, 1)
+    _close(third, 3)
+
+
+def _killed(rank: RankContext, name: str, dead: int, after: str) -> list[Any]:
+    """Rank `dead` is killed in the backward of step 4; the others go on as `after`."""
+    made = begin(name, rank)
+    curve = _steps(made, 1, 3)
+    if rank.rank == dead:
+        decoder = cast(NextToken, made.objective).decoder
+        block = next(iter(decoder.layers))
+        block.register_full_backward_pre_hook(lambda *_: rank.kill(dead))
+    with pytest.raises(PeerLostError):
+        one_step(made, 4)
+    kept = keep(made, 3)
+    del made
+    left = [r for r in range(rank.world_size) if r != dead]
+    me = left.index(rank.rank)
+    made = go_on(kept, after, world(after, 2), me, rank.store(), left)
+    curve += _steps(made, 4, 8)
+    made.close()
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("name", "dead", "after"),
+    [
+        ("dp3", 0, "shard2"), ("dp2-shard2", 3, "dp3"), ("dp2-tp2", 0, "pp3"),
+        ("pp2-dp2", 3, "tp2+one"), ("shard4+one", 1, "dp4"), ("tp4+one", 2, "pp4"),
+    ],
+)  # fmt: skip
+def test_survivors_of_a_loss_go_on_from_what_they_hold(name: str, dead: int, after: str) -> None:
+    arguments = {"name": name, "dead": dead, "after": after}
+    for result in run_ranks(_killed, case(name).world_size, arguments, dies={dead: "SIGKILL"}):
+        if result.rank != dead:
+            assert result.exit == 0, result.log
+            _close(result.value, 1)
+
+
+# --- what is left behind --------------------------------------------------------------------
+
+
+class LeftBehind:
+    """What a process has, now that all that can be collected is collected."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        links = [_link(fd) for fd in os.listdir("/proc/self/fd")]
+        tables: Any = dist.distributed_c10d._world
+        things = gc.get_objects()
+        self.counts = {
+            "sockets": sum(link.startswith("socket:") for link in links),
+            "descriptors": len(links),
+            "threads": len(os.listdir("/proc/self/task")),
+            "groups that torch has registered": sum(
+                len(getattr(tables, table))
+                for table in ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config",
+                              "pg_to_tag", "tags_to_pg", "pg_coalesce_state")
+            ),
+            "meshes": sum(isinstance(thing, DeviceMesh) for thing in things),
+            "parameters": sum(type(thing) in (nn.Parameter, DTensor) for thing in things),
+            "cache entries by mesh": mesh_caches(),
+        }  # fmt: skip
+        self.megabytes = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+    def more_than(self, other: LeftBehind) -> bool:
+        return any(count > other.counts[what] for what, count in self.counts.items())
+
+
+def _link(fd: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:  # the descriptor of this listing
+        return ""
+
+
+def _again_and_again(rank: RankContext, cycle: list[str], rebuilds: int) -> list[Any]:
+    """`rebuilds` times to the next layout of `cycle`, ranks in reverse order, a step in each."""
+    size = rank.world_size
+    came_from = list(reversed(range(size)))
+    made = begin(cycle[0], rank)
+    curve = _steps(made, 1, 1)
+    me: int = rank.rank
+    three: LeftBehind | None = None
+    for number in range(1, rebuilds + 1):
+        kept = keep(made, number)
+        del made
+        me = size - 1 - me
+        name = cycle[number % len(cycle)]
+        made = go_on(kept, name, world(name, number + 1), me, rank.store(), came_from)
+        del kept
+        curve += _steps(made, number + 1, number + 1)
+        if number == 3:
+            three = LeftBehind()
+    assert three is not None
+    many = _settled(three)
+    made.close()
+    return [curve[: STEPS + MORE], three.counts, many.counts, many.megabytes - three.megabytes]
+
+
+def _settled(bound: LeftBehind, seconds: float = 10.0) -> LeftBehind:
+    """What is left, once gloo's thread has closed the sockets of the newest old group."""
+    found = LeftBehind()
+    end = time.monotonic() + seconds
+    while found.more_than(bound) and time.monotonic() < end:
+        found = LeftBehind()
+    return found
+
+
+@pytest.mark.parametrize("cycle", ["shard2 tp2 pp2", "pp2-shard2 shard2-tp2 pp2-tp2"])
+def test_thirty_rebuilds_leave_no_more_behind_than_three(cycle: str) -> None:
+    names = cycle.split()
+    size = case(names[0]).world_size
+    # After 3 and after 33 rebuilds each process has the same layout and place in it.
+    arguments = {"cycle": names, "rebuilds": 33}
+    for curve, three, many, grown in rank_values(_again_and_again, size, arguments, deadline=170):
+        _close(curve, 1)
+        assert not {what: n for what, n in many.items() if n > three[what]}, (three, many)
+        assert grown < 20

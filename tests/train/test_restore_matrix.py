@@ -1,0 +1,157 @@
+"""Saved under one layout, resumed under another: every ordered pair of the list.
+
+The save is the real one: captured into the mover's arenas, hashed, written and committed by the
+mover's process. After the restore every tensor has the saved bits; from there on the losses, and
+at the end parameters and moments, are those of a single process that was never interrupted.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.checkpoint.capture import Captured, Capturer
+from holdfast.checkpoint.mover_client import MoverClient
+from holdfast.checkpoint.restore import Checkpoint
+from holdfast.spec.boxes import Box
+from holdfast.spec.state import state_table
+from holdfast.wire.runstore import FolderStore
+from holdfast.wire.secret import Secret
+from tests.checkpoint.support import Mover
+from tests.ranks import RankContext, rank_values
+from tests.train.layouts import (
+    STEPS,
+    assert_state_equal,
+    case,
+    config_of,
+    covers,
+    engine_of,
+    load_pieces,
+    one_step,
+    pieces,
+    save_pieces,
+    topology_of,
+)  # fmt: skip
+
+LAYOUTS = ["shard2", "tp2", "pp2", "zero1.2", "tp2+one", "pp2-shard2"]
+PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b]
+PAIRS += [("pp2-tp2", "shard4"), ("shard4", "pp2-tp2"), ("tp4", "pp4"), ("pp4", "tp4"),
+          ("pp2-dp2-tp2", "one"), ("one", "pp3+pp2"), ("pp3+pp2", "shard2-tp2")]  # fmt: skip
+SAVED = STEPS // 2
+
+
+def save_body(rank: RankContext, name: str, socket: str, secret: str) -> list[float]:
+    """Train to the middle and have the mover commit it."""
+    of = case(name)
+    config = config_of(of.changes)
+    topology = topology_of(of, config)
+    made = engine_of(config, topology, rank.rank, rank.store())
+    losses = [one_step(made, step).mean_loss for step in range(1, SAVED + 1)]
+    client = MoverClient(socket, Secret(bytes.fromhex(secret)), 1)
+    table = state_table(config.model, config.train.precision)
+    tensors = {local.name: local.tensor for local in made.state()}
+    capturer = Capturer(client, topology, table, rank.rank, tensors, run="test")
+    assert isinstance(capturer.capture(SAVED, wait=20), Captured)
+    assert capturer.announce(SAVED, {"position": 0}) is None
+    assert capturer.settle(SAVED, 60) is None
+    save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
+    made.close()
+    return losses
+
+
+def resume_body(rank: RankContext, name: str, store: Path, key: str) -> list[float]:
+    """Restore and train to the end."""
+    of = case(name)
+    config = config_of(of.changes)
+    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    checkpoint = Checkpoint.open(FolderStore(store), key)
+
+    def read(box: Box, out: torch.Tensor) -> None:
+        checkpoint.read(box, out.view(-1).view(torch.uint8).numpy().data)
+
+    made.load(read)
+    save_pieces(rank.folder / f"restored{rank.rank}.npz", pieces(made))
+    losses = [one_step(made, step).mean_loss for step in range(SAVED + 1, STEPS + 1)]
+    save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))
+    made.close()
+    return losses
+
+
+def assemble(folder: Path, prefix: str, ranks: int, shapes: dict[str, tuple[int, ...]]) -> Any:
+    """The global tensors, from what all ranks hold; whoever holds the same holds the same bits."""
+    out: dict[str, np.ndarray] = {}
+    for rank in range(ranks):
+        for name, offsets, values in load_pieces(folder / f"{prefix}{rank}.npz"):
+            tensor = out.setdefault(name, np.full(shapes[name], np.nan))
+            place_ = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+            known = tensor[place_]
+            assert np.array_equal(known[~np.isnan(known)], values[~np.isnan(known)]), name
+            tensor[place_] = values
+    assert not any(np.isnan(tensor).any() for tensor in out.values())
+    return out
+
+
+def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
+    config = config_of(case(name).changes)
+    return {row.name: row.shape for row in state_table(config.model, "float64")}
+
+
+@cache
+def saved(name: str, folder: Path) -> tuple[Path, str, dict[str, np.ndarray]]:
+    """Run store, commit and global tensors of a run that was saved under `name`."""
+    here = folder / name
+    here.mkdir()
+    of = case(name)
+    config = config_of(of.changes)
+    mover = Mover(here / "run")
+    try:
+        mover.begin(topology_of(of, config), state_table(config.model, "float64"))
+        arguments = {"name": name, "socket": mover.socket, "secret": mover.secret.hex()}
+        rank_values(save_body, of.world_size, arguments, folder=here)
+    finally:
+        mover.close()
+    (key,) = FolderStore(here / "run").list("commits/")
+    return here / "run", key, assemble(here, "", of.world_size, shapes_of(name))
+
+
+@cache
+def undisturbed(folder: Path) -> tuple[list[float], dict[str, np.ndarray]]:
+    here = folder / "undisturbed"
+    here.mkdir()
+    (losses,) = rank_values(alone_body, 1, folder=here)
+    return losses, {name: values for name, _, values in load_pieces(here / "0.npz")}
+
+
+def alone_body(rank: RankContext) -> list[float]:
+    config = config_of({})
+    made = engine_of(config, topology_of(case("one"), config), rank.rank, rank.store())
+    losses = [one_step(made, step).mean_loss for step in range(1, STEPS + 1)]
+    save_pieces(rank.folder / "0.npz", pieces(made))
+    return losses
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS, ids=[f"{a}_to_{b}" for a, b in PAIRS])
+def test_saved_under_a_resumed_under_b(a: str, b: str, runs: Path, tmp_path: Path) -> None:
+    store, key, whole = saved(a, runs)
+    losses, final = undisturbed(runs)
+    ranks = case(b).world_size
+    arguments = {"name": b, "store": store, "key": key}
+    for found in rank_values(resume_body, ranks, arguments, folder=tmp_path, deadline=120):
+        np.testing.assert_allclose(found, losses[SAVED:], rtol=1e-10, atol=0)
+    for prefix, want, tolerance in (("restored", whole, 0.0), ("", final, 1e-10)):
+        count: dict[str, int] = {}
+        for rank in range(ranks):
+            held = load_pieces(tmp_path / f"{prefix}{rank}.npz")
+            for name, number in assert_state_equal(want, held, tolerance).items():
+                count[name] = count.get(name, 0) + number
+        covers(want, count)
