@@ -16,6 +16,7 @@ from holdfast.layout import AXES, Layout, place
 from holdfast.parallel.groups import connect
 from holdfast.train.build import build_engine
 from holdfast.train.engine import StepEngine
+from holdfast.train.memory import keep_freed_memory
 from holdfast.train.precision import same_products_on_any_threads
 
 
@@ -61,6 +62,7 @@ def run(
     bench: Bench, pp: int = 1, shards: int = 1, tp: int = 1, zero: int = 3, schedule: str = "1f1b"
 ) -> None:
     same_products_on_any_threads()  # as a worker does: its cost is ours
+    keep_freed_memory()
     work = bench.work
     layout = Layout(
         dp_replicate=bench.world // (pp * shards * tp), pp=pp, dp_shard=shards, tp=tp,

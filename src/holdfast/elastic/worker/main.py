@@ -40,6 +40,7 @@ from holdfast.spec.order import BatchSchedule
 from holdfast.spec.state import state_table
 from holdfast.train.adopt import adopt
 from holdfast.train.build import Session, build
+from holdfast.train.memory import keep_freed_memory
 from holdfast.train.precision import same_products_on_any_threads
 from holdfast.train.runner import Outcome
 from holdfast.train.runner import run as train
@@ -56,6 +57,8 @@ _LAST_WORDS = 2.0
 def run(boot: WorkerBoot, secret: Secret) -> int:
     """Take part in one generation; returns the exit code that tells the agent how it ended."""
     same_products_on_any_threads()
+    if boot.device == "cpu":
+        keep_freed_memory()
     worker = Worker(boot, secret)
     try:
         try:
