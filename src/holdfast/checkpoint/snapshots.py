@@ -1,0 +1,281 @@
+"""The shelf: which snapshots one mover holds in memory, of its own ranks and of others.
+
+A snapshot is what a slot of an arena holds, with the sealed part manifest that the mover made when
+it hashed the bytes after the capture. It has the keys, the bytes and the checksums of a durable
+part, so a shelf is one more place of "ranged reads over named blobs".
+
+Which slots may be written again is decided here, and nowhere else. A slot is kept while
+
+    it is part of the newest complete step    (every writer of its generation is on the shelf)
+    its step is newer than that and may yet become complete
+    somebody reads it at length               (`pin`)
+
+and is given back at the first moment when none of these holds. Bytes of a slot that was given back
+stay readable until they are overwritten; the seqlock in the slot's header tells. A slot that was
+given back is never kept again: its worker may be writing there already.
+
+A copy of a rank of another node is never complete by itself; the newest of each such rank is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.checkpoint.arena import Arena, SlotHeader
+from holdfast.errors import CorruptError
+from holdfast.layout import Topology
+from holdfast.spec.manifest import Commit, Part, merge
+from holdfast.spec.state import StateTable
+from holdfast.wire.runstore import MissingKeyError
+
+
+class MemoryFile:
+    """An arena and the descriptor behind it; both go with the last snapshot that needs them."""
+
+    def __init__(self, fd: int) -> None:
+        """The descriptor is this object's from now on, also when the arena cannot be mapped."""
+        weakref.finalize(self, os.close, fd)
+        self.fd = fd
+        self.arena = Arena(fd)
+
+    @property
+    def nbytes(self) -> int:
+        return self.arena.slots * self.arena.capacity
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's part of a step, where its bytes lie, and what the slot must say."""
+
+    part: Part
+    stored: bytes = field(repr=False)  # the sealed part manifest, byte for byte
+    memory: MemoryFile = field(repr=False)
+    slot: int
+    header: SlotHeader
+    own: bool = True  # of a rank of this node
+
+    @property
+    def whole(self) -> bool:
+        """Whether the slot still holds it."""
+        return self.memory.arena.header(self.slot) == self.header
+
+
+class Held(NamedTuple):
+    """A line of the inventory."""
+
+    generation: int
+    step: int
+    rank: int
+    bytes: int
+    stored: bytes  # the sealed part manifest
+
+
+_Name = tuple[int, int, int]  # generation, step, rank
+_Place = tuple[int, int]  # id of the memory file, slot
+
+
+class Shelf:
+    """Snapshots by (generation, step, rank). Safe to use from any thread."""
+
+    def __init__(self, given_back: Callable[[], None] = lambda: None) -> None:
+        """`given_back` is called, without any lock held, after slots have become free."""
+        self._lock = threading.Lock()
+        self._given_back = given_back
+        self._plans: dict[int, tuple[Topology, StateTable]] = {}
+        self._snapshots: dict[_Name, Snapshot] = {}
+        self._kept: dict[_Place, MemoryFile] = {}  # slots that are not given back yet
+        self._pins: Counter[_Place] = Counter()
+
+    # --- putting and dropping ---------------------------------------------------------------
+    def open(self, generation: int, topology: Topology, table: StateTable) -> None:
+        """Say who the writers of a generation are; without it none of its steps is complete."""
+        with self._lock:
+            self._plans[generation] = (topology, table)
+
+    def plan(self, generation: int) -> tuple[Topology, StateTable]:
+        """Raises KeyError for a generation that was never opened here."""
+        with self._lock:
+            return self._plans[generation]
+
+    def put(self, snapshot: Snapshot) -> bool:
+        """Shelve a snapshot, whose slot must be held; whether its step is complete now.
+
+        Raises MissingKeyError when the slot holds something else already.
+        """
+        if not snapshot.whole:
+            raise MissingKeyError(f"{snapshot.part.blob.key} was overwritten before it was hashed")
+        part = snapshot.part
+        with self._lock:
+            place = _place(snapshot)
+            for name, other in list(self._snapshots.items()):
+                if _place(other) == place:
+                    del self._snapshots[name]  # what lay there before
+            self._snapshots[part.generation, part.step, part.rank] = snapshot
+            self._kept[place] = snapshot.memory
+            complete = self._is_complete(part.generation, part.step)
+            if complete and snapshot.own:
+                self._forget_before(part.generation)
+            freed = self._give_back()
+        self._tell(freed)
+        return complete
+
+    def drop(self, generation: int, step: int, rank: int | None = None) -> None:
+        """Forget a step, or one rank's part of it; nothing there is no error."""
+        with self._lock:
+            for name in list(self._snapshots):
+                if name[:2] == (generation, step) and rank in (None, name[2]):
+                    del self._snapshots[name]
+            freed = self._give_back()
+        self._tell(freed)
+
+    def drop_where(self, gone: Callable[[int, int], bool]) -> list[tuple[int, int]]:
+        """Forget every step of which `gone(generation, step)` is true; which those were."""
+        with self._lock:
+            steps = sorted({name[:2] for name in self._snapshots if gone(*name[:2])})
+            for name in list(self._snapshots):
+                if name[:2] in steps:
+                    del self._snapshots[name]
+            freed = self._give_back()
+        self._tell(freed)
+        return steps
+
+    def _forget_before(self, generation: int) -> None:
+        """This node's snapshots of older generations have served: their memory goes."""
+        for name, snapshot in list(self._snapshots.items()):
+            if snapshot.own and name[0] < generation:
+                del self._snapshots[name]
+
+    # --- questions --------------------------------------------------------------------------
+    def inventory(self) -> list[Held]:
+        """What can be read now, newest step first."""
+        with self._lock:
+            found = list(self._snapshots.items())
+        return [
+            Held(*name, s.part.blob.size, s.stored)
+            for name, s in sorted(found, key=lambda item: _newest_first(item[0]))
+            if s.whole
+        ]
+
+    def complete(self) -> list[tuple[int, int]]:
+        """(generation, step) of what is complete here, newest step first."""
+        with self._lock:
+            steps = {name[:2] for name in self._snapshots}
+            whole = [s for s in steps if self._is_complete(*s)]
+        return sorted(whole, key=lambda s: (s[1], s[0]), reverse=True)
+
+    def commit(self, generation: int, step: int, config_hash: str, dataset_version: str) -> Commit:
+        """The commit object of a complete step, made in memory.
+
+        Raises KeyError for an unknown generation, CheckpointError when the parts do not make a
+        whole checkpoint.
+        """
+        with self._lock:
+            topology, table = self._plans[generation]
+            parts = {
+                name[2]: (s.part, s.stored)
+                for name, s in self._snapshots.items()
+                if name[:2] == (generation, step) and s.whole
+            }
+        return merge(parts, topology, table, config_hash, dataset_version)
+
+    def get(self, generation: int, step: int, rank: int) -> Snapshot:
+        """Raises MissingKeyError when it is not here, or no longer whole."""
+        with self._lock:
+            found = self._snapshots.get((generation, step, rank))
+        if found is None or not found.whole:
+            raise MissingKeyError(
+                f"step {step} of generation {generation} is not in memory for rank {rank}"
+            )
+        return found
+
+    def read_into(self, generation: int, step: int, rank: int, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes [start, start + len(out)) of the blob.
+
+        Raises MissingKeyError when the snapshot is not here or was overwritten meanwhile, and
+        CorruptError when the blob ends before. Checksums are the caller's to check.
+        """
+        found = self.get(generation, step, rank)
+        target = out.cast("B")
+        data = found.memory.arena.data(found.slot, found.header.length)
+        if start + len(target) > len(data):
+            raise CorruptError(
+                f"{found.part.blob.key} has {len(data)} bytes, {start + len(target)} were expected"
+            )
+        source = np.frombuffer(data[start : start + len(target)], np.uint8)
+        np.copyto(np.frombuffer(target, np.uint8), source)  # other threads run meanwhile
+        if not found.whole:
+            raise MissingKeyError(f"{found.part.blob.key} was overwritten while it was read")
+
+    @contextmanager
+    def pin(self, generation: int, step: int, rank: int) -> Iterator[Snapshot]:
+        """Keep a snapshot's slot for as long as it is read.
+
+        Raises MissingKeyError when the slot has been given back already.
+        """
+        with self._lock:
+            found = self._snapshots.get((generation, step, rank))
+            if found is None or _place(found) not in self._kept or not found.whole:
+                raise MissingKeyError(
+                    f"step {step} of generation {generation} is not kept for rank {rank}"
+                )
+            self._pins[_place(found)] += 1
+        try:
+            yield found
+        finally:
+            with self._lock:
+                self._pins[_place(found)] -= 1
+                self._pins += Counter()  # drops what has come to zero
+                freed = self._give_back()
+            self._tell(freed)
+
+    # --- what is kept -----------------------------------------------------------------------
+    def _is_complete(self, generation: int, step: int) -> bool:
+        plan = self._plans.get(generation)
+        if plan is None:
+            return False
+        found = (
+            self._snapshots.get((generation, step, rank)) for rank in range(plan[0].world_size)
+        )
+        return all(s is not None and s.whole for s in found)
+
+    def _newest_own(self) -> tuple[int, int]:
+        """The newest complete step that ranks of this node take part in."""
+        steps = sorted({name[:2] for name, s in self._snapshots.items() if s.own}, reverse=True)
+        return next((step for step in steps if self._is_complete(*step)), (0, -1))
+
+    def _give_back(self) -> list[tuple[MemoryFile, int]]:
+        """Slots that nothing keeps any more: forgotten here, to be released by `_tell`."""
+        newest = self._newest_own()
+        wanted = set(self._pins)
+        foreign: dict[int, _Name] = {}
+        for name, snapshot in self._snapshots.items():
+            if name[:2] == newest or (snapshot.own and name[:2] > newest):
+                wanted.add(_place(snapshot))
+            elif not snapshot.own:
+                foreign[name[2]] = max(name, foreign.get(name[2], name))
+        wanted |= {_place(self._snapshots[name]) for name in foreign.values()}
+        freed = [place for place in self._kept if place not in wanted]
+        return [(self._kept.pop(place), place[1]) for place in freed]
+
+    def _tell(self, freed: list[tuple[MemoryFile, int]]) -> None:
+        for memory, slot in freed:
+            memory.arena.release(slot)
+        if freed:
+            self._given_back()
+
+
+def _place(snapshot: Snapshot) -> _Place:
+    return id(snapshot.memory), snapshot.slot
+
+
+def _newest_first(name: _Name) -> tuple[int, int, int]:
+    return -name[1], -name[0], name[2]
