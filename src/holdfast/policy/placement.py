@@ -1,0 +1,196 @@
+"""Whose memory holds a copy of whose snapshots. Pure: the machines come in, a plan goes out.
+
+A copy is worth what it survives, so it stands as far away from its owner as the machines allow:
+a domain is something that fails as a whole, and the plan first avoids the one that does so most
+often. Among machines that are equally far away the load decides, then a hash of both names, which
+is the same on every machine that computes the plan.
+
+The plan that was in force comes in too. A holder stays where no farther one has appeared and the
+load is even, so the loss of a machine moves only the copies that it held, and its return only as
+many as it takes to share the load again. One machine may be named as stable (the staging node of
+ACUTE, IEEE Access 2024): every owner's first copy goes there while it has room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_64_intdigest
+
+DOMAINS = ("node", "rack", "power", "pool", "zone")
+"""What two machines can share, in the order in which sharing it is avoided: a small domain fails
+as a whole more often than a large one. A spot pool stands before the zone, which may hold several:
+a pool's machines are taken back together."""
+
+_WEIGHT = {kind: 1 << place for place, kind in enumerate(reversed(DOMAINS))}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A place where a mover runs. An empty domain is unknown and counts as nobody else's; `node`
+    is the host where several movers share one, and the machine's own name where it is empty.
+    `room`: bytes that it keeps for others at most, None for no bound."""
+
+    name: str
+    node: str = ""
+    rack: str = ""
+    power: str = ""
+    pool: str = ""
+    zone: str = ""
+    room: int | None = None
+
+    def domain(self, kind: str) -> str:
+        value = str(getattr(self, kind))
+        return value or (self.name if kind == "node" else "")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """`holders[owner]`: who keeps its copies, the farthest first. `warnings`: one sentence for
+    each owner that has fewer copies than were asked for, or one that shares a domain with it."""
+
+    holders: Mapping[str, tuple[str, ...]]
+    warnings: tuple[str, ...] = ()
+
+    def owners_at(self, name: str) -> tuple[str, ...]:
+        return tuple(owner for owner, held in sorted(self.holders.items()) if name in held)
+
+
+def shared(one: Machine, other: Machine) -> tuple[str, ...]:
+    """The kinds of domain that two machines have in common, the worst first."""
+    return tuple(
+        kind for kind in DOMAINS if one.domain(kind) and one.domain(kind) == other.domain(kind)
+    )
+
+
+def place_copies(
+    sizes: Mapping[str, int],
+    machines: Iterable[Machine],
+    *,
+    copies: int = 1,
+    stable: str | None = None,
+    before: Mapping[str, Sequence[str]] | None = None,
+) -> Placement:
+    """Who keeps the snapshots of each owner: `sizes` gives the bytes that one copy of it takes.
+
+    Owners are machines themselves. `before` is the plan in force; names that are gone are passed
+    over. Raises ValueError for an owner or a stable machine that is not among `machines`.
+    """
+    known = {machine.name: machine for machine in machines}
+    strangers = sorted((set(sizes) | ({stable} if stable else set())) - set(known))
+    if strangers:
+        raise ValueError(f"{', '.join(strangers)} is not among the machines")
+    work = _Work(known, dict(sizes), copies, stable, before or {})
+    for owner in work.order():
+        work.fill(owner)
+    work.level()
+    return work.result()
+
+
+@dataclass
+class _Work:
+    machines: dict[str, Machine]
+    sizes: dict[str, int]
+    copies: int
+    stable: str | None
+    before: Mapping[str, Sequence[str]]
+    load: dict[str, int] = field(default_factory=dict)
+    holders: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.load = dict.fromkeys(self.machines, 0)
+        self.holders = {owner: [] for owner in self.sizes}
+
+    def order(self) -> list[str]:
+        """Owners whose copies lie somewhere come first, so that nobody takes their room."""
+        return sorted(
+            self.sizes,
+            key=lambda o: (not any(h in self.machines for h in self.before.get(o, ())), o),
+        )
+
+    def fill(self, owner: str) -> None:
+        if self.stable is not None and self._fits(owner, self.stable):
+            self._add(owner, self.stable)
+        while len(self.holders[owner]) < self.copies:
+            free = [n for n in self.machines if n != self.stable and self._fits(owner, n)]
+            if not free:
+                return
+            here = self.before.get(owner, ())
+            self._add(owner, min(free, key=lambda n: self._rank(owner, n, n in here)))
+
+    def level(self) -> None:
+        """Move copies off the fullest machines while that makes the load more even and no copy
+        stands nearer for it. Each move makes the sum of squares of the loads smaller."""
+        while any(self._relieve(name) for name in sorted(self.load, key=self._fullest)):
+            pass
+
+    def result(self) -> Placement:
+        return Placement(
+            {owner: tuple(held) for owner, held in sorted(self.holders.items())},
+            tuple(text for owner in sorted(self.sizes) for text in self._warn(owner)),
+        )
+
+    # --- parts ------------------------------------------------------------------------------
+    def _fits(self, owner: str, name: str) -> bool:
+        if name == owner or name in self.holders[owner]:
+            return False
+        room = self.machines[name].room
+        return room is None or self.load[name] + self.sizes[owner] <= room
+
+    def _add(self, owner: str, name: str) -> None:
+        self.holders[owner].append(name)
+        self.load[name] += self.sizes[owner]
+
+    def _rank(self, owner: str, name: str, here: bool) -> tuple[int, int, bool, int, int]:
+        """Least is best: distance to the owner and to its other copies, then no move, load."""
+        return (*self._nearness(owner, name, ()), not here, self.load[name], _hash(owner, name))
+
+    def _nearness(self, owner: str, name: str, leaving: Sequence[str]) -> tuple[int, int]:
+        mine, machine = self.machines[owner], self.machines[name]
+        others = [h for h in self.holders[owner] if h not in leaving]
+        return _danger(mine, machine), sum(_danger(self.machines[h], machine) for h in others)
+
+    def _fullest(self, name: str) -> tuple[int, str]:
+        return -self.load[name], name
+
+    def _relieve(self, full: str) -> bool:
+        """Move one copy off a machine; whether there was one to move."""
+        if full == self.stable:
+            return False
+        for owner in sorted((o for o, held in self.holders.items() if full in held),
+                            key=lambda o: -_hash(o, full)):  # fmt: skip
+            now = self._nearness(owner, full, (full,))
+            better = [
+                name for name in self.machines
+                if name != self.stable and self._fits(owner, name)
+                and self.load[name] + self.sizes[owner] < self.load[full]
+                and self._nearness(owner, name, (full,)) <= now
+            ]  # fmt: skip
+            if better:
+                target = min(better, key=lambda n: (self.load[n], _hash(owner, n)))
+                place = self.holders[owner].index(full)
+                self.holders[owner][place] = target
+                self.load[full] -= self.sizes[owner]
+                self.load[target] += self.sizes[owner]
+                return True
+        return False
+
+    def _warn(self, owner: str) -> Iterable[str]:
+        held = self.holders[owner]
+        if len(held) < self.copies:
+            yield f"{owner} has {len(held)} of {self.copies} copies: no other machine has room"
+        for name in held:
+            both = shared(self.machines[owner], self.machines[name])
+            if both:
+                which = f"{both[0]} {self.machines[owner].domain(both[0])}"
+                yield f"{owner} and its copy on {name} share the {which}"
+
+
+def _danger(one: Machine, other: Machine) -> int:
+    """Sharing one domain is worse than sharing all that are listed after it together."""
+    return sum(_WEIGHT[kind] for kind in shared(one, other))
+
+
+def _hash(owner: str, name: str) -> int:
+    return int(xxh3_64_intdigest(f"{owner}\0{name}".encode()))
