@@ -1,0 +1,85 @@
+"""Faults of the store while a restore reads it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from holdfast.wire.runstore import FolderStore, spoken_error
+from tests.checkpoint.campaign import states
+from tests.checkpoint.campaign.judge import Restored, WrongError, judge, restore
+from tests.checkpoint.campaign.oracle import expected
+from tests.checkpoint.campaign.scenes import NEWEST, contents, history
+
+Fails = Callable[[int, str, str], bool]
+"""(number of the operation, its name, key) -> whether it fails"""
+
+
+LAYOUTS = ((0, 3), (1, 6), (2, 7), (5, 4))
+
+
+class Ailing(FolderStore):
+    """A folder whose reads fail when `fails` says so."""
+
+    def __init__(self, folder: Path, fails: Fails) -> None:
+        super().__init__(folder)
+        self.count = 0
+        self._fails = fails
+
+    def _reach(self, name: str, key: str) -> None:
+        number, self.count = self.count, self.count + 1
+        if self._fails(number, name, key):
+            raise spoken_error(OSError(errno.EIO, os.strerror(errno.EIO)), self.folder)
+
+    def get(self, key: str) -> bytes:
+        self._reach("get", key)
+        return super().get(key)
+
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        self._reach("read", key)
+        super().read_into(key, start, out)
+
+    def list(self, prefix: str) -> Any:
+        self._reach("list", prefix)
+        return super().list(prefix)
+
+    def size(self, key: str) -> int:
+        self._reach("size", key)
+        return super().size(key)
+
+
+def unreadable(folder: Path, rng: random.Random) -> tuple[str, Restored]:
+    """The disk cannot read one file any more: as good as not there."""
+    made = history(*rng.choice(LAYOUTS))
+    made.pour(folder)
+    newest = [key for key in made.files if f"{NEWEST[0]:010d}-rank" in key and "data" in key]
+    commits = [key for key in made.files if key.startswith("commits/")]
+    bad = rng.choice(rng.choice([newest, commits[:1]]))
+    store = Ailing(folder, lambda _, name, key: key == bad and name in ("get", "read"))
+    found = restore(store, states.topology(rng.randrange(8), 5))
+    files = {key: data for key, data in contents(folder).items() if key != bad}
+    judge(found, expected(files, made.files))
+    return f"{bad} cannot be read", found
+
+
+def dropped(folder: Path, rng: random.Random) -> tuple[str, Restored]:
+    """From one operation on nothing answers any more."""
+    made = history(*rng.choice(LAYOUTS))
+    made.pour(folder)
+    topo = states.topology(rng.randrange(8), 5)
+    trial = Ailing(folder, lambda *_: False)
+    restore(trial, topo)
+    at = rng.randrange(trial.count)
+    found = restore(Ailing(folder, lambda number, *_: number >= at), topo)
+    what = f"no answer from operation {at} of {trial.count} on"
+    if found.position not in (None, NEWEST):
+        raise WrongError(f"{what}: {found} was taken for the newest")
+    if found.position is None and found.sentence is None:
+        raise WrongError(f"{what}: the run begins from nothing")
+    if found.position is None and "--fresh" in str(found.sentence):
+        raise WrongError(f"{what}: the advice is to start over: {found.sentence}")
+    return what, found
