@@ -173,8 +173,20 @@ class SettingIgnored(Event):
 @dataclass(frozen=True)
 class CheckpointCaptured(Event):
     rank: int
-    seconds: float  # training was blocked for this long
+    seconds: float  # training was blocked for this long, in all
     bytes: int
+    copy_seconds: float = 0.0  # from the begin of the copy to its header, computing meanwhile
+    fence_seconds: float = 0.0  # of `seconds`: waiting for the rest of the copy before the vote
+    durable: bool = True  # False: it stays in memory
+
+
+@dataclass(frozen=True)
+class SaveInterval(Event):
+    """A new decision how often to save. Written by rank 0."""
+
+    tier: int
+    seconds: float
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -201,6 +213,43 @@ class CheckpointRestored(Event):
     key: str
     bytes: int
     seconds: float
+    phases: dict[str, float] = field(default_factory=dict)  # open, plan: wall; read, verify, copy:
+    # summed over the threads that did it side by side
+    sources: dict[str, int] = field(default_factory=dict)  # bytes read, by source
+
+
+@dataclass(frozen=True)
+class RestorePointFound(Event):
+    """The state after `step` is what the generation begins from."""
+
+    key: str
+    durable: bool  # False: it lies in memory alone
+    seconds: float  # to find and open it
+
+
+@dataclass(frozen=True)
+class SourceRejected(Event):
+    """A source had some bytes of a checkpoint not whole, and another one gave them."""
+
+    rank: int
+    source: str
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class SnapshotComplete(Event):
+    """Memory holds the state after `step` whole: every rank's part, hashed."""
+
+    bytes: int
+    seconds: float  # from the first rank's announcement
+
+
+@dataclass(frozen=True)
+class SnapshotDropped(Event):
+    """A snapshot in memory had to go before there was a newer one."""
+
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -212,6 +261,23 @@ class CheckpointRejected(Event):
 @dataclass(frozen=True)
 class CheckpointRemoved(Event):
     key: str
+
+
+@dataclass(frozen=True)
+class SnapshotKept(Event):
+    """Another machine's memory holds the state after `step`, as far as this node's ranks own it."""
+
+    peer: str
+    bytes: int
+    seconds: float  # from its turn to the last answer
+
+
+@dataclass(frozen=True)
+class PeerFailed(Event):
+    """A machine that was to keep snapshots did not; said once until it has kept one again."""
+
+    peer: str
+    reason: str
 
 
 def to_json(record: Record) -> dict[str, Any]:

@@ -1,0 +1,49 @@
+"""A token bucket: how many bytes of copies may leave this machine, so that training's own traffic
+goes first.
+
+Over any T seconds at most `burst + rate * T` bytes pass, and one piece. The bucket is kept as the
+moment at which everything taken so far will have been paid for (the virtual scheduling form of the
+leaky bucket), so threads that wait hold no lock and are served in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+BURST_SECONDS = 0.1
+"""The burst where none is named: what the rate gives in this time."""
+
+
+class Budget:
+    """Safe to share between threads."""
+
+    def __init__(
+        self,
+        rate: float,
+        clock: Callable[[], float],
+        wait: Callable[[float], object],
+        burst: float | None = None,
+    ) -> None:
+        """`rate` in bytes per second, 0 for no bound; `wait` sleeps that many seconds, or less when
+        there is nothing to wait for any more."""
+        self._rate = rate
+        self._clock = clock
+        self._wait = wait
+        self._burst = rate * BURST_SECONDS if burst is None else burst
+        self._paid = clock()  # when everything taken so far will have been paid for
+        self._lock = threading.Lock()
+        self.taken = 0
+
+    def take(self, count: int) -> float:
+        """Wait until `count` bytes may go; the seconds that it was told to wait."""
+        with self._lock:
+            self.taken += count
+            if not self._rate:
+                return 0.0
+            now = self._clock()
+            self._paid = max(self._paid, now) + count / self._rate
+            due = self._paid - now - self._burst / self._rate
+        if due > 0:
+            self._wait(due)
+        return max(due, 0.0)

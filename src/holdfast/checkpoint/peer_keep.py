@@ -1,0 +1,322 @@
+"""Keeping snapshots of other machines: an offer is pulled, checked, and put on the shelf.
+
+Per rank there is one memory file of two slots. An offer carries the sealed part manifest, so the
+receiver knows every extent's checksum before a byte travels: an extent that it holds already of
+the same rank (frozen parameters, unused experts) is copied from there, the rest is read from the
+offerer straight into the slot, and each is checked where it lies. The slot's header is written
+last: a pull that breaks off leaves a dirty slot, and the other one whole.
+
+    offered -> pulling -> held
+                  '-----> refused     (no room, wrong bytes, the offerer is gone): asked again later
+
+What is never overwritten is the newest step that is complete here: of which every rank lies here
+that the offerers of its generation have announced. It goes with its generation, when the next one
+is complete in its turn, or when the next one finds no other room; its state is then in the memory
+of whoever offers it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYetError
+from dataclasses import dataclass
+from typing import Any
+
+from xxhash import xxh3_128_hexdigest
+
+from holdfast.checkpoint.arena import Arena, digest, slot_capacity
+from holdfast.checkpoint.blob import parse_header
+from holdfast.checkpoint.peer_wire import COPY, PeerClient
+from holdfast.checkpoint.snapshots import MemoryFile, Shelf, Snapshot
+from holdfast.errors import CorruptError, FencedError, HoldfastError
+from holdfast.layout import Topology
+from holdfast.spec.manifest import Part, blob_key
+from holdfast.spec.state import TensorSpec
+from holdfast.wire.runstore import MissingKeyError
+from holdfast.wire.secret import Secret
+
+PULLS = 4
+"""Ranks that are pulled at a time."""
+ANSWER_SECONDS = 10.0
+"""An offer is answered within this time, be it with "pulling": the offerer asks again."""
+SILENCE_SECONDS = 30.0
+"""An offerer that sends nothing for so long is given up."""
+ATTEMPTS = 2
+"""Reads of an extent whose bytes are not what the manifest says."""
+
+HELD, PULLING, PLAN = "held", "pulling", "plan"
+
+_Name = tuple[int, int, int]  # generation, step, rank
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What an offer says, checked as far as it can be without its bytes."""
+
+    part: Part
+    stored: bytes
+    run: str
+    source: str  # "host:port" of who offers
+    ranks: frozenset[int]  # that the offerer sends here, in this generation
+
+    @property
+    def name(self) -> _Name:
+        return self.part.generation, self.part.step, self.part.rank
+
+    @staticmethod
+    def from_json(generation: int, value: dict[str, Any]) -> _Offer:
+        """Raises CorruptError, FencedError, KeyError, TypeError, ValueError."""
+        stored = str(value["part"]).encode()
+        part = Part.from_bytes(stored, "an offer's part manifest")
+        if part.generation != generation:
+            raise FencedError(f"generation {generation} offers a part of {part.generation}")
+        if part.blob.key != blob_key(part.generation, part.step, part.writer) or part.rank < 0:
+            raise CorruptError(f"{part.blob.key} is not the blob of rank {part.rank}")
+        if not 0 < part.blob.data_start <= part.blob.size:
+            raise CorruptError(f"{part.blob.key} has {part.blob.size} bytes")
+        ranks = frozenset(int(rank) for rank in value["ranks"])
+        if part.rank not in ranks:
+            raise ValueError(f"rank {part.rank} is not among the ranks that are announced")
+        return _Offer(part, stored, str(value["run"]), str(value["source"]), ranks)
+
+
+class Keeper:
+    """What one mover keeps for others. Safe to use from any thread."""
+
+    def __init__(self, shelf: Shelf, secret: Secret, room: int) -> None:
+        """`room`: bytes that the memory files of others may take together."""
+        self._shelf, self._secret, self._room = shelf, secret, room
+        self._lock = threading.Lock()
+        self._memory: dict[tuple[int, int], MemoryFile] = {}  # (rank, capacity)
+        self._names: dict[_Name, tuple[MemoryFile, int]] = {}  # ours on the shelf, and where
+        self._ranks: dict[int, frozenset[int]] = {}  # generation -> announced to be sent here
+        self._pulls: dict[int, tuple[_Name, Future[None]]] = {}  # rank -> what is under way
+        self._writing: set[int] = set()  # ids of the memory files that are pulled into
+        self._broken: dict[int, _Name] = {}  # rank -> the pull that broke off last
+        self._threads = ThreadPoolExecutor(PULLS, "pull")
+        self.pulled = 0  # bytes that came over the network
+        self.reused = 0  # bytes that lay here already
+        self.refused = 0  # offers that ended without being held
+
+    def offer(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer an offer: `state` is "held", "pulling" (ask again), or "plan" (say who writes).
+
+        Raises what made the pull fail, and for a body that makes no sense ValueError, KeyError,
+        TypeError, CorruptError.
+        """
+        offered = _Offer.from_json(generation, body)
+        if not self._opened(generation, body.get("plan")):
+            return {"state": PLAN}
+        with self._lock:
+            self._ranks[generation] = self._ranks.get(generation, frozenset()) | offered.ranks
+            if offered.name in self._names and self._on_shelf(offered.name):
+                return {"state": HELD}
+            name, future = self._pull_of(offered)
+        try:
+            future.result(ANSWER_SECONDS)
+        except Exception as error:
+            if name != offered.name or (isinstance(error, NotYetError) and not future.done()):
+                return {"state": PULLING}  # or another step's pull, whose end is told to its offer
+            raise
+        return {"state": HELD if self._on_shelf(offered.name) else PULLING}
+
+    def status(self) -> dict[str, Any]:
+        with self._lock:
+            files = list(self._memory.values())
+            return {
+                "room": self._room, "used": sum(f.nbytes for f in files),
+                "snapshots": sorted(map(list, self._names)), "pulled": self.pulled,
+                "reused": self.reused, "refused": self.refused,
+            }  # fmt: skip
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # --- one offer --------------------------------------------------------------------------
+    def _opened(self, generation: int, plan: Any) -> bool:
+        """Whether it is known who writes in a generation, from the offer if need be."""
+        try:
+            self._shelf.plan(generation)
+        except KeyError:
+            if plan is None:
+                return False
+            topology = Topology.from_json(plan["topology"])
+            if topology.generation != generation:
+                raise ValueError("the plan is of another generation") from None
+            table = tuple(TensorSpec.from_json(row) for row in plan["table"])
+            self._shelf.open(generation, topology, table)
+        return True
+
+    def _pull_of(self, offered: _Offer) -> tuple[_Name, Future[None]]:
+        """The pull under way for the rank, of whichever step, else a new one."""
+        rank = offered.part.rank
+        under_way = self._pulls.get(rank)
+        if under_way is not None and not under_way[1].done():
+            return under_way
+        self._pulls[rank] = (offered.name, self._threads.submit(self._pull, offered))
+        return self._pulls[rank]
+
+    def _pull(self, offered: _Offer) -> None:
+        part = offered.part
+        client: PeerClient | None = None
+        memory: MemoryFile | None = None
+        try:
+            client = PeerClient(
+                offered.source, self._secret, part.generation, timeout=SILENCE_SECONDS
+            )
+            memory, slot = self._slot(part)
+            memory.arena.begin(slot)
+            view = memory.arena.data(slot, part.blob.size)
+            try:
+                self._fill(part, view, client, again=self._broken.get(part.rank) == offered.name)
+                head = bytes(view[: part.blob.data_start])
+            finally:
+                view.release()
+            if set(parse_header(head, part.blob.key)) != set(part.tensors):
+                raise CorruptError(f"{part.blob.key}: its header does not list what its part does")
+            self._shelve(offered, memory, slot, head)
+        except BaseException:
+            with self._lock:
+                self.refused += 1
+                self._broken[part.rank] = offered.name
+            raise
+        finally:
+            with self._lock:
+                self._writing.discard(id(memory))
+            if client is not None:
+                client.close()
+
+    def _fill(self, part: Part, view: memoryview, client: PeerClient, again: bool) -> None:
+        """Every extent of the blob, from what lies here or over the network, and checked. `again`:
+        the slot may hold some of them, from a pull that broke off."""
+        here = self._extents_here(part)
+        for extent in part.blob.extents():
+            out = view[extent.offset : extent.offset + extent.length]
+            twin = here.get(extent.xxh3)
+            if again and _right(out, extent.xxh3):
+                continue
+            if twin is not None and self._copy(*twin, out) and _right(out, extent.xxh3):
+                self.reused += extent.length
+                continue
+            for attempt in range(ATTEMPTS):
+                client.read_into(part.blob.key, extent.offset, out, COPY)
+                self.pulled += extent.length
+                if _right(out, extent.xxh3):
+                    break
+                if attempt == ATTEMPTS - 1:
+                    raise CorruptError(
+                        f"{part.blob.key}: {client.address} sent other bytes than it announced in "
+                        f"[{extent.offset}, {extent.offset + extent.length})"
+                    )
+
+    def _extents_here(self, part: Part) -> dict[str, tuple[_Name, int]]:
+        """checksum -> where an extent of the same rank lies that has it: snapshot, offset."""
+        found: dict[str, tuple[_Name, int]] = {}
+        with self._lock:
+            names = [name for name in self._names if name[2] == part.rank]
+        for name in names:
+            try:
+                blob = self._shelf.get(*name).part.blob
+            except MissingKeyError:
+                continue
+            found |= {e.xxh3: (name, e.offset) for e in blob.extents()}
+        return found
+
+    def _copy(self, name: _Name, offset: int, out: memoryview) -> bool:
+        try:
+            self._shelf.read_into(*name, offset, out)
+        except (MissingKeyError, CorruptError):
+            return False  # overwritten meanwhile, or shorter: it comes over the network then
+        return True
+
+    # --- slots ------------------------------------------------------------------------------
+    def _slot(self, part: Part) -> tuple[MemoryFile, int]:
+        """Where a rank's part may be written: never over the newest complete step.
+
+        Raises HoldfastError when there is no room.
+        """
+        capacity = slot_capacity(part.blob.size)
+        with self._lock:
+            memory = self._memory.get((part.rank, capacity))
+            if memory is None:
+                self._make_room(part.generation, 2 * capacity)
+                name = f"holdfast-{part.generation}-{part.rank}-copy"
+                memory = MemoryFile(Arena.create(name, 2, capacity))
+                self._memory[part.rank, capacity] = memory
+            newest = self._complete()
+            held = {slot: name for name, (file, slot) in self._names.items() if file is memory}
+            slots = [s for s in range(memory.arena.slots) if s not in held]
+            slots += sorted((s for s in held if held[s][:2] != newest), key=lambda s: held[s])
+            chosen = slots[0]  # of two, one at most is protected
+            if chosen in held:
+                self._drop(held[chosen])
+            if memory.arena.held(chosen):
+                raise HoldfastError(f"the slot for rank {part.rank} is being read")
+            self._writing.add(id(memory))
+            return memory, chosen
+
+    def _shelve(self, offered: _Offer, memory: MemoryFile, slot: int, head: bytes) -> None:
+        """Header last, then onto the shelf; a generation that is complete here ends the older
+        ones."""
+        part = offered.part
+        header = memory.arena.finish(
+            slot, digest(offered.run), part.generation, part.step, part.blob.size, digest(head)
+        )
+        with self._lock:
+            self._shelf.put(Snapshot(part, offered.stored, memory, slot, header, own=False))
+            self._names[offered.name] = (memory, slot)
+            self._writing.discard(id(memory))
+            newest = self._complete()
+            if newest is not None:
+                self._forget(lambda name: name[0] < newest[0])
+                self._ranks = {g: r for g, r in self._ranks.items() if g >= newest[0]}
+
+    def _complete(self) -> tuple[int, int] | None:
+        """(generation, step) of the newest step of which every announced rank lies here."""
+        steps: dict[tuple[int, int], set[int]] = {}
+        for generation, step, rank in filter(self._on_shelf, self._names):
+            steps.setdefault((generation, step), set()).add(rank)
+        whole = [key for key, ranks in steps.items() if ranks >= self._ranks.get(key[0], ranks)]
+        return max(whole, default=None)
+
+    def _make_room(self, generation: int, need: int) -> None:
+        """Let go what older generations hold, as far as `need` bytes ask for it: what is not
+        complete first."""
+        newest = self._complete()
+        for spared in (newest, None):
+            if self._used() + need <= self._room:
+                return
+            old = {name for name in self._names if name[0] < generation and name[:2] != spared}
+            self._forget(old.__contains__)
+        if self._used() + need > self._room:
+            raise HoldfastError(
+                f"no room for a copy of {need // 2} bytes in two slots: {self._used()} of "
+                f"{self._room} bytes are taken"
+            )
+
+    def _used(self) -> int:
+        return sum(file.nbytes for file in self._memory.values())
+
+    def _forget(self, gone: Callable[[_Name], bool]) -> None:
+        """Drop snapshots, and the memory files that hold none any more."""
+        for name in [name for name in self._names if gone(name)]:
+            self._drop(name)
+        used = {id(file) for file, _ in self._names.values()} | self._writing
+        self._memory = {key: file for key, file in self._memory.items() if id(file) in used}
+
+    def _drop(self, name: _Name) -> None:
+        del self._names[name]
+        self._shelf.drop(*name)
+
+    def _on_shelf(self, name: _Name) -> bool:
+        try:
+            self._shelf.get(*name)
+        except MissingKeyError:
+            return False
+        return True
+
+
+def _right(view: memoryview, checksum: str) -> bool:
+    return bool(xxh3_128_hexdigest(view) == checksum)

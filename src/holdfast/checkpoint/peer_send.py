@@ -1,0 +1,302 @@
+"""Offering snapshots to other machines, behind training and within bounds.
+
+The unit is a step: it is offered when every rank of this node has it in memory, and its slots are
+kept until the last holder has it or is given up. Each holder has a thread and room for one step
+that waits: a newer one takes its place, which is counted, so that a slow network makes copies rarer
+and never later and later.
+
+    waiting -> offering -> kept
+       |           '-----> failed      (refused, out of reach, too slow: the next step tries again)
+       '-----> superseded
+
+Who holds is `policy.placement`'s to say, from the domains in the run file. A holder that fails is
+passed over until its time is up, and another machine takes its copies where there is one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.checkpoint.peer_keep import HELD, PLAN
+from holdfast.checkpoint.peer_settings import Peer, PeerSettings
+from holdfast.checkpoint.peer_wire import PeerClient, PeerError
+from holdfast.checkpoint.snapshots import Shelf, Snapshot
+from holdfast.errors import FencedError, HoldfastError
+from holdfast.events import Event, PeerFailed, SettingIgnored, SnapshotKept
+from holdfast.layout import Topology
+from holdfast.policy.placement import place_copies
+from holdfast.spec.state import StateTable
+from holdfast.wire.runstore import MissingKeyError
+from holdfast.wire.secret import Secret
+
+ATTEMPTS = 3
+"""Offers of one step that may fail before it is given up."""
+PAUSES = (0.5, 2.0)
+"""Seconds between them."""
+STEP_SECONDS = 600.0
+"""A holder that has not taken a step within this time has failed."""
+ASK_SECONDS = 30.0
+"""An offer is answered within ten seconds, be it with "pulling"."""
+AWAY_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0)
+"""How long a holder that failed is passed over, by how often it did so in a row."""
+
+
+@dataclass
+class _Step:
+    """One step on its way; the pins end with its last user."""
+
+    generation: int
+    step: int
+    snapshots: list[Snapshot]
+    pins: ExitStack
+    users: int = 0
+
+    @property
+    def name(self) -> tuple[int, int]:
+        return self.generation, self.step
+
+
+@dataclass
+class _Line:
+    """One holder: what waits for it, and how it has done."""
+
+    peer: Peer
+    waiting: _Step | None = None
+    busy: bool = False
+    told: set[int] = field(default_factory=set)  # generations whose plan it has been sent
+    kept: tuple[int, int] = (0, -1)
+    failures: int = 0  # in a row
+    back: float = 0.0  # passed over until then
+    counts: dict[str, int] = field(
+        default_factory=lambda: {"kept": 0, "superseded": 0, "failed": 0}
+    )
+    reason: str = ""
+
+
+class Copies:
+    """What a mover sends to others. `shelved` never blocks; every method may be called from any
+    thread."""
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        shelf: Shelf,
+        secret: Secret,
+        source: str,
+        run: str,
+        add: Callable[[Event], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`source` is the address at which others reach this mover's listener; `add` takes
+        events."""
+        self._settings, self._shelf, self._secret = settings, shelf, secret
+        self._source, self._run, self._add, self._clock = source, run, add, clock
+        self._change = threading.Condition()
+        self._closed = False
+        self._plan: tuple[Topology, StateTable] | None = None
+        self._here: dict[tuple[int, int], set[int]] = {}  # own ranks shelved, by step
+        self._lines = {peer.name: _Line(peer) for peer in settings.peers}
+        self._held: dict[str, tuple[str, ...]] = {}  # the placement in force
+        self._warned: set[str] = set()
+        self._over: list[ExitStack] = []  # pins that nobody needs: ended without our lock held
+        for line in self._lines.values():
+            threading.Thread(
+                target=self._work, args=(line,), name=f"to {line.peer.name}", daemon=True
+            ).start()
+
+    def expect(self, topology: Topology, table: StateTable) -> None:
+        """A generation begins: what waits of older ones is dropped."""
+        with self._change:
+            self._plan = (topology, table)
+            self._here = {}
+            for line in self._lines.values():
+                if line.waiting is not None:
+                    self._let_go(line.waiting)
+                    line.waiting = None
+        self._unpin()
+
+    def shelved(self, generation: int, step: int, rank: int) -> None:
+        """A rank of this node has a snapshot on the shelf; offers the step if it was the last."""
+        if step % self._settings.every_steps:
+            return
+        with self._change:
+            if self._plan is None or self._plan[0].generation != generation or self._closed:
+                return
+            ranks = self._own(rank)
+            here = self._here.setdefault((generation, step), set())
+            here.add(rank)
+            if here != ranks:
+                return
+            self._here = {key: some for key, some in self._here.items() if key[1] > step}
+            offered = self._pinned(generation, step, sorted(ranks))
+            if offered is not None:
+                self._queue(offered)
+        self._unpin()
+
+    def status(self) -> dict[str, Any]:
+        with self._change:
+            return {
+                name: {
+                    "kept": list(line.kept), "counts": dict(line.counts), "busy": line.busy,
+                    "reason": line.reason,
+                }
+                for name, line in self._lines.items()
+            }  # fmt: skip
+
+    def close(self) -> None:
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+
+    # --- what is offered to whom ------------------------------------------------------------
+    def _own(self, rank: int) -> set[int]:
+        """The ranks of this node: those on the node of one of them."""
+        assert self._plan is not None
+        nodes = self._plan[0].nodes
+        return {other for other, node in enumerate(nodes) if node == nodes[rank]}
+
+    def _pinned(self, generation: int, step: int, ranks: Iterable[int]) -> _Step | None:
+        """A step with its slots kept; None when one has been given back already."""
+        pins = ExitStack()
+        try:
+            found = [pins.enter_context(self._shelf.pin(generation, step, r)) for r in ranks]
+        except MissingKeyError:
+            pins.close()
+            return None
+        return _Step(generation, step, found, pins)
+
+    def _queue(self, offered: _Step) -> None:
+        offered.users = 1  # this method
+        for name in self._holders(sum(s.part.blob.size for s in offered.snapshots)):
+            line = self._lines[name]
+            if line.waiting is not None:
+                line.counts["superseded"] += 1
+                self._let_go(line.waiting)
+            line.waiting = offered
+            offered.users += 1
+        self._let_go(offered)
+        self._change.notify_all()
+
+    def _holders(self, size: int) -> tuple[str, ...]:
+        """The machines that are to hold this node's copies now."""
+        now = self._clock()
+        machines = [line.peer.machine for line in self._lines.values() if now >= line.back]
+        own = self._settings.machine
+        stable = self._settings.stable
+        if stable not in {machine.name for machine in machines}:
+            stable = None
+        plan = place_copies(
+            {own.name: 2 * size}, [own, *machines], copies=self._settings.copies, stable=stable,
+            before=self._held,
+        )  # fmt: skip
+        self._held = dict(plan.holders)
+        for text in plan.warnings:
+            if text not in self._warned:
+                self._warned.add(text)
+                self._add(SettingIgnored("checkpoint.peers", text))
+        return plan.holders[own.name]
+
+    def _let_go(self, offered: _Step) -> None:
+        offered.users -= 1
+        if not offered.users:
+            self._over.append(offered.pins)
+
+    def _unpin(self) -> None:
+        """Giving slots back wakes others, who may be waiting for us: so not under our lock."""
+        with self._change:
+            over, self._over = self._over, []
+        for pins in over:
+            pins.close()
+
+    # --- one holder's thread ----------------------------------------------------------------
+    def _work(self, line: _Line) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._closed or line.waiting is not None)
+                if self._closed or line.waiting is None:
+                    return
+                offered, line.waiting, line.busy = line.waiting, None, True
+            start, reason = self._clock(), ""
+            try:
+                reason = self._send(line, offered)
+            except Exception as error:  # our own bug: it costs a copy, never the save
+                reason = f"{type(error).__name__}: {error}"
+            self._end(line, offered, self._clock() - start, reason)
+
+    def _send(self, line: _Line, offered: _Step) -> str:
+        """Offer every rank's part until all are held; why that failed, or ""."""
+        deadline = self._clock() + STEP_SECONDS
+        client = PeerClient(
+            line.peer.address, self._secret, offered.generation, timeout=ASK_SECONDS
+        )
+        try:
+            for attempt in range(ATTEMPTS):
+                try:
+                    for snapshot in offered.snapshots:
+                        self._offer(line, client, offered, snapshot, deadline)
+                    return ""
+                except FencedError as error:
+                    return str(error)
+                except HoldfastError as error:
+                    reason = str(error)
+                if attempt < ATTEMPTS - 1 and not self._pause(PAUSES[attempt]):
+                    break
+            return reason
+        finally:
+            client.close()
+
+    def _offer(
+        self, line: _Line, client: PeerClient, offered: _Step, snapshot: Snapshot, deadline: float
+    ) -> None:
+        """Until the holder has one rank's part. Raises HoldfastError."""
+        body: dict[str, Any] = {
+            "part": snapshot.stored.decode(), "run": self._run, "source": self._source,
+            "ranks": [s.part.rank for s in offered.snapshots],
+        }  # fmt: skip
+        if offered.generation not in line.told:
+            body["plan"] = self._plan_of(offered.generation)
+        while True:
+            state = client.offer(body)["state"]
+            line.told.add(offered.generation)
+            if state == HELD:
+                return
+            if state == PLAN:  # it has been started anew since it was told
+                body["plan"] = self._plan_of(offered.generation)
+            if self._closed or self._clock() > deadline:
+                raise PeerError(f"{client.address} has not taken step {offered.step} in time")
+
+    def _plan_of(self, generation: int) -> dict[str, Any]:
+        try:
+            topology, table = self._shelf.plan(generation)
+        except KeyError:
+            raise FencedError(f"generation {generation} is over") from None
+        return {"topology": topology.to_json(), "table": [spec.to_json() for spec in table]}
+
+    def _pause(self, seconds: float) -> bool:
+        """Whether to go on afterwards."""
+        with self._change:
+            return not self._change.wait_for(lambda: self._closed, seconds)
+
+    def _end(self, line: _Line, offered: _Step, seconds: float, reason: str) -> None:
+        size = sum(s.part.blob.size for s in offered.snapshots)
+        with self._change:
+            self._let_go(offered)
+            line.busy, line.reason = False, reason
+            if not reason:
+                line.failures, line.kept = 0, offered.name
+            else:
+                away = AWAY_SECONDS[min(line.failures, len(AWAY_SECONDS) - 1)]
+                line.failures += 1
+                line.back = self._clock() + away
+            line.counts["failed" if reason else "kept"] += 1
+            first = line.failures == 1
+        self._unpin()
+        if not reason:
+            self._add(SnapshotKept(line.peer.name, size, seconds, step=offered.step))
+        elif first:  # one event for a holder that goes on failing; the counts tell the rest
+            self._add(PeerFailed(line.peer.name, reason, step=offered.step))

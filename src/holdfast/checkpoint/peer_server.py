@@ -1,0 +1,304 @@
+"""The mover's listener for movers of other machines: what it holds, by range, and offers.
+
+One thread a connection. Before anything else a request is bounded, its proof is checked, and its
+generation is compared with the newest that was ever seen here: an older one is fenced, a newer one
+(which only somebody with the run's secret can name) becomes the newest. So whoever has opened a
+generation and then asks for the inventory knows that nothing older can be added afterwards.
+
+A range leaves by sendfile(2), from the memory file to the socket. The slot's header is compared
+before and after; should the slot have changed meanwhile, the connection is cut, and if that were to
+come too late, the receiver's checksums tell.
+
+An outsider can hold a connection, and nothing else: when all are taken, the longest one that has
+proven nothing makes way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Protocol
+from urllib.parse import parse_qs, urlsplit
+
+from holdfast.checkpoint.budget import Budget
+from holdfast.checkpoint.peer_wire import (
+    COPY,
+    FAILED,
+    FENCED,
+    INVENTORY,
+    MISSING,
+    OFFER,
+    OK,
+    PROOF,
+    RANGE,
+    REFUSED,
+    TOO_LONG,
+    UNKNOWN,
+)
+from holdfast.checkpoint.snapshots import Shelf, Snapshot
+from holdfast.errors import FencedError, HoldfastError
+from holdfast.spec.manifest import blob_key, parse_save_key, writer_name
+from holdfast.wire.auth import AuthError, Proof, Verifier, sign_answer
+from holdfast.wire.runstore import MissingKeyError
+from holdfast.wire.secret import Secret
+
+CONNECTIONS = 64
+IDLE_SECONDS = 60.0
+STALL_SECONDS = 20.0
+"""A receiver that takes nothing for so long is given up."""
+BODY_LIMIT = 64 << 20
+"""Bytes of an offer at most: the manifest of a part, and the state table."""
+PIECE = 1 << 20
+"""Bytes that leave at a time: the grain of the budget."""
+
+
+class Receiver(Protocol):
+    """What answers offers: `peer_keep.Keeper`."""
+
+    def offer(self, generation: int, body: dict[str, Any]) -> dict[str, Any]: ...
+
+
+class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
+    """Serves one shelf on a socket that is bound already."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(
+        self,
+        bound: socket.socket,
+        secret: Secret,
+        shelf: Shelf,
+        receiver: Receiver,
+        budget: Budget,
+        *,
+        clock: Callable[[], float] = time.time,
+        connections: int = CONNECTIONS,
+    ) -> None:
+        super().__init__(bound.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()  # the one that the base class made
+        bound.setblocking(True)
+        self.socket = bound
+        self.secret, self.shelf, self.receiver, self.budget = secret, shelf, receiver, budget
+        self.verifier = Verifier(secret, clock)
+        self.sent = 0  # bytes of ranges, for the status
+        self._most = connections
+        self._open: dict[socket.socket, bool] = {}  # oldest first; whether it has proven itself
+        self._lock = threading.Lock()
+        self._newest = 0
+
+    def start(self) -> None:
+        threading.Thread(target=self.serve_forever, args=(0.5,), name="peers", daemon=True).start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def admit(self, generation: int) -> None:
+        """Raises FencedError for a generation older than the newest one seen."""
+        with self._lock:
+            if generation < self._newest:
+                raise FencedError(f"generation {generation} is over: {self._newest} rules")
+            self._newest = generation
+
+    def advance(self, generation: int) -> None:
+        """This mover's own agent has opened a generation."""
+        with self._lock:
+            self._newest = max(self._newest, generation)
+
+    @property
+    def newest(self) -> int:
+        with self._lock:
+            return self._newest
+
+    # --- connections ------------------------------------------------------------------------
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._open[request] = False
+            strangers = [s for s, proven in self._open.items() if not proven]
+            crowd = [*strangers, *self._open]
+            while len(self._open) > self._most:
+                self._cut(crowd.pop(0))
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def proven(self, connection: socket.socket) -> None:
+        with self._lock:
+            if connection in self._open:
+                self._open[connection] = True
+
+    def _cut(self, connection: socket.socket) -> None:
+        if self._open.pop(connection, None) is not None:
+            try:
+                connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
+            except OSError:
+                return
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A broken connection is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_SECONDS
+    disable_nagle_algorithm = True
+    server: PeerServer
+
+    def do_GET(self) -> None:
+        self._serve(b"")
+
+    def do_POST(self) -> None:
+        body = self._body()
+        if body is not None:
+            self._serve(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Strangers do not write into our log."""
+
+    def _body(self) -> bytes | None:
+        """The body; None, with the answer given, when it is longer than allowed or of unknown
+        length."""
+        text = self.headers.get("content-length", "")
+        if not text.isdecimal() or int(text) > BODY_LIMIT:
+            self.close_connection = True
+            self._head(TOO_LONG, 0, "")
+            return None
+        return self.rfile.read(int(text))
+
+    def _serve(self, body: bytes) -> None:
+        try:
+            proof = Proof.from_headers({k.lower(): v for k, v in self.headers.items()})
+            self.server.verifier.check(self.command, self.path, body, proof)
+        except AuthError:
+            self.close_connection = True
+            self._head(UNKNOWN, 0, "")
+            return
+        self.server.proven(self.connection)
+        try:
+            self.server.admit(proof.generation)
+            if self.command == "GET" and urlsplit(self.path).path == RANGE:
+                self._range(proof.nonce)
+                return
+            status, value = OK, self._value(proof.generation, body)
+        except FencedError as error:
+            status, value = FENCED, {"error": str(error)}
+        except MissingKeyError as error:
+            status, value = MISSING, {"error": str(error)}
+        except (HoldfastError, ValueError, KeyError, TypeError) as error:
+            status, value = REFUSED, {"error": f"{type(error).__name__}: {error}"}
+        except Exception as error:  # a broken connection, or our own bug
+            if isinstance(error, OSError):
+                raise
+            status, value = FAILED, {"error": f"{type(error).__name__}: {error}"}
+        content = json.dumps(value, separators=(",", ":")).encode()
+        self._head(status, len(content), sign_answer(self.server.secret, proof.nonce, status,
+                                                     content))  # fmt: skip
+        self.wfile.write(content)
+
+    def _value(self, generation: int, body: bytes) -> dict[str, Any]:
+        if self.command == "GET" and self.path == INVENTORY:
+            return inventory(self.server.shelf)
+        if self.command == "POST" and self.path == OFFER:
+            value = json.loads(body)
+            if not isinstance(value, dict):
+                raise ValueError("the body is not a JSON object")
+            return self.server.receiver.offer(generation, value)
+        raise MissingKeyError(f"there is nothing to ask at {self.path[:80]!r}")
+
+    # --- bytes ------------------------------------------------------------------------------
+    def _range(self, nonce: str) -> None:
+        """Answer with bytes of a slot; what goes wrong before the first of them is raised."""
+        asked = {key: values[-1] for key, values in parse_qs(urlsplit(self.path).query).items()}
+        start, stop = int(asked["start"]), int(asked["stop"])
+        found = self.server.shelf.get(*name_of(asked["key"]))
+        if not 0 <= start < stop <= found.header.length:
+            raise ValueError(f"bytes [{start}, {stop}) of {found.header.length}")
+        proof = sign_answer(self.server.secret, nonce, OK, self.path.encode())
+        self._head(OK, stop - start, proof, "application/octet-stream")
+        if not self._send_slot(found, start, stop, paid=asked.get("use") == COPY):
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def _send_slot(self, found: Snapshot, start: int, stop: int, paid: bool) -> bool:
+        """Whether the slot held the snapshot until the last piece had gone."""
+        at = found.memory.arena.data_offset(found.slot)
+        while start < stop:
+            piece = min(PIECE, stop - start)
+            if paid:
+                self.server.budget.take(piece)
+            if not found.whole:
+                return False
+            _send_file(self.connection, found.memory.fd, at + start, piece)
+            self.server.sent += piece
+            start += piece
+        return found.whole
+
+    def _head(self, status: int, length: int, proof: str, kind: str = "application/json") -> None:
+        self.send_response_only(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(length))
+        if proof:
+            self.send_header(PROOF, proof)
+        if self.close_connection:
+            self.send_header("connection", "close")
+        self.end_headers()
+
+
+def inventory(shelf: Shelf) -> dict[str, Any]:
+    """The sealed manifests of every snapshot, and the plans that say who the writers are."""
+    held = shelf.inventory()
+    plans: dict[str, Any] = {}
+    for generation in {line.generation for line in held}:
+        try:
+            topology, table = shelf.plan(generation)
+        except KeyError:
+            continue
+        plans[str(generation)] = {
+            "topology": topology.to_json(), "table": [spec.to_json() for spec in table],
+        }  # fmt: skip
+    return {"snapshots": [line.stored.decode() for line in held], "plans": plans}
+
+
+def name_of(key: str) -> tuple[int, int, int]:
+    """(generation, step, rank) of a blob's key. Raises ValueError for any other."""
+    position = parse_save_key(key)
+    rank = key.rpartition("-rank")[2].partition("-")[0]
+    if position is None or not rank.isdecimal():
+        raise ValueError(f"{key!r} is not the key of a blob")
+    step, generation = position
+    if blob_key(generation, step, writer_name(int(rank))) != key:
+        raise ValueError(f"{key!r} is not the key of a blob")
+    return generation, step, int(rank)
+
+
+def _send_file(connection: socket.socket, fd: int, offset: int, count: int) -> None:
+    """Send a piece of a file; the socket has a time-out, so it does not block by itself.
+
+    Raises OSError when the other end is gone or takes nothing for STALL_SECONDS.
+    """
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    end = offset + count
+    while offset < end:
+        try:
+            sent = os.sendfile(connection.fileno(), fd, offset, end - offset)
+        except BlockingIOError:
+            if not poll.poll(STALL_SECONDS * 1000):
+                raise TimeoutError("the receiver takes nothing") from None
+            continue
+        if not sent:
+            raise ConnectionError("the memory file is shorter than its slots")
+        offset += sent

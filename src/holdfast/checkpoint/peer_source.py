@@ -1,0 +1,105 @@
+"""Another machine's memory as a source of a restore: its inventory, and ranged reads of its blobs.
+
+The inventory is one signed request when the source is opened; after that `has` needs none. Whoever
+restores has opened its generation first and asks with it, so what the peer lists cannot be added to
+by anything older. Bytes are checked by whoever reads them, as those of every source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from holdfast.checkpoint.peer_settings import Peer
+from holdfast.checkpoint.peer_wire import RESTORE, PeerClient
+from holdfast.checkpoint.snapshots import Held
+from holdfast.errors import HoldfastError
+from holdfast.layout import Topology
+from holdfast.spec.manifest import Part
+from holdfast.spec.state import StateTable, TensorSpec
+from holdfast.wire.secret import Secret
+
+OPEN_SECONDS = 5.0
+"""A peer that does not answer within this time is not restored from."""
+READ_SECONDS = 20.0
+"""A peer that sends nothing for so long is given up; the next source is asked."""
+
+
+class PeerSource:
+    """Snapshots on one peer's shelf. Safe to use from any thread."""
+
+    def __init__(self, name: str, address: str, secret: Secret, generation: int) -> None:
+        """Ask for the inventory.
+
+        Raises PeerError, AuthError, FencedError, and CorruptError for a manifest that is broken.
+        """
+        self.name = name
+        asking = PeerClient(address, secret, generation, timeout=OPEN_SECONDS)
+        try:
+            value = asking.inventory()
+        finally:
+            asking.close()
+        self._client = PeerClient(address, secret, generation, timeout=READ_SECONDS)
+        self._held: list[Held] = []
+        self._keys: set[str] = set()
+        for text in value["snapshots"]:
+            stored = str(text).encode()
+            part = Part.from_bytes(stored, f"a part manifest of {name}")
+            self._keys.add(part.blob.key)
+            self._held.append(Held(part.generation, part.step, part.rank, part.blob.size, stored))
+        self._plans: dict[int, tuple[Topology, StateTable]] = {
+            int(number): (
+                Topology.from_json(plan["topology"]),
+                tuple(TensorSpec.from_json(row) for row in plan["table"]),
+            )
+            for number, plan in value["plans"].items()
+        }
+
+    def inventory(self) -> list[Held]:
+        """Newest step first, as of when this source was opened."""
+        return list(self._held)
+
+    def plan(self, generation: int) -> tuple[Topology, StateTable]:
+        """Raises KeyError for a generation that the peer does not know."""
+        return self._plans[generation]
+
+    def has(self, key: str) -> bool:
+        return key in self._keys
+
+    def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
+        """Raises MissingKeyError, PeerError, AuthError, FencedError."""
+        view = buffer[:length]
+        self._client.read_into(key, start, view, RESTORE)
+        return view
+
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out`; raises as `data` does."""
+        self._client.read_into(key, start, out, RESTORE)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def open_peers(
+    peers: Sequence[Peer], secret: Secret, generation: int
+) -> tuple[list[PeerSource], list[tuple[str, str]]]:
+    """A source for every peer that answers, in the order given, and (name, reason) of the others.
+    They are asked at once, so that those which are gone cost OPEN_SECONDS together."""
+    if not peers:
+        return [], []
+
+    def ask(peer: Peer) -> PeerSource | str:
+        try:
+            return PeerSource(f"peer {peer.name}", peer.address, secret, generation)
+        except (HoldfastError, KeyError, TypeError, ValueError) as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(peers), "ask") as threads:
+        answers = list(threads.map(ask, peers))
+    found = [answer for answer in answers if isinstance(answer, PeerSource)]
+    silent = [
+        (peer.name, answer)
+        for peer, answer in zip(peers, answers, strict=True)
+        if isinstance(answer, str)
+    ]
+    return found, silent

@@ -1,0 +1,219 @@
+"""How movers of different machines speak: HTTP/1.1, every request signed, bytes by range.
+
+    GET  /inventory                       what the shelf holds, and the plans to merge it
+    GET  /range?key=K&start=A&stop=B&use=copy|restore     bytes [A, B) of a snapshot's blob
+    POST /offer                           "I have a new snapshot": the receiver pulls it
+
+Proofs are those of `wire.auth`, in the same headers as everywhere; the path with its query is
+signed, and so is every answer. Of a range, the signature covers which range it is; its bytes are
+checked by whoever asked, against the checksums of extents in a part manifest that came signed.
+A copy spends the sender's budget, a restore does not: whoever restores is not training.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlencode
+
+from holdfast.errors import FencedError, HoldfastError
+from holdfast.wire.auth import AuthError, check_answer, sign
+from holdfast.wire.runstore import MissingKeyError
+from holdfast.wire.secret import Secret
+
+INVENTORY, RANGE, OFFER = "/inventory", "/range", "/offer"
+COPY, RESTORE = "copy", "restore"
+PROOF = "holdfast-hmac"
+ANSWER_LIMIT = 1 << 30
+"""Bytes of an answer in JSON at most: the inventory of a large run."""
+
+OK, REFUSED, UNKNOWN, MISSING, FENCED, TOO_LONG, FAILED = 200, 400, 401, 404, 409, 413, 500
+
+
+class PeerError(HoldfastError):
+    """A mover on another machine does not answer, breaks off, or refuses; names its address."""
+
+
+class PeerClient:
+    """Requests of one generation to one mover. Threads may share it: each request has a
+    connection to itself, which stays open for the next one."""
+
+    def __init__(
+        self,
+        address: str,
+        secret: Secret,
+        generation: int,
+        *,
+        timeout: float = 10.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`address` is "host:port"; `timeout` bounds every silence, in seconds.
+
+        Raises ValueError for an address of another form.
+        """
+        self.address = address
+        self.generation = generation
+        self._host, self._port = split_address(address)
+        self._secret = secret
+        self._timeout = timeout
+        self._clock = clock
+        self._idle: list[http.client.HTTPConnection] = []
+        self._lock = threading.Lock()
+
+    def inventory(self) -> dict[str, Any]:
+        """What the other shelf holds. Raises PeerError, AuthError, FencedError."""
+        return self._json("GET", INVENTORY, b"")
+
+    def offer(self, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+        """Tell of a snapshot; the answer's `state` says what became of it. `timeout` bounds the
+        silence of this one request. Raises as `inventory` does."""
+        return self._json("POST", OFFER, json.dumps(body, separators=(",", ":")).encode(), timeout)
+
+    def read_into(self, key: str, start: int, out: memoryview, use: str = RESTORE) -> None:
+        """Fill `out` with bytes [start, start + len(out)) of a blob, straight from the socket.
+
+        Raises MissingKeyError when the peer does not hold it (any more), and as `inventory` does.
+        The bytes are not checked here.
+        """
+        target = out.cast("B")
+        query = urlencode({"key": key, "start": start, "stop": start + len(target), "use": use})
+        path = f"{RANGE}?{query}"
+
+        def take(response: http.client.HTTPResponse, nonce: str, proof: str) -> None:
+            check_answer(self._secret, nonce, OK, path.encode(), proof)
+            if response.length != len(target):
+                raise PeerError(f"{self.address} answers {response.length} of {len(target)} bytes")
+            at = 0
+            while at < len(target):
+                count = response.readinto(target[at:])
+                if not count:
+                    raise PeerError(f"{self.address} broke off after {at} bytes of {key}")
+                at += count
+            response.read()  # nothing is left: the connection can be used again
+
+        self._ask("GET", path, b"", take)
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    # --- the exchange -----------------------------------------------------------------------
+    def _json(
+        self, method: str, path: str, body: bytes, timeout: float | None = None
+    ) -> dict[str, Any]:
+        found: list[bytes] = []
+
+        def take(response: http.client.HTTPResponse, nonce: str, proof: str) -> None:
+            data = response.read(ANSWER_LIMIT)
+            check_answer(self._secret, nonce, OK, data, proof)
+            found.append(data)
+
+        self._ask(method, path, body, take, timeout)
+        value = json.loads(found[0])
+        if not isinstance(value, dict):
+            raise PeerError(f"{self.address} answers something that is no object")
+        return value
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        take: Callable[[http.client.HTTPResponse, str, str], None],
+        timeout: float | None = None,
+    ) -> None:
+        """One request; a connection that was cut while it was idle is tried once more. Every
+        request may arrive twice: an offer that is known already is answered, not done again."""
+        bound = self._timeout if timeout is None else timeout
+        for fresh in (False, True):
+            connection, used = self._connection(fresh, bound)
+            try:
+                nonce = self._send(connection, method, path, body)
+                response = connection.getresponse()
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                if used and not isinstance(error, TimeoutError):
+                    continue
+                raise PeerError(f"{self.address} does not answer: {_words(error)}") from error
+            try:
+                self._judge(response, nonce, path)
+                take(response, nonce, response.getheader(PROOF, "") or "")
+            except (OSError, http.client.HTTPException) as error:
+                connection.close()
+                raise PeerError(f"{self.address} broke off: {_words(error)}") from error
+            except BaseException:
+                connection.close()
+                raise
+            self._keep(connection, response)
+            return
+
+    def _send(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes
+    ) -> str:
+        proof = sign(self._secret, method, path, body, self.generation, self._clock())
+        connection.request(method, path, body or None, proof.headers())
+        return proof.nonce
+
+    def _judge(self, response: http.client.HTTPResponse, nonce: str, path: str) -> None:
+        """Raises what a refusal says, if it is the peer that says it."""
+        if response.status == OK:
+            return
+        if response.status == UNKNOWN:
+            raise AuthError(f"{self.address} does not accept this run's secret")
+        if response.status == TOO_LONG:  # refused unread, so nothing could be signed
+            raise PeerError(f"{self.address} finds the request too long")
+        data = response.read(ANSWER_LIMIT)
+        check_answer(
+            self._secret, nonce, response.status, data, response.getheader(PROOF, "") or ""
+        )
+        text = str(json.loads(data).get("error", f"status {response.status}"))
+        kinds = {FENCED: FencedError, MISSING: MissingKeyError}
+        kind = kinds.get(response.status)
+        raise kind(text) if kind else PeerError(f"{self.address} refuses {path[:8]}: {text}")
+
+    def _connection(self, fresh: bool, timeout: float) -> tuple[http.client.HTTPConnection, bool]:
+        """A connection, and whether it has been used before."""
+        with self._lock:
+            found = self._idle.pop() if self._idle and not fresh else None
+        if found is not None and found.sock is not None:
+            found.sock.settimeout(timeout)
+            return found, True
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        try:
+            connection.connect()
+        except OSError as error:
+            connection.close()
+            raise PeerError(f"{self.address} cannot be reached: {_words(error)}") from error
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection, False
+
+    def _keep(
+        self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
+    ) -> None:
+        if response.will_close or not response.isclosed():
+            connection.close()
+            return
+        with self._lock:
+            self._idle.append(connection)
+
+
+def split_address(address: str, least: int = 1) -> tuple[str, int]:
+    """(host, port) of "host:port", the host in brackets for IPv6; `least` is the smallest port.
+
+    Raises ValueError.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not least <= int(port) < 65536:
+        raise ValueError(f"{address!r} is not an address of the form host:port")
+    return host.strip("[]"), int(port)
+
+
+def _words(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error) or type(error).__name__

@@ -1,0 +1,72 @@
+"""Tier 1 of one mover, put together: the listener, what it keeps for others, what it sends them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.checkpoint.budget import Budget
+from holdfast.checkpoint.peer_keep import Keeper
+from holdfast.checkpoint.peer_send import Copies
+from holdfast.checkpoint.peer_server import PeerServer
+from holdfast.checkpoint.peer_settings import PeerSettings
+from holdfast.checkpoint.snapshots import Shelf
+from holdfast.events import Event
+from holdfast.layout import Topology
+from holdfast.spec.state import StateTable
+from holdfast.wire.secret import Secret
+from holdfast.wire.server import address_of, bind
+
+
+class Peers:
+    """Starts with the object; `close` ends the listener and what is being sent."""
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        shelf: Shelf,
+        secret: Secret,
+        run: str,
+        add: Callable[[Event], None],
+        bound: socket.socket | None = None,
+    ) -> None:
+        """`bound`: a socket to listen on instead of the one that the settings name.
+
+        Raises AddressError when that cannot be listened on.
+        """
+        self.settings = settings
+        listening = bound or bind(settings.interface, settings.port, "checkpoint.peer_port")
+        stop = threading.Event()
+        self._stop = stop
+        self.address = settings.advertised(address_of(listening))
+        self.keeper = Keeper(shelf, secret, settings.room)
+        self.server = PeerServer(
+            listening, secret, shelf, self.keeper,
+            Budget(settings.bytes_per_second, time.monotonic, stop.wait),
+        )  # fmt: skip
+        self.copies = Copies(settings, shelf, secret, self.address, run, add)
+        self.server.start()
+
+    def expect(self, topology: Topology, table: StateTable) -> None:
+        """This node's agent has begun a generation: older ones are fenced from now on."""
+        self.server.advance(topology.generation)
+        self.copies.expect(topology, table)
+
+    def shelved(self, generation: int, step: int, rank: int) -> None:
+        """A snapshot of a rank of this node is on the shelf."""
+        self.copies.shelved(generation, step, rank)
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "address": self.address, "generation": self.server.newest, "sent": self.server.sent,
+            "keeps": self.keeper.status(), "sends": self.copies.status(),
+        }  # fmt: skip
+
+    def close(self) -> None:
+        self._stop.set()
+        self.copies.close()
+        self.keeper.close()
+        self.server.close()

@@ -1,0 +1,89 @@
+"""`holdfast stage`: keep other machines' snapshots in this machine's memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from holdfast.cli.call import app as make_app
+from holdfast.cli.output import print_line, say
+from holdfast.errors import UserError
+
+REPORT_SECONDS = 2.0
+"""How often it is looked whether there is something new to say."""
+
+app = make_app("Keep other machines' snapshots in this machine's memory.")
+
+
+@app.command()
+def stage(
+    listen: Annotated[str, typer.Option(help="address and port to listen on, host:port")],
+    secret: Annotated[Path, typer.Option(help="file with the run's secret (mode 0600)")],
+    memory: Annotated[float, typer.Option(help="GB that copies may take; each rank needs two")],
+    json: Annotated[bool, typer.Option("--json", help="print JSON lines")] = False,
+) -> int:
+    """Keep what the movers of a run send here, until Ctrl-C. Nothing is written to disk.
+
+    The run file of the training machines names this one under checkpoint.peers, and the secret is
+    the run's own: copy the file `secret` of the run folder here first, readable by you alone.
+
+    \b
+    Example:
+      holdfast stage --listen 10.0.0.7:7600 --secret run.secret --memory 64
+    """
+    from holdfast.checkpoint.peer_wire import split_address
+    from holdfast.checkpoint.stage import Stage
+    from holdfast.wire.secret import read_secret
+    from holdfast.wire.server import bind
+
+    try:
+        host, port = split_address(listen, least=0)
+    except ValueError:
+        raise UserError(f"{listen!r} is not an address", where="--listen",
+                        remedy="use host:port, such as 10.0.0.7:7600") from None  # fmt: skip
+    if not memory > 0:
+        raise UserError(f"{memory:g} GB keep nothing", where="--memory",
+                        remedy="use the size of two snapshots of every rank, or more")  # fmt: skip
+    known = read_secret(secret)
+    kept = Stage(bind(host, port, "--listen"), known, int(memory * 1e9))
+    try:
+        return _watch(kept, json)
+    finally:
+        kept.close()
+
+
+def _watch(kept: Any, json: bool) -> int:
+    """Say what is kept whenever that changes, until a signal asks to end."""
+    leave, told = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(told)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    if json:
+        print_line({"address": kept.address})
+    else:
+        say(f"keeping snapshots at {kept.address}; Ctrl-C ends it, and what it keeps is gone then")
+    import select
+
+    last: list[Any] = []
+    while not select.select([leave], [], [], REPORT_SECONDS)[0]:
+        keeps = kept.status()["keeps"]
+        if keeps["snapshots"] != last:
+            last = keeps["snapshots"]
+            _tell(keeps, json)
+    return 0
+
+
+def _tell(keeps: dict[str, Any], json: bool) -> None:
+    if json:
+        print_line({"time": time.time(), **keeps})
+        return
+    steps = sorted({(g, s) for g, s, _ in keeps["snapshots"]}, reverse=True)
+    newest = f"step {steps[0][1]} of generation {steps[0][0]}" if steps else "nothing"
+    say(f"{len(keeps['snapshots'])} snapshots, the newest of {newest}; {keeps['used'] / 1e9:.2f} "
+        f"of {keeps['room'] / 1e9:.2f} GB, {keeps['pulled'] / 1e9:.2f} GB came, "
+        f"{keeps['reused'] / 1e9:.2f} GB lay here already")  # fmt: skip
