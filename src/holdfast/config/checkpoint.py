@@ -2,15 +2,72 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Literal
+
+from pydantic import Field, model_validator
 
 from holdfast.config.base import Section
+from holdfast.config.peers import MachineConfig, PeerConfig
 
 
 class CheckpointConfig(Section):
     every_steps: int = Field(50, ge=0, description="0: only when leaving and at the end")
     every_seconds: float = Field(0, ge=0, description="0: by steps only")
+    interval: Literal["fixed", "adaptive"] = Field(
+        "fixed",
+        description="adaptive: as often as loses least time, by the measured cost of a save and the "
+        "failures seen; every_steps and every_seconds are not used then",
+    )
+    min_seconds: float = Field(1.0, gt=0, description="adaptive: no more often")
+    max_seconds: float = Field(1800, gt=0, description="adaptive: no less often")
+    node_mtbf_hours: float = Field(
+        6, gt=0, description="adaptive: expected hours between failures of one node, before any"
+    )
+    memory_every_steps: int = Field(
+        0, ge=0, description="snapshots that stay in memory; 0: only what is saved durably"
+    )
+    hidden: bool = Field(
+        True, description="copy while the next step computes; false: training waits for the copy"
+    )
     keep_last: int = Field(3, ge=1, description="newest checkpoints that are kept")
     keep_every: int = Field(0, ge=0, description="also keep each step that this divides; 0: none")
-    slots: int = Field(2, ge=2, le=3, description="snapshots that fit into the arena at a time")
+    slots: int = Field(
+        2, ge=2, le=3, description="snapshots that fit into memory; 3: also while one is written"
+    )
     extent_mb: int = Field(16, ge=1, description="bytes under one checksum, in MiB")
+    machine: MachineConfig = MachineConfig()
+    peers: tuple[PeerConfig, ...] = Field(
+        (), description="machines whose memory holds copies of the snapshots; none: no listener"
+    )
+    peer_every_steps: int = Field(
+        1, ge=1, description="of the snapshots in memory, those of such steps are copied to peers"
+    )
+    peer_copies: int = Field(1, ge=1, description="peers that hold each snapshot")
+    peer_mbps: float = Field(
+        0, ge=0, description="megabits a second that copies may take; 0: no bound"
+    )
+    peer_memory_gb: float = Field(0, ge=0, description="memory for the snapshots of others")
+    peer_interface: str = Field("127.0.0.1", description="address that peers are listened to on")
+    peer_port: int = Field(0, ge=0, le=65535, description="0: any free one")
+    peer_advertise: str = Field(
+        "", description="host or host:port that peers are told; left out: what is listened on"
+    )
+
+    @property
+    def by_steps(self) -> int:
+        """The rule by steps; an adaptive interval replaces it."""
+        return self.every_steps if self.interval == "fixed" else 0
+
+    @model_validator(mode="after")
+    def _peers_are_told_apart(self) -> CheckpointConfig:
+        names = [peer.name for peer in self.peers]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"two peers are called {twice}: give each a name of its own")
+        stable = [peer.name for peer in self.peers if peer.stable]
+        if len(stable) > 1:
+            raise ValueError(
+                f"{' and '.join(stable)} are both stable: say so of one, and use peer_copies: "
+                f"{len(stable)} for a copy on each"
+            )
+        return self

@@ -1,0 +1,41 @@
+"""Peers in the run file: what is refused, and in which words."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.config.load import resolve
+from holdfast.errors import ConfigError
+
+TWO = """\
+checkpoint:
+  machine: {name: here, rack: a}
+  peers:
+    - {name: one, address: "10.0.0.7:7600", rack: b}
+    - {name: two, address: "[fd00::7]:7600", stable: true, memory_gb: 64}
+  peer_every_steps: 5
+"""
+
+
+def test_a_run_file_with_peers() -> None:
+    found = resolve(TWO, "run.yaml", ()).config.checkpoint
+    assert [(p.name, p.address, p.stable) for p in found.peers] == [
+        ("one", "10.0.0.7:7600", False), ("two", "[fd00::7]:7600", True),
+    ]  # fmt: skip
+    assert found.machine.rack == "a"
+    assert found.peer_every_steps == 5
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    (TWO.replace("10.0.0.7:7600", "10.0.0.7"), "checkpoint.peers.0.address"),
+    (TWO.replace("[fd00::7]:7600", "fd00::7:7600"), "checkpoint.peers.1.address"),
+    (TWO.replace("name: two", "name: one"), "two peers are called one"),
+    (TWO.replace("rack: b", "stable: true"), "one and two are both stable"),
+    (TWO.replace("peer_every_steps: 5", "peer_every_steps: 0"), "must be at least 1"),
+    (TWO.replace("name: two, ", ""), "checkpoint.peers.1.name"),
+])  # fmt: skip
+def test_what_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        resolve(text, "run.yaml", ())
+    assert "run.yaml:" in str(caught.value)
+    assert "\n" not in str(caught.value)
