@@ -7,7 +7,8 @@ import torch
 
 from holdfast.config.model import ModelConfig
 from holdfast.config.presets import PRESETS
-from holdfast.model.huggingface import assemble, extract
+from holdfast.model.huggingface import extract
+from holdfast.model.huggingface_files import assemble
 from holdfast.spec.names import Entry, NameMap, hf_map, pad, rename, split, stack, tie
 from holdfast.spec.parameters import decoder_parameters
 

@@ -32,7 +32,19 @@ class Keep:
 def retain(
     store: RunStore, keep: Keep, verified: Collection[int], rejected: Collection[str]
 ) -> list[str]:
-    """Remove what need not be kept; the keys of the commit objects that went.
+    """Remove what need not be kept; the keys of the commit objects that went."""
+    gone = going(store, keep, verified, rejected)
+    for key in gone:
+        store.delete(key)
+        if position := parse_commit_key(key):
+            discard(store, position[1], position[0])
+    return gone
+
+
+def going(
+    store: RunStore, keep: Keep, verified: Collection[int], rejected: Collection[str]
+) -> list[str]:
+    """The commit objects that `retain` would remove, newest first.
 
     A checkpoint that was rejected counts for nothing; it stays as evidence for as long as an
     older one that is kept.
@@ -41,13 +53,7 @@ def retain(
     good = {step for (step, _), key in keys if key not in rejected}
     gone = set(removable(good, keep.last, keep.every, verified))
     oldest = min(good - gone, default=0)
-    removed = []
-    for (step, generation), key in keys:
-        if step in gone or (key in rejected and step < oldest):
-            store.delete(key)
-            discard(store, generation, step)
-            removed.append(key)
-    return removed
+    return [key for (step, _), key in keys if step in gone or (key in rejected and step < oldest)]
 
 
 def discard(store: RunStore, generation: int, step: int) -> int:

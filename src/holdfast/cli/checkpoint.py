@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
+from holdfast.cli import checkpoint_care, checkpoint_import
 from holdfast.cli.call import app as make_app
 from holdfast.cli.output import print_json, print_table, say
 from holdfast.cli.runs import open_run
-from holdfast.errors import DataError, OutOfSpaceError, UserError
-from holdfast.report.numbers import size
+from holdfast.report.numbers import count, size
 
-if TYPE_CHECKING:
-    from holdfast.data.dataset import Dataset
-
-app = make_app("List, verify and import checkpoints.")
+app = make_app("List, show, verify, compare, copy, remove and import checkpoints.")
 
 RunArgument = Annotated[
     Path, typer.Argument(help="run folder, or the run file it was started with")
 ]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+BOXES_NAMED = 3  # of a tensor, in the table of `show`; --json names them all
 
 
 @app.command("list")
@@ -57,18 +56,106 @@ def list_(run: RunArgument, json: Json = False) -> None:
 
 
 @app.command()
-def verify(run: RunArgument, json: Json = False) -> int:
-    """Check every byte of a run's checkpoints. Exit code 1 if one differs.
+def show(
+    run: RunArgument,
+    step: Annotated[str, typer.Argument(help="a number, or newest")] = "newest",
+    json: Json = False,
+) -> None:
+    """Show one checkpoint: its layout, its tensors, and which rank wrote which part of them.
+
+    Reads the commit object alone, so it is as quick for a terabyte. A part is written as the
+    range of each dim: [0:128, 0:64] are 128 rows of 64.
+
+    \b
+    Example:
+      holdfast checkpoint show runs/quickstart
+      holdfast checkpoint show runs/quickstart 100 --json
+    """
+    from holdfast.checkpoint.care import find
+    from holdfast.checkpoint.care import show as contents
+    from holdfast.cli.run_reading import speak
+    from holdfast.spec.manifest import Commit
+
+    found = open_run(run)
+    with speak(found.folder):
+        key = find(found.store, step)
+        data = found.store.get(key)
+        shown = contents(Commit.from_bytes(data, key), len(data))
+    if json:
+        print_json(shown)
+        return
+    print_table(_facts(shown))
+    print()
+    print_table(
+        [_tensor_row(name, tensor) for name, tensor in shown["tensors"].items()],
+        head=("tensor", "dtype", "shape", "size", "written by"),
+    )
+
+
+def _facts(shown: dict[str, Any]) -> list[tuple[str, str]]:
+    extents = {writer["extent_bytes"] for writer in shown["writers"]}
+    return [
+        ("step", str(shown["step"])),
+        ("generation", str(shown["generation"])),
+        ("layout", "; ".join(map(_kind, shown["layout"]))),
+        ("size", f"{size(shown['bytes'])} in {count(len(shown['writers']))} blobs"),
+        ("checksums", f"{count(shown['checksums'])}, one per {' or '.join(map(size, extents))}"),
+        ("commit object", f"{shown['key']}, {size(shown['commit_object_bytes'])}"),
+        ("configuration", shown["config_hash"]),
+        ("dataset", shown["dataset_version"]),
+        *((f"meta {name}", str(value)) for name, value in shown["meta"].items()),
+    ]
+
+
+def _kind(kind: dict[str, Any]) -> str:
+    """One kind of replica in words."""
+    degrees = [f"{axis} {kind[axis]}" for axis in ("pp", "dp_shard", "cp", "tp") if kind[axis] > 1]
+    replicas = f"{kind['replicas']} replica{'s' if kind['replicas'] > 1 else ''}"
+    return f"{replicas} of {', '.join(degrees) or 'one rank'}"
+
+
+def _tensor_row(name: str, tensor: dict[str, Any]) -> tuple[str, ...]:
+    boxes = tensor["boxes"]
+    named = ", ".join(_part(box, tensor["shape"]) for box in boxes[:BOXES_NAMED])
+    more = f" and {len(boxes) - BOXES_NAMED} more" if len(boxes) > BOXES_NAMED else ""
+    shape = "x".join(map(str, tensor["shape"])) or "scalar"
+    return name, tensor["dtype"], shape, size(tensor["bytes"]), named + more
+
+
+def _part(box: dict[str, Any], shape: list[int]) -> str:
+    if box["lengths"] == shape:
+        return f"rank {box['rank']}"
+    spans = (f"{o}:{o + n}" for o, n in zip(box["offsets"], box["lengths"], strict=True))
+    return f"rank {box['rank']} [{', '.join(spans)}]"
+
+
+@app.command()
+def verify(
+    run: RunArgument,
+    step: Annotated[
+        str | None, typer.Argument(help="a number, or newest; none: all checkpoints")
+    ] = None,
+    json: Json = False,
+) -> int:
+    """Check every byte of a run's checkpoints, or of one. Exit code 1 if one differs.
 
     \b
     Example:
       holdfast checkpoint verify runs/quickstart
+      holdfast checkpoint verify runs/quickstart newest
     """
+    from holdfast.checkpoint.care import find
     from holdfast.checkpoint.restore import listing
     from holdfast.checkpoint.restore import verify as problems_of
+    from holdfast.cli.run_reading import speak
 
     found = open_run(run)
-    problems = {key: problems_of(found.store, key) for key in listing(found.store)}
+    if step is None:
+        keys = listing(found.store)
+    else:
+        with speak(found.folder):
+            keys = [find(found.store, step)]
+    problems = {key: problems_of(found.store, key) for key in keys}
     # A run that goes on removes old ones while they are verified: nothing is wrong with those.
     there = set(listing(found.store))
     problems = {key: value for key, value in problems.items() if key in there or not value}
@@ -82,70 +169,7 @@ def verify(run: RunArgument, json: Json = False) -> int:
     return 1 if any(problems.values()) else 0
 
 
-@app.command("import")
-def import_(
-    run_file: Annotated[Path, typer.Argument(help="the run file of a run that has not begun")],
-    source: Annotated[Path, typer.Option("--from", help="folder as transformers writes it")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
-    json: Json = False,
-) -> None:
-    """Begin a run from the weights of a Hugging Face folder.
-
-    The folder's weights become the state after step 0; 'holdfast train' then starts from it.
-    The dataset must have been tokenised with the folder's tokenizer.
-
-    \b
-    Example:
-      holdfast checkpoint import run.yaml --from Llama-3.2-1B \\
-          data.tokenizer.path=Llama-3.2-1B/tokenizer.json model.preset=llama3.2-1b
-    """
-    from holdfast.checkpoint.importing import import_checkpoint
-    from holdfast.checkpoint.restore import describe as numbers_of
-    from holdfast.cli.run_folder import describe, refuse_in_use, refuse_other, undescribe
-    from holdfast.cli.runs import read_resolved
-    from holdfast.cli.train import plan, ready_dataset, with_vocabulary
-    from holdfast.config.identity import config_hash
-    from holdfast.config.load import load
-    from holdfast.plan.hardware import this_machine
-    from holdfast.wire.runstore import FolderStore
-
-    machine = this_machine()
-    loaded = plan(load(run_file, overrides or []), machine)
-    folder = Path(loaded.config.run_folder)
-    refuse_in_use(folder)
-    dataset = ready_dataset(loaded)
-    refuse_other_tokenizer(source, dataset)
-    loaded = with_vocabulary(loaded, dataset.vocab_size)
-    refuse_other(folder, loaded, dataset.version)
-    new = read_resolved(folder) is None
-    describe(folder, loaded, machine, dataset.folder, dataset.version)
-    config = loaded.config
-    store = FolderStore(folder)
-    try:
-        commit = import_checkpoint(
-            store, source, config.model, config.train.precision,
-            config_hash=config_hash(config), dataset_version=dataset.version,
-        )  # fmt: skip
-    except UserError as error:
-        if new and not isinstance(error, OutOfSpaceError):
-            undescribe(folder)  # so that the remedy may change the configuration
-        raise
-    row = numbers_of(store, commit.key)
-    if json:
-        print_json(row | {"folder": str(folder)})
-    else:
-        say(f"imported {size(row['bytes'])} into {folder}; train it: holdfast train {run_file}")
-
-
-def refuse_other_tokenizer(source: Path, dataset: Dataset) -> None:
-    """Raises DataError when a model's folder has a tokenizer, and it is not the dataset's: every
-    token would mean something else than the weights have learnt."""
-    from holdfast.data.vocabulary import differences
-
-    theirs = source / "tokenizer.json"
-    if theirs.is_file() and (difference := differences(theirs, dataset.tokenizer_path)):
-        raise DataError(
-            f"the dataset in {dataset.folder} was tokenised with another tokenizer: {difference}",
-            where=str(theirs),
-            remedy=f"add data.tokenizer.path={theirs} and name another data.folder",
-        )
+app.command("diff")(checkpoint_care.diff)
+app.command("copy")(checkpoint_care.copy)
+app.command("prune")(checkpoint_care.prune)
+app.command("import")(checkpoint_import.import_)

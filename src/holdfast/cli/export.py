@@ -1,4 +1,4 @@
-"""`holdfast export`: a folder that `transformers` loads."""
+"""`holdfast export`: a folder that `transformers` or `torch.distributed.checkpoint` loads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,24 @@ import typer
 
 from holdfast.cli.call import app as make_app
 from holdfast.cli.output import print_json, say
-from holdfast.cli.runs import open_run
+from holdfast.cli.runs import Run, open_run
 
-app = make_app("Write a folder that transformers loads.")
+app = make_app("Write a folder that transformers or torch.distributed.checkpoint loads.")
+
+GIGABYTE = 10**9
+
+
+class Format(Enum):
+    HF = "hf"
+    DCP = "dcp"
+
+
+class Names(Enum):
+    """Schemes of spec/flat_names.py."""
+
+    HOLDFAST = "holdfast"
+    TORCHTITAN = "torchtitan"
+    HUGGINGFACE = "huggingface"
 
 
 class Dtype(Enum):
@@ -28,31 +43,75 @@ def export(
     run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
     to: Annotated[Path, typer.Option("--to", help="a new or empty folder")],
     step: Annotated[int | None, typer.Option(help="of the checkpoint; none: the newest")] = None,
+    format: Annotated[
+        Format,
+        typer.Option(
+            help="hf: safetensors as transformers has them; dcp: weights and optimizer "
+            "state for torch.distributed.checkpoint"
+        ),
+    ] = Format.HF,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="of the weights; none: as they are trained")
+        Dtype | None, typer.Option(help="of the weights (hf); none: as they are trained")
+    ] = None,
+    shard_size: Annotated[
+        float, typer.Option(min=0.000001, help="of a file in GB (hf); a larger tensor has its own")
+    ] = 5.0,
+    names: Annotated[
+        Names | None, typer.Option(help="of the parameters (dcp); none: holdfast")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Write weights, config and tokenizer of a run as safetensors, in Hugging Face's form.
+    """Write a run's state for other programs, a few megabytes at a time, whatever its size.
+
+    hf is a folder for transformers: weights as safetensors, config and tokenizer. dcp is a folder
+    for torch.distributed.checkpoint: weights, AdamW's moments and step, and its settings, under
+    flat names as torchtitan has them (optimizer.state.NAME.exp_avg). --names torchtitan names the
+    parameters as torchtitan's Llama 3 does, with the rows of q and k in its order.
 
     \b
     Example:
       holdfast export runs/quickstart --to model
       holdfast export runs/quickstart --to model-bf16 --dtype bfloat16
       python -c "from transformers import AutoModelForCausalLM as M; M.from_pretrained('model')"
+      holdfast export runs/quickstart --to model-dcp --format dcp
     """
+    found = open_run(run)
+    if format is Format.DCP:
+        if dtype is not None:
+            raise typer.BadParameter(
+                "it is for hf; dcp keeps the state as it is", param_hint="--dtype"
+            )
+        step_done, known = _dcp(found, to, step, (names or Names.HOLDFAST).value), False
+    else:
+        if names is not None:
+            raise typer.BadParameter("it is for --format dcp", param_hint="--names")
+        cast = None if dtype is None else dtype.value
+        step_done, known = _hf(found, to, step, cast, round(shard_size * GIGABYTE))
+    if json:
+        print_json({"step": step_done, "folder": str(to), "tokenizer": known})
+    else:
+        say(f"wrote the state after step {step_done} to {to}")
+
+
+def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -> tuple[int, bool]:
+    """-> (step, whether there was a tokenizer)"""
     from holdfast.cli.weights import with_checkpoint, write_folder
 
-    found = open_run(run)
     tokenizer = found.dataset_folder / "tokenizer.json"
     known = tokenizer if tokenizer.is_file() else None
-    cast = None if dtype is None else dtype.value
     checkpoint, _ = with_checkpoint(
-        found, step, lambda chosen: write_folder(to, found, chosen, known, cast)
+        found, step, lambda chosen: write_folder(to, found, chosen, known, dtype, shard)
     )
     if known is None:
         say(f"no tokenizer at {tokenizer}: the folder has none")
-    if json:
-        print_json({"step": checkpoint.step, "folder": str(to), "tokenizer": known is not None})
-    else:
-        say(f"wrote the state after step {checkpoint.step} to {to}")
+    return checkpoint.step, known is not None
+
+
+def _dcp(found: Run, to: Path, step: int | None, names: str) -> int:
+    from holdfast.cli.dcp import write_dcp_folder
+    from holdfast.cli.weights import with_checkpoint
+
+    checkpoint, _ = with_checkpoint(
+        found, step, lambda chosen: write_dcp_folder(to, found, chosen, names)
+    )
+    return checkpoint.step

@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "generate": ("generate", "sample text from a trained run"),
     "export": ("export", "write a folder that transformers loads"),
     "data": ("data", "prepare, inspect, verify and audit the training data"),
-    "checkpoint": ("checkpoint", "list, verify and import checkpoints"),
+    "checkpoint": ("checkpoint", "list, show, verify, compare, copy, prune and import checkpoints"),
     "config": ("config", "show a run file with every value's origin; its schema"),
     "layout": ("layout", "show how a model is spread, and a pipeline's schedule"),
     "doctor": ("doctor", "check that this machine can train"),

@@ -6,7 +6,7 @@ import torch inside its functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -85,8 +85,8 @@ def choose(run: Run, step: int | None) -> Checkpoint:
                           remedy=f"there are: {steps}")  # fmt: skip
 
 
-class Weights(Mapping[str, Any]):
-    """Parameter name -> whole tensor, read when asked for; nothing is kept."""
+class Weights:
+    """A checkpoint's parameters by name, whole or in part, read when asked for; nothing is kept."""
 
     def __init__(self, run: Run, checkpoint: Checkpoint):
         from holdfast.spec.parameters import decoder_parameters
@@ -94,20 +94,30 @@ class Weights(Mapping[str, Any]):
         self._checkpoint = checkpoint
         self._shapes = {p.name: p.shape for p in decoder_parameters(run.config.model)}
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._shapes)
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._shapes)
 
-    def __len__(self) -> int:
-        return len(self._shapes)
+    def whole(self, name: str) -> Any:
+        shape = tuple(self._shapes[name])
+        return self.box(name, (0,) * len(shape), shape)
 
-    def __getitem__(self, name: str) -> Any:
+    def dtype(self, name: str) -> Any:
+        import torch
+
+        return {"F32": torch.float32, "F64": torch.float64}[self._stored(name)]
+
+    def box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Any:
         import numpy as np
         import torch
 
-        full, shape = f"model.{name}", tuple(self._shapes[name])
-        array = np.empty(shape, _NUMPY[self._checkpoint.spec(full).dtype])
-        self._checkpoint.read(Box(full, (0,) * len(shape), shape), array.reshape(-1).data)
+        array = np.empty(tuple(lengths), _NUMPY[self._stored(name)])
+        box = Box(f"model.{name}", tuple(offsets), tuple(lengths))
+        self._checkpoint.read(box, array.reshape(-1).data)
         return torch.from_numpy(array)
+
+    def _stored(self, name: str) -> str:
+        return self._checkpoint.spec(f"model.{name}").dtype
 
 
 def load_decoder(run: Run, checkpoint: Checkpoint) -> Decoder:
@@ -119,13 +129,18 @@ def load_decoder(run: Run, checkpoint: Checkpoint) -> Decoder:
     weights = Weights(run, checkpoint)
     with torch.device("meta"):
         model = Decoder(run.config.model)
-    state = {name: weights[name] for name in weights}
+    state = {name: weights.whole(name) for name in weights.names}
     model.load_state_dict(state, strict=True, assign=True)
     return model.eval()
 
 
 def write_folder(
-    to: Path, run: Run, checkpoint: Checkpoint, tokenizer: Path | None, dtype: str | None
+    to: Path,
+    run: Run,
+    checkpoint: Checkpoint,
+    tokenizer: Path | None,
+    dtype: str | None,
+    shard_bytes: int,
 ) -> None:
     """Export in Hugging Face's form; `dtype` by torch's name, None: as the state has it."""
     import torch
@@ -133,7 +148,10 @@ def write_folder(
     from holdfast.model.huggingface import export_folder
 
     cast = None if dtype is None else getattr(torch, dtype)
-    export_folder(to, run.config.model, Weights(run, checkpoint), tokenizer, dtype=cast)
+    export_folder(
+        to, run.config.model, Weights(run, checkpoint), tokenizer, dtype=cast,
+        shard_bytes=shard_bytes,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

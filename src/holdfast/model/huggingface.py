@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from holdfast.config.model import ModelConfig
@@ -31,18 +30,17 @@ from holdfast.model.huggingface_config import (
     to_their_config,
     to_their_generation_config,
 )
+from holdfast.model.huggingface_files import INDEX, SINGLE, Parts, WholeTensors, write_files
 from holdfast.model.huggingface_tokenizer import copy_tokenizer
-from holdfast.spec.names import Entry, NameMap, Piece, hf_map
+from holdfast.spec.names import NameMap, Piece, hf_map
 
 SHARD_BYTES = 5_000_000_000
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 def export_folder(
     folder: Path,
     model: ModelConfig,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor] | Parts,
     tokenizer_path: Path | None,
     *,
     dtype: torch.dtype | None = None,
@@ -50,11 +48,11 @@ def export_folder(
 ) -> None:
     """Write a folder for `AutoModelForCausalLM` and `AutoTokenizer`.
 
-    `tensors` maps our parameter names to whole tensors; it may be lazy, as each is asked for once
-    and at most one file's worth is held. `dtype` casts, by default each keeps its own. The folder
-    appears whole or not at all: it is written beside its place, as `<name>.partial`. Raises
-    ModelFolderError if the folder is not empty or cannot be written, or if no architecture of
-    theirs has this shape, and OutOfSpaceError when the disk is full.
+    `tensors` maps our parameter names to whole tensors, of which one is held at a time, or reads
+    them in part, of which a few megabytes are. `dtype` casts, by default each keeps its own. The
+    folder appears whole or not at all: it is written beside its place, as `<name>.partial`.
+    Raises ModelFolderError if the folder is not empty or cannot be written, or if no architecture
+    of theirs has this shape, and OutOfSpaceError when the disk is full.
     """
     config = to_their_config(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -66,7 +64,8 @@ def export_folder(
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
         partial.mkdir(parents=True)
-        stored = _write_tensors(partial, hf_map(model), tensors, dtype, shard_bytes)
+        parts = WholeTensors(tensors) if isinstance(tensors, Mapping) else tensors
+        stored = write_files(partial, hf_map(model), parts, dtype, shard_bytes)
         special = copy_tokenizer(tokenizer_path, partial, model.max_position)
         ids = {key: special.get(key) for key in ("bos_token_id", "eos_token_id")}
         config |= {**ids, "dtype": stored, "torch_dtype": stored}
@@ -231,77 +230,6 @@ def _locate(folder: Path) -> dict[str, str]:
         where=str(folder),
         remedy="name the folder of a model in Hugging Face form",
     )
-
-
-def _write_tensors(
-    folder: Path,
-    names: NameMap,
-    tensors: Mapping[str, Tensor],
-    dtype: torch.dtype | None,
-    shard_bytes: int,
-) -> str:
-    """Write the files and, where there are several, the index. -> the dtype most numbers have."""
-    # Files are numbered "i of n", and n is known only at the end: renamed then.
-    files: list[list[str]] = []
-    batch: dict[str, Tensor] = {}
-    numbers: dict[str, int] = {}
-    held = total = 0
-
-    def flush() -> None:
-        nonlocal held
-        save_file(batch, folder / f"part-{len(files)}", metadata={"format": "pt"})
-        files.append(list(batch))
-        batch.clear()
-        held = 0
-
-    for entry in names.stored:
-        value = assemble(entry, tensors)
-        value = (value if dtype is None else value.to(dtype)).contiguous()
-        numbers[str(value.dtype)] = numbers.get(str(value.dtype), 0) + value.numel()
-        if batch and held + value.nbytes > shard_bytes:
-            flush()
-        batch[entry.theirs] = value
-        held, total = held + value.nbytes, total + value.nbytes
-    flush()
-    if len(files) == 1:
-        (folder / "part-0").rename(folder / SINGLE)
-    else:
-        located: dict[str, str] = {}
-        for index, inside in enumerate(files):
-            file = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
-            (folder / f"part-{index}").rename(folder / file)
-            located |= dict.fromkeys(inside, file)
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": located})
-    return max(numbers, key=lambda name: numbers[name]).removeprefix("torch.")
-
-
-def assemble(entry: Entry, tensors: Mapping[str, Tensor]) -> Tensor:
-    """One of their tensors from ours. Raises ValueError on a wrong shape."""
-    values = [_within(tensors[piece.ours].detach().cpu(), piece) for piece in entry.pieces]
-    values = [
-        value if piece.new_dim is None else value.unsqueeze(piece.new_dim)
-        for value, piece in zip(values, entry.pieces, strict=True)
-    ]
-    for value, piece in zip(values, entry.pieces, strict=True):
-        if tuple(value.shape) != piece.lengths:
-            raise ValueError(f"{piece.ours} has shape {tuple(value.shape)}, not {piece.lengths}")
-    if entry.is_rename:
-        return values[0]
-    whole = torch.zeros(entry.shape, dtype=values[0].dtype)
-    for value, piece in zip(values, entry.pieces, strict=True):
-        cut = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.lengths, strict=True))
-        whole[cut] = value
-    return whole
-
-
-def _within(value: Tensor, piece: Piece) -> Tensor:
-    """One of ours without the rows that theirs lacks, which must be zero."""
-    if not piece.beyond:
-        return value
-    rows = value.shape[0] - piece.beyond
-    if value[rows:].any():
-        raise ValueError(f"{piece.ours} has numbers in its padding, rows {rows} and later")
-    return value[:rows]
 
 
 def extract(theirs: Any, piece: Piece) -> Tensor:

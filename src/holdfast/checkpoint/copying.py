@@ -1,0 +1,157 @@
+"""Copying a checkpoint into another run store.
+
+The order is that of a save: blobs, parts, the commit object last, so that a copy that is cut short
+is no checkpoint there, and the same command goes on where it was: what lies there whole, checked
+against its checksums, is not copied again. Every extent is checked as it streams by; no more than
+one is held. Nothing secret is copied: a run's secret is no part of its checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from xxhash import xxh3_128_hexdigest
+
+from holdfast.checkpoint.restore import listing
+from holdfast.errors import CheckpointError, CorruptError, FencedError, HoldfastError
+from holdfast.spec.manifest import Blob, Commit, Writer, part_key, writer_name
+from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
+from holdfast.wire.term import generation_key, newest_generation, open_generation
+
+DESCRIPTION = ("run.yaml", "environment.json", "resolved.json")
+"""What makes a folder a run folder; copied where it is not there, the one that counts last."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Bytes of blobs that were copied, and that were there already."""
+
+    key: str
+    step: int
+    copied: int
+    there: int
+
+
+def copy_checkpoint(
+    source: RunStore, key: str, target: RunStore, progress: Progress = lambda done, total: None
+) -> Copied:
+    """Copy one checkpoint; done again, it copies nothing.
+
+    Raises CheckpointError when the source is broken or the target belongs to another run, and
+    what the stores raise. An object in the target that is not what it should be is replaced.
+    """
+    raw = source.get(key)
+    commit = Commit.from_bytes(raw, key)
+    _refuse_other(target, commit, raw)
+    copied = there = 0
+    for writer in commit.writers:
+        if _whole(target, writer.blob):
+            there += writer.blob.size
+        else:
+            _replace(target, writer.blob.key, partial(_checked, source, writer.blob))
+            copied += writer.blob.size
+        progress(copied + there, commit.nbytes)
+        _copy_part(source, target, commit, writer)
+    _describe(source, target, commit)
+    with suppress(AlreadyExistsError):  # the same bytes, or `_refuse_other` had spoken
+        target.create(key, raw)
+    return Copied(key, commit.step, copied, there)
+
+
+def _refuse_other(target: RunStore, commit: Commit, raw: bytes) -> None:
+    """A target that holds checkpoints of another run, or another one of this step."""
+    for key in listing(target):
+        try:
+            stored = target.get(key)
+            theirs = Commit.from_bytes(stored, key)
+        except (HoldfastError, MissingKeyError):
+            continue
+        if theirs.config_hash != commit.config_hash:
+            raise CheckpointError(
+                f"holds checkpoints of another run ({key})", where="the target",
+                remedy="name a new folder",
+            )  # fmt: skip
+        if key == commit.key and stored != raw:
+            raise CheckpointError(
+                f"holds another checkpoint of step {commit.step}, generation "
+                f"{commit.generation}", where="the target", remedy="name a new folder",
+            )  # fmt: skip
+
+
+def _whole(store: RunStore, blob: Blob) -> bool:
+    """Whether every byte of the blob lies there."""
+    try:
+        if store.size(blob.key) != blob.size:
+            return False
+        for _ in _checked(store, blob):
+            pass
+    except (MissingKeyError, CorruptError, CheckpointError):
+        return False
+    return True
+
+
+def _checked(store: RunStore, blob: Blob) -> Iterator[memoryview]:
+    """The blob's bytes, an extent at a time, each checked before it is passed on."""
+    buffer = memoryview(bytearray(min(blob.extent_bytes, blob.size)))
+    for extent in blob.extents():
+        view = buffer[: extent.length]
+        try:
+            store.read_into(blob.key, extent.offset, view)
+        except (MissingKeyError, CorruptError) as error:
+            raise _broken(str(error)) from error
+        if xxh3_128_hexdigest(view) != extent.xxh3:
+            raise _broken(f"{blob.key}: checksum does not match at byte {extent.offset}")
+        yield view
+
+
+def _broken(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint is not whole: {what}",
+        remedy="copy another step; see which are whole with: holdfast checkpoint verify RUN",
+    )
+
+
+def _replace(store: RunStore, key: str, content: Callable[[], Iterator[memoryview]]) -> None:
+    """Create an object, in place of a broken one if need be."""
+    try:
+        store.create(key, content())
+    except AlreadyExistsError:
+        store.delete(key)
+        store.create(key, content())
+
+
+def _copy_part(source: RunStore, target: RunStore, commit: Commit, writer: Writer) -> None:
+    key = part_key(commit.generation, commit.step, writer_name(writer.rank))
+    try:
+        data = source.get(key)
+    except MissingKeyError as error:
+        raise _broken(str(error)) from error
+    if xxh3_128_hexdigest(data) != writer.part_xxh3:
+        raise _broken(f"{key}: checksum does not match")
+    with suppress(MissingKeyError):
+        if target.get(key) == data:
+            return
+    _replace(target, key, lambda: iter([memoryview(data)]))
+
+
+def _describe(source: RunStore, target: RunStore, commit: Commit) -> None:
+    """Make the target a run folder that commands can open and a run can go on in: what describes
+    the run, and the generation, so that the next one there is a newer one."""
+    for name in DESCRIPTION:
+        with suppress(MissingKeyError, AlreadyExistsError):
+            target.create(name, source.get(name))
+    if commit.generation > newest_generation(target):
+        try:
+            target.create(
+                generation_key(commit.generation), source.get(generation_key(commit.generation))
+            )
+        except MissingKeyError:
+            with suppress(FencedError):
+                open_generation(target, commit.generation, {})
+        except AlreadyExistsError:
+            return

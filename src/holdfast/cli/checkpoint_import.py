@@ -1,0 +1,131 @@
+"""`holdfast checkpoint import`: begin a run from what somebody else trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.output import print_json, say
+from holdfast.errors import DataError, OutOfSpaceError, UserError
+from holdfast.report.numbers import size
+
+if TYPE_CHECKING:
+    from holdfast.config.run import RunConfig
+    from holdfast.data.dataset import Dataset
+    from holdfast.spec.manifest import Commit
+    from holdfast.wire.runstore import RunStore
+
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def import_(
+    run_file: Annotated[Path, typer.Argument(help="the run file of a run that has not begun")],
+    source: Annotated[
+        Path,
+        typer.Option(
+            "--from", help="folder as transformers or torch.distributed.checkpoint writes it"
+        ),
+    ],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="leave the optimizer's state of a DCP folder")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Begin a run from the weights of a Hugging Face folder, or from a DCP checkpoint.
+
+    The folder's weights become the state after step 0; 'holdfast train' then starts from it.
+    The dataset must have been tokenised with the folder's tokenizer.
+
+    A folder of torch.distributed.checkpoint (it has a .metadata) may name its parameters as
+    Holdfast, torchtitan's Llama 3 or Hugging Face do. If AdamW's moments are in it, the run goes
+    on after the step that they belong to. Its metadata is a pickle: it is read in a process of
+    its own, which refuses everything but descriptions of tensors.
+
+    \b
+    Example:
+      holdfast checkpoint import run.yaml --from outputs/checkpoint/step-1000
+      holdfast checkpoint import run.yaml --from Llama-3.2-1B \\
+          data.tokenizer.path=Llama-3.2-1B/tokenizer.json model.preset=llama3.2-1b
+    """
+    from holdfast.checkpoint.dcp import is_dcp
+    from holdfast.checkpoint.importing import import_checkpoint
+    from holdfast.checkpoint.restore import describe as numbers_of
+    from holdfast.cli.run_folder import describe, refuse_in_use, refuse_other, undescribe
+    from holdfast.cli.runs import read_resolved
+    from holdfast.cli.train import plan, ready_dataset, with_vocabulary
+    from holdfast.config.identity import config_hash
+    from holdfast.config.load import load
+    from holdfast.plan.hardware import this_machine
+    from holdfast.wire.runstore import FolderStore
+
+    machine = this_machine()
+    loaded = plan(load(run_file, overrides or []), machine)
+    folder = Path(loaded.config.run_folder)
+    refuse_in_use(folder)
+    dataset = ready_dataset(loaded)
+    refuse_other_tokenizer(source, dataset)
+    loaded = with_vocabulary(loaded, dataset.vocab_size)
+    refuse_other(folder, loaded, dataset.version)
+    new = read_resolved(folder) is None
+    describe(folder, loaded, machine, dataset.folder, dataset.version)
+    config = loaded.config
+    store = FolderStore(folder)
+    identity = {"config_hash": config_hash(config), "dataset_version": dataset.version}
+    try:
+        if is_dcp(source):
+            commit = _from_dcp(store, source, config, weights_only, identity)
+        elif weights_only:
+            raise typer.BadParameter(
+                "a Hugging Face folder has only those", param_hint="--weights-only"
+            )
+        else:
+            commit = import_checkpoint(
+                store, source, config.model, config.train.precision, **identity
+            )
+    except (UserError, typer.BadParameter) as error:
+        if new and not isinstance(error, OutOfSpaceError):
+            undescribe(folder)  # so that the remedy may change the configuration
+        raise
+    row = numbers_of(store, commit.key)
+    if json:
+        print_json(row | {"folder": str(folder)})
+    else:
+        say(f"imported {size(row['bytes'])} into {folder}; train it: holdfast train {run_file}")
+
+
+def _from_dcp(
+    store: RunStore, source: Path, config: RunConfig, weights_only: bool, identity: dict[str, str]
+) -> Commit:
+    from holdfast.checkpoint.dcp_import import import_dcp
+    from holdfast.spec.order import BatchSchedule
+
+    train = config.train
+    schedule = BatchSchedule(
+        train.batch_size, [(stage.from_step, stage.batch_size) for stage in train.batch_warmup]
+    )
+    found = import_dcp(
+        store, source, config.model, train.precision, position=schedule.position,
+        weights_only=weights_only, **identity,
+    )  # fmt: skip
+    state = "weights and AdamW's moments" if found.moments else "weights"
+    say(f"found {state} after step {found.commit.step}, named as {found.scheme} names them")
+    if found.left:
+        say(f"not used: {', '.join(found.left[:3])}{' and more' if len(found.left) > 3 else ''}")
+    return found.commit
+
+
+def refuse_other_tokenizer(source: Path, dataset: Dataset) -> None:
+    """Raises DataError when a model's folder has a tokenizer, and it is not the dataset's: every
+    token would mean something else than the weights have learnt."""
+    from holdfast.data.vocabulary import differences
+
+    theirs = source / "tokenizer.json"
+    if theirs.is_file() and (difference := differences(theirs, dataset.tokenizer_path)):
+        raise DataError(
+            f"the dataset in {dataset.folder} was tokenised with another tokenizer: {difference}",
+            where=str(theirs),
+            remedy=f"add data.tokenizer.path={theirs} and name another data.folder",
+        )

@@ -1,0 +1,190 @@
+"""Writing safetensors files of a model piece by piece, so that no file is ever held in memory.
+
+Sizes follow from the name map, so which tensor goes into which file, and each file's header, are
+known before the first number is read. Then every tensor is read, cast and written in blocks of
+rows of at most `BLOCK_BYTES`: memory is a block, whatever the size of the model or of a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from holdfast.spec.boxes import Box
+from holdfast.spec.names import Entry, NameMap, Piece
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+BLOCK_BYTES = 16 * 2**20
+
+_THEIR_DTYPE = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+}  # fmt: skip
+
+
+class Parts(Protocol):
+    """Our parameters, readable in part."""
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """The elements [offsets, offsets + lengths) of our tensor `name`."""
+
+
+class WholeTensors:
+    """Whole tensors, each asked for when its turn comes, as `Parts`; the last one is kept."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._last: tuple[str, Tensor] | None = None
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensor(name).dtype
+
+    def box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        value = self._tensor(name)
+        if value.dim() != len(lengths):
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, not {len(lengths)} dims")
+        part = value[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
+        if tuple(part.shape) != tuple(lengths):
+            raise ValueError(f"{name} has shape {tuple(value.shape)}, which is too small")
+        return part
+
+    def _tensor(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = (name, self._tensors[name].detach().cpu())
+        return self._last[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """One of their tensors as it will be written."""
+
+    entry: Entry
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.entry.shape) * self.dtype.itemsize
+
+
+def write_files(
+    folder: Path, names: NameMap, tensors: Parts, dtype: torch.dtype | None, shard_bytes: int
+) -> str:
+    """Write the files and, where there are several, the index. -> the dtype most numbers have.
+
+    A file is closed when one more tensor would make it larger than `shard_bytes`. Raises OSError
+    as the disk does, ValueError for a padding row that is not zero.
+    """
+    planned = [
+        _Planned(entry, dtype or tensors.dtype(entry.pieces[0].ours)) for entry in names.stored
+    ]
+    files = _files(planned, shard_bytes)
+    located: dict[str, str] = {}
+    for number, inside in enumerate(files, 1):
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else SINGLE
+        _write(folder / name, inside, tensors)
+        located |= {row.entry.theirs: name for row in inside}
+    if len(files) > 1:
+        total = sum(row.nbytes for row in planned)
+        index = {"metadata": {"total_size": total}, "weight_map": located}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+    numbers: dict[str, int] = {}
+    for row in planned:
+        name = str(row.dtype).removeprefix("torch.")
+        numbers[name] = numbers.get(name, 0) + prod(row.entry.shape)
+    return max(numbers, key=lambda name: numbers[name])
+
+
+def _files(planned: Iterable[_Planned], shard_bytes: int) -> list[list[_Planned]]:
+    """In order, each file as full as it may be; a tensor larger than that has one to itself."""
+    files: list[list[_Planned]] = [[]]
+    held = 0
+    for row in planned:
+        if files[-1] and held + row.nbytes > shard_bytes:
+            files.append([])
+            held = 0
+        files[-1].append(row)
+        held += row.nbytes
+    return files
+
+
+def _write(path: Path, inside: Sequence[_Planned], tensors: Parts) -> None:
+    """One file: eight bytes of header length, the header, the tensors without gaps."""
+    ordered = sorted(inside, key=lambda row: -row.dtype.itemsize)  # each aligned to its elements
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for row in ordered:
+        header[row.entry.theirs] = {
+            "dtype": _THEIR_DTYPE[row.dtype], "shape": list(row.entry.shape),
+            "data_offsets": [at, at + row.nbytes],
+        }  # fmt: skip
+        at += row.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for row in ordered:
+            for block in blocks(row.entry, tensors):
+                value = block.to(row.dtype).contiguous()
+                file.write(value.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def assemble(entry: Entry, tensors: Mapping[str, Tensor]) -> Tensor:
+    """One of their tensors from ours, in one piece."""
+    return torch.cat(list(blocks(entry, WholeTensors(tensors))))
+
+
+def blocks(entry: Entry, tensors: Parts) -> Iterator[Tensor]:
+    """One of their tensors out of ours, in blocks of rows."""
+    rows = entry.shape[0] if entry.shape else 1
+    row_bytes = max(1, prod(entry.shape[1:]) * 4)
+    step = max(1, BLOCK_BYTES // row_bytes)
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        offsets = (first, *(0 for _ in entry.shape[1:])) if entry.shape else ()
+        yield _block(entry, Box("", offsets, (count, *entry.shape[1:]) if offsets else ()), tensors)
+    for piece in entry.pieces:
+        _check_padding(piece, tensors, step)
+
+
+def _block(entry: Entry, wanted: Box, tensors: Parts) -> Tensor:
+    """The part `wanted` of one of their tensors; zeros where no piece of ours lies."""
+    out: Tensor | None = None
+    for piece in entry.pieces:
+        common = Box("", piece.offsets, piece.lengths).intersect(wanted)
+        if common is None:
+            continue
+        at = [c - p for c, p in zip(common.offsets, piece.offsets, strict=True)]
+        lengths = list(common.lengths)
+        if piece.new_dim is not None:
+            del at[piece.new_dim], lengths[piece.new_dim]
+        value = tensors.box(piece.ours, at, lengths)
+        if piece.new_dim is not None:
+            value = value.unsqueeze(piece.new_dim)
+        if common == wanted:
+            return value
+        if out is None:
+            out = torch.zeros(wanted.lengths, dtype=value.dtype)
+        place = zip(common.offsets, wanted.offsets, common.lengths, strict=True)
+        out[tuple(slice(c - w, c - w + n) for c, w, n in place)] = value
+    if out is not None:
+        return out
+    return torch.zeros(wanted.lengths, dtype=tensors.dtype(entry.pieces[0].ours))
+
+
+def _check_padding(piece: Piece, tensors: Parts, step: int) -> None:
+    """Rows of ours that theirs lacks must be zero."""
+    rows = piece.lengths[0]
+    for first in range(rows, rows + piece.beyond, step):
+        count = min(step, rows + piece.beyond - first)
+        rest = piece.lengths[1:]
+        if tensors.box(piece.ours, (first, *(0 for _ in rest)), (count, *rest)).any():
+            raise ValueError(f"{piece.ours} has numbers in its padding, rows {rows} and later")

@@ -1,0 +1,193 @@
+"""DCP both ways, by the commands: stock `dcp.load` reads what `export` writes, and `checkpoint
+import` reads it back, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+from holdfast.checkpoint.dcp import DcpFolder
+from holdfast.checkpoint.restore import Checkpoint, listing
+from holdfast.cli.runs import open_run
+from holdfast.spec.boxes import whole
+from holdfast.spec.flat_names import SCHEMES
+from tests.cli.conftest import Trained
+from tests.cli.support import here
+
+Capture = pytest.CaptureFixture[str]
+
+
+def stock(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the folder, as DCP itself reads it."""
+    reader = FileSystemReader(folder)
+    described = reader.read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.full(tuple(entry.size), float("nan"))
+        for name, entry in described.items()
+        if hasattr(entry, "size")
+    }
+    dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    return state
+
+
+def ours(folder: Path) -> dict[str, torch.Tensor]:
+    store = open_run(folder).store
+    checkpoint = Checkpoint.open(store, listing(store)[0])
+    found = {}
+    for spec in checkpoint.tensors:
+        value = torch.empty(spec.shape)
+        checkpoint.read(
+            whole(spec.name, spec.shape), value.reshape(-1).view(torch.uint8).numpy().data
+        )
+        found[spec.name] = value
+    return found
+
+
+def test_stock_dcp_reads_an_export(trained: Trained, tmp_path: Path, capsys: Capture) -> None:
+    done = here(capsys, "export", trained.folder, "--to", tmp_path / "dcp", "--format", "dcp")
+    assert done.code == 0, done.err
+    theirs = stock(tmp_path / "dcp")
+    for name, value in ours(trained.folder).items():
+        prefix, _, rest = name.partition(".")
+        if prefix == "optimizer":
+            moment, _, rest = rest.partition(".")
+            rest = f"optimizer.state.{rest}.{moment}"
+        assert torch.equal(theirs.pop(rest), value), name
+    assert {name.rsplit(".", 1)[1] for name in theirs} == {"step"}
+    assert all(torch.equal(step, torch.tensor(6.0)) for step in theirs.values())
+
+
+def test_the_optimizers_settings_are_there(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    """Under the names that a flattened optimizer of torch has; read by stock DCP."""
+    here(capsys, "export", trained.folder, "--to", tmp_path / "dcp", "--format", "dcp")
+    optimizer = torch.optim.AdamW([torch.zeros(1)])
+    names = {
+        f"optimizer.param_groups.{name}.{key}"
+        for name in ("norm.weight", "embed.weight")
+        for key in optimizer.param_groups[0]
+        if key != "params"
+    }
+    state: dict[str, Any] = dict.fromkeys(names)
+    dcp.load(state, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    assert state["optimizer.param_groups.norm.weight.weight_decay"] == 0.0
+    assert state["optimizer.param_groups.embed.weight.weight_decay"] == 0.1
+    assert state["optimizer.param_groups.embed.weight.betas"] == (0.9, 0.95)
+
+
+@pytest.mark.parametrize("names", ["holdfast", "torchtitan", "huggingface"])
+def test_a_state_comes_back_bit_for_bit(
+    trained: Trained, tmp_path: Path, capsys: Capture, names: str
+) -> None:
+    folder, run = tmp_path / "dcp", tmp_path / "run"
+    done = here(
+        capsys,
+        "export",
+        trained.folder,
+        "--to",
+        folder,
+        "--format",
+        "dcp",
+        "--names",
+        names,
+        "--json",
+    )
+    assert json.loads(done.out)["step"] == 6
+    model = open_run(trained.folder).config.model
+    assert {row.theirs for row in SCHEMES[names](model)} <= set(DcpFolder.open(folder).tensors)
+    found = here(
+        capsys,
+        "checkpoint",
+        "import",
+        trained.run_file,
+        "--from",
+        folder,
+        f"folder={run}",
+        "--json",
+    )
+    assert found.code == 0, found.err
+    assert json.loads(found.out)["step"] == 6
+    assert f"named as {names} names them" in found.err
+    same = here(capsys, "checkpoint", "diff", trained.folder, run)
+    assert same.code == 0, same.out
+    here(capsys, "export", trained.folder, "--to", folder, "--format", "dcp").refuses(
+        "empty folder"
+    )
+
+
+def test_a_run_goes_on_from_an_imported_step(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    """Step 3 out and in again, then trained to step 6: the bits of the run that never left."""
+    folder, run = tmp_path / "dcp", tmp_path / "run"
+    here(capsys, "export", trained.folder, "--to", folder, "--format", "dcp", "--step", "3")
+    options = [trained.run_file, f"folder={run}"]
+    assert here(capsys, "checkpoint", "import", *options, "--from", folder).code == 0
+    done = here(capsys, "train", *options)
+    assert done.code == 0, done.err
+    assert here(capsys, "checkpoint", "diff", trained.folder, run).code == 0
+
+
+def test_weights_alone_begin_at_step_0(trained: Trained, tmp_path: Path, capsys: Capture) -> None:
+    folder, run = tmp_path / "dcp", tmp_path / "run"
+    here(capsys, "export", trained.folder, "--to", folder, "--format", "dcp")
+    command = ["checkpoint", "import", trained.run_file, "--from", folder, f"folder={run}"]
+    assert here(capsys, *command, "--weights-only").code == 0
+    before, after = ours(trained.folder), ours(run)
+    assert all(torch.equal(after[n], v) for n, v in before.items() if n.startswith("model."))
+    assert not any(v.any() for n, v in after.items() if n.startswith("optimizer."))
+    here(capsys, *command).refuses("has checkpoints already")
+
+
+def test_what_cannot_be_meant_is_refused(trained: Trained, tmp_path: Path, capsys: Capture) -> None:
+    to = ["--to", tmp_path / "x"]
+    here(capsys, "export", trained.folder, *to, "--names", "torchtitan").refuses("--format dcp")
+    half = ["--format", "dcp", "--dtype", "bfloat16"]
+    here(capsys, "export", trained.folder, *to, *half).refuses("--dtype")
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"x")
+    run = tmp_path / "run"
+    command = [
+        "checkpoint",
+        "import",
+        trained.run_file,
+        "--from",
+        tmp_path / "dcp",
+        f"folder={run}",
+    ]
+    here(capsys, *command).refuses("not a pickle that DCP wrote", str(tmp_path / "dcp"))
+    assert not (run / "resolved.json").exists()
+
+
+def test_an_export_in_several_files_is_one_model(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    import transformers
+    from safetensors.torch import load_file
+
+    for name, size in (("one", "5"), ("many", "0.00001")):
+        done = here(capsys, "export", trained.folder, "--to", tmp_path / name, "--shard-size", size)
+        assert done.code == 0, done.err
+    files = sorted((tmp_path / "many").glob("model-*.safetensors"))
+    assert len(files) > 2
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    merged: dict[str, torch.Tensor] = {}
+    for file in files:
+        inside = load_file(file)
+        assert len(inside) == 1 or sum(v.nbytes for v in inside.values()) <= 10_000
+        assert all(index["weight_map"][name] == file.name for name in inside)
+        merged |= inside
+    one = load_file(tmp_path / "one" / "model.safetensors")
+    assert merged.keys() == one.keys() == index["weight_map"].keys()
+    assert all(torch.equal(merged[name], one[name]) for name in one)
+    assert index["metadata"]["total_size"] == sum(v.nbytes for v in one.values())
+    built = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "many")
+    assert torch.equal(built.state_dict()["model.norm.weight"], one["model.norm.weight"])
+    here(capsys, "export", trained.folder, "--to", tmp_path / "x", "--shard-size", "0").refuses("0")
