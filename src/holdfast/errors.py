@@ -63,6 +63,11 @@ class RunFolderError(UserError):
     """The run folder is in use, is not writable, or belongs to another configuration."""
 
 
+class StoreError(RunFolderError):
+    """The run store is out of reach, refuses us, or does not keep what it must promise. Says
+    nothing about the bytes in it: whoever looks for a good checkpoint must not take it for rot."""
+
+
 class OutOfSpaceError(UserError):
     """A disk is full."""
 

@@ -1,4 +1,4 @@
-"""Both drivers keep the same promises; the folder keeps them under races and full disks."""
+"""All drivers keep the same promises; the folder keeps them under races and full disks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,20 @@ from holdfast.wire.runstore import (
     MissingKeyError,
     RunStore,
 )
+from holdfast.wire.stores import open_store
+from tests.wire import s3
 
 Make = Callable[[], RunStore]
 
 
-@pytest.fixture(params=["folder", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> RunStore:
+@pytest.fixture(params=["folder", "memory", "bucket"])
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> RunStore:
+    if request.param == "bucket":
+        for name, value in s3.CREDENTIALS.items():
+            monkeypatch.setenv(name, value)
+        return open_store(s3.location(s3.server()))
     return FolderStore(tmp_path / "run") if request.param == "folder" else MemoryStore()
 
 

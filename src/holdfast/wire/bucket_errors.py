@@ -1,0 +1,79 @@
+"""What a bucket's client says, as one sentence: what is wrong, where, and what would help.
+
+obstore's messages run over many lines and quote whole requests, which may hold a signed address;
+so nothing of them is passed on but a status, a code of the store's, or a known kind of failure.
+"""
+
+from __future__ import annotations
+
+import re
+
+from holdfast.errors import HoldfastError, OutOfSpaceError, StoreError
+
+_STATUS = re.compile(r"\b(?:status(?: code)?:?\s*|HTTP status \w+ error \()(\d{3})", re.IGNORECASE)
+_CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+_FULL = ("QuotaExceeded", "InsufficientStorage", "EntityTooLarge", "XMinioStorageFull")
+_REFUSED_CODES = (
+    "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken",
+    "AuthenticationFailed", "AuthorizationFailure",
+)  # fmt: skip
+_CREDENTIALS = (
+    "set them in the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for S3), or name a "
+    "file of them with ?credentials=<path>"
+)
+_AUTHORITY = "name the file of its authority's certificate with ?ca=<path>"
+_KINDS = tuple(
+    (re.compile(pattern), said)
+    for pattern, said in (
+        (r"kind: Timeout|TimedOut|deadline has elapsed", "the endpoint does not answer in time"),
+        (
+            r"InvalidCertificate|UnknownIssuer|certificate",
+            "the endpoint's certificate is not trusted",
+        ),
+        (r"dns error|failed to lookup", "the endpoint's name cannot be found"),
+        (r"InvalidMessage|InvalidContentType", "the endpoint does not speak TLS"),
+        (r"kind: Connect|ConnectError|refused", "the endpoint cannot be reached"),
+        (
+            r"kind: (?:Request|Interrupted|Decode|Body)|Incomplete|ConnectionReset|BrokenPipe",
+            "the endpoint broke off in the middle of an answer",
+        ),
+    )
+)  # the first that fits; as obstore's debug text names them
+
+
+def spoken(error: Exception, where: str, *, missing: bool = False) -> HoldfastError:
+    """The error to raise instead. `missing`: the store said that something is not there, where
+    that can only be the bucket."""
+    text = str(error)
+    kind = type(error).__name__
+    code = match[1] if (match := _CODE.search(text)) else ""
+    status = match[1] if (match := _STATUS.search(text)) else ""
+    if missing or code in ("NoSuchBucket", "ContainerNotFound"):
+        return StoreError(
+            "there is no such bucket", where=where, remedy="create it, or name another"
+        )
+    if "169.254.169.254" in text or "metadata.google" in text or "169.254.170." in text:
+        return StoreError("no credentials were found", where=where, remedy=_CREDENTIALS)
+    refused = kind in ("PermissionDeniedError", "UnauthenticatedError") or status in ("401", "403")
+    if refused or code in _REFUSED_CODES:
+        said = f" ({code})" if code else ""
+        return StoreError(
+            f"the bucket refuses these credentials{said}", where=where, remedy=_CREDENTIALS
+        )
+    if code in _FULL or status == "507":
+        return OutOfSpaceError(
+            "the bucket is full", where=where, remedy="free some space, or use another bucket"
+        )
+    return _unreachable(text, code, status, where)
+
+
+def _unreachable(text: str, code: str, status: str, where: str) -> StoreError:
+    """Nobody there, too slow, or failing: what a later attempt may find mended."""
+    if status or code:
+        said = " ".join(part for part in (status, code) if part)
+        return StoreError(f"the store answers with an error ({said})", where=where)
+    for pattern, said in _KINDS:
+        if pattern.search(text):
+            remedy = _AUTHORITY if "certificate" in said else None
+            return StoreError(said, where=where, remedy=remedy)
+    return StoreError("the store fails in a way that has no name here", where=where)

@@ -1,0 +1,209 @@
+"""A real S3 server (moto, a process of its own), and a proxy that counts, fails and stalls.
+
+The server starts at the first use in a test process and ends with it, however that ends: it reads
+its standard input and leaves when that is closed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import http.client
+import http.server
+import subprocess
+import sys
+import textwrap
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "not-a-secret"}
+BUCKET = "runs"
+
+_SERVER = """
+    import os, sys, threading
+    def until_closed():
+        sys.stdin.buffer.read()
+        os._exit(0)
+    threading.Thread(target=until_closed, daemon=True).start()
+    from moto.server import ThreadedMotoServer
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    print(*server.get_host_and_port(), flush=True)
+    threading.Event().wait()
+"""
+
+
+@cache
+def server() -> tuple[str, int]:
+    """(host, port) of this test process's S3 server, with one bucket."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(_SERVER)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert process.stdout is not None
+    host, port = process.stdout.readline().split()
+    atexit.register(_end, process)
+    address = host.decode(), int(port)
+    assert ask(address, "PUT", f"/{BUCKET}") == 200
+    return address
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait(10)
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+
+
+def ask(address: tuple[str, int], method: str, path: str, body: bytes = b"") -> int:
+    """The status of one request that nobody signed."""
+    connection = http.client.HTTPConnection(*address, timeout=20)
+    try:
+        connection.request(method, path, body)
+        response = connection.getresponse()
+        response.read()
+        return response.status
+    finally:
+        connection.close()
+
+
+def location(address: tuple[str, int], prefix: str = "", **options: Any) -> str:
+    """Of a prefix that nobody else uses."""
+    found = {"endpoint": f"http://{address[0]}:{address[1]}", "allow_http": "true"} | options
+    query = "&".join(f"{name}={value}" for name, value in found.items())
+    return f"s3://{BUCKET}/{prefix or uuid.uuid4().hex}?{query}"
+
+
+class Request(NamedTuple):
+    method: str
+    key: str  # the path below the bucket
+    query: str
+    sent: int  # bytes of the body
+
+    @property
+    def kind(self) -> str:
+        """What it is for: LIST is a GET of the bucket itself."""
+        return "LIST" if self.method == "GET" and not self.key else self.method
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens instead of an answer. `status` answers with an error, 0 with nothing at all:
+    the connection is closed, after `after` bytes of the true answer where that is above 0. With
+    `forward` the server has done what it was asked for."""
+
+    status: int = 0
+    code: str = "InternalError"
+    after: int = 0
+    forward: bool = False
+
+
+Rule = Callable[[Request], Fault | None]
+
+
+class Proxy:
+    """Speaks HTTP to both sides. `rule` says what becomes of each request; it may block."""
+
+    def __init__(self, upstream: tuple[str, int]) -> None:
+        self.log: list[Request] = []
+        self.rule: Rule = lambda request: None
+        self.drop_headers: frozenset[str] = frozenset()
+        self.closing = threading.Event()
+        proxy = self
+
+        class Handler(_Handler):
+            owner = proxy
+            target = upstream
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.address = ("127.0.0.1", self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def sent(self, part_of_key: str) -> int:
+        """Bytes that PUTs of such objects carried."""
+        return sum(r.sent for r in self.log if r.method == "PUT" and part_of_key in r.key)
+
+    def kinds(self) -> list[str]:
+        return [request.kind for request in self.log]
+
+    def close(self) -> None:
+        self.closing.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(10)
+
+
+@contextmanager
+def proxied(upstream: tuple[str, int] | None = None) -> Iterator[Proxy]:
+    proxy = Proxy(upstream or server())
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    owner: Proxy
+    target: tuple[str, int]
+
+    def _serve(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        path, _, query = self.path.partition("?")
+        _, _, key = path.removeprefix("/").partition("/")
+        request = Request(self.command, key, query, len(body))
+        self.owner.log.append(request)
+        fault = self.owner.rule(request)
+        if self.owner.closing.is_set():
+            self.close_connection = True
+            return
+        if fault is None:
+            self._answer(*self._forward(body))
+            return
+        status, headers, data = self._forward(body) if fault.forward else (0, {}, b"")
+        if fault.status:
+            error = f"<Error><Code>{fault.code}</Code><Message>m</Message></Error>".encode()
+            self._answer(fault.status, {"Content-Length": str(len(error))}, error)
+            return
+        if fault.after:
+            self._answer(status, headers, data[: fault.after])
+        self.close_connection = True
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815
+
+    def _forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        connection = http.client.HTTPConnection(*self.target, timeout=60)
+        try:
+            headers = {
+                name: value
+                for name, value in self.headers.items()
+                if name.lower() not in self.owner.drop_headers
+            }
+            connection.request(self.command, self.path, body, headers)
+            response = connection.getresponse()
+            data = response.read()
+            found = dict(response.getheaders())
+            if self.command != "HEAD":
+                found["Content-Length"] = str(len(data))
+            return response.status, found, data
+        finally:
+            connection.close()
+
+    def _answer(self, status: int, headers: dict[str, str], data: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            if name.lower() not in ("connection", "transfer-encoding"):
+                self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing on the screen of the tests."""
