@@ -7,8 +7,10 @@ by anything older. Bytes are checked by whoever reads them, as those of every so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
 
 from holdfast.checkpoint.peer_settings import Peer
 from holdfast.checkpoint.peer_wire import RESTORE, PeerClient
@@ -17,6 +19,7 @@ from holdfast.errors import HoldfastError
 from holdfast.layout import Topology
 from holdfast.spec.manifest import Part
 from holdfast.spec.state import StateTable, TensorSpec
+from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
 
 OPEN_SECONDS = 5.0
@@ -34,6 +37,7 @@ class PeerSource:
         Raises PeerError, AuthError, FencedError, and CorruptError for a manifest that is broken.
         """
         self.name = name
+        self.address = address
         asking = PeerClient(address, secret, generation, timeout=OPEN_SECONDS)
         try:
             value = asking.inventory()
@@ -103,3 +107,86 @@ def open_peers(
         if isinstance(answer, str)
     ]
     return found, silent
+
+
+class PeerBlobs:
+    """Some blobs on one peer's shelf, for a reader that has been told which: no inventory needed.
+    Safe to use from any thread."""
+
+    def __init__(
+        self, name: str, address: str, keys: Collection[str], secret: Secret, generation: int
+    ) -> None:
+        """Raises ValueError for what is no address."""
+        self.name = name
+        self._keys = frozenset(keys)
+        self._client = PeerClient(address, secret, generation, timeout=READ_SECONDS)
+
+    def has(self, key: str) -> bool:
+        return key in self._keys
+
+    def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
+        """Raises MissingKeyError, PeerError, AuthError, FencedError."""
+        view = buffer[:length]
+        self._client.read_into(key, start, view, RESTORE)
+        return view
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class PeerMemories:
+    """All peers of a mover as one place where snapshots are looked for. Each inventory is asked
+    for anew, with the generation that rules then, so that whatever answers is fenced by it."""
+
+    name = "peers"
+
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        secret: Secret,
+        generation: Callable[[], int],
+        silent: Callable[[str, str], None] = lambda name, reason: None,
+    ) -> None:
+        """`silent(name, reason)` is called for each peer that does not answer."""
+        self._peers, self._secret = tuple(peers), secret
+        self._generation, self._silent = generation, silent
+        self._sources: list[PeerSource] = []
+
+    def inventory(self) -> list[Held]:
+        sources, silent = open_peers(self._peers, self._secret, self._generation())
+        old, self._sources = self._sources, sources
+        for source in old:
+            source.close()
+        for name, reason in silent:
+            self._silent(name, reason)
+        return [line for source in sources for line in source.inventory()]
+
+    def plan(self, generation: int) -> tuple[Topology, StateTable]:
+        """Raises KeyError for a generation that no peer knows."""
+        for source in self._sources:
+            with suppress(KeyError):
+                return source.plan(generation)
+        raise KeyError(generation)
+
+    def has(self, key: str) -> bool:
+        return any(source.has(key) for source in self._sources)
+
+    def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
+        """From the first peer that gives it. Raises what the last one raised."""
+        error: HoldfastError = MissingKeyError(f"no peer has {key}")
+        for source in self._sources:
+            if source.has(key):
+                try:
+                    return source.data(key, start, length, buffer)
+                except HoldfastError as raised:
+                    error = raised
+        raise error
+
+    def holders(self, keys: Collection[str]) -> list[dict[str, Any]]:
+        """Who has which of these blobs, as JSON: enough to make a PeerBlobs of each."""
+        found = []
+        for source in self._sources:
+            here = sorted(key for key in keys if source.has(key))
+            if here:
+                found.append({"name": source.name, "address": source.address, "keys": here})
+        return found

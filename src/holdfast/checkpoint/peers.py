@@ -13,7 +13,7 @@ from holdfast.checkpoint.peer_keep import Keeper
 from holdfast.checkpoint.peer_send import Copies
 from holdfast.checkpoint.peer_server import PeerServer
 from holdfast.checkpoint.peer_settings import PeerSettings
-from holdfast.checkpoint.snapshots import Shelf
+from holdfast.checkpoint.snapshots import Shelf, Snapshot
 from holdfast.events import Event
 from holdfast.layout import Topology
 from holdfast.spec.state import StateTable
@@ -55,9 +55,9 @@ class Peers:
         self.server.advance(topology.generation)
         self.copies.expect(topology, table)
 
-    def shelved(self, generation: int, step: int, rank: int) -> None:
-        """A snapshot of a rank of this node is on the shelf."""
-        self.copies.shelved(generation, step, rank)
+    def shelved(self, snapshot: Snapshot) -> None:
+        """A rank of this node has one more snapshot on the shelf."""
+        self.copies.shelved(snapshot.part.generation, snapshot.part.step, snapshot.part.rank)
 
     def status(self) -> dict[str, Any]:
         return {

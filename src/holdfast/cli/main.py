@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "checkpoint": ("checkpoint", "list, show, verify, compare, copy, prune and import checkpoints"),
     "config": ("config", "show a run file with every value's origin; its schema"),
     "layout": ("layout", "show how a model is spread, and a pipeline's schedule"),
+    "stage": ("stage", "keep other machines' snapshots in this machine's memory"),
     "doctor": ("doctor", "check that this machine can train"),
 }
 
