@@ -54,8 +54,9 @@ class Pair:
     floor: str = ""
 
     def verdict(self, wall: Estimate) -> str:
-        """An interval that never became narrow enough decides nothing."""
-        if wall.half_width > TARGET_HALF_WIDTH:
+        """An interval that lies on one side of the bar decides; one that never became narrow
+        enough and holds the bar decides nothing."""
+        if wall.half_width > TARGET_HALF_WIDTH and wall.low <= self.least <= wall.high:
             return "unsure"
         reached = wall.low > self.least if self.on_low_end else wall.median >= self.least
         return "yes" if reached else "NO"

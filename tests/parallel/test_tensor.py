@@ -134,7 +134,7 @@ def check_gradients(
         holders = [
             r for r, all_ in enumerate(everybody) if all_[name] == (box.offsets, box.lengths)
         ]
-        partial = gradient_is_partial(name, table[name], sequence_parallel)
+        partial = gradient_is_partial(table[name], sequence_parallel)
         parts = [torch.empty_like(whole[name]) for _ in range(group.size())]
         padded = torch.zeros_like(whole[name])
         cut(padded, box).copy_(gradient)

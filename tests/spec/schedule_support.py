@@ -35,9 +35,9 @@ def runs_to_the_end(schedule: Schedule) -> bool:
     A state is how far each rank has come. Exponential in the number of ranks: for small tables.
     """
     ends = tuple(len(row) for row in schedule.actions)
-    todo, seen = [(0,) * schedule.ranks], set[tuple[int, ...]]()
-    while todo:
-        state = todo.pop()
+    pending, seen = [(0,) * schedule.ranks], set[tuple[int, ...]]()
+    while pending:
+        state = pending.pop()
         if state == ends:
             return True
         if state in seen:
@@ -54,7 +54,7 @@ def runs_to_the_end(schedule: Schedule) -> bool:
                 may_run(action, done, schedule.stages)
                 for action in parts(schedule.actions[rank][at])
             ):
-                todo.append((*state[:rank], at + 1, *state[rank + 1 :]))
+                pending.append((*state[:rank], at + 1, *state[rank + 1 :]))
     return False
 
 

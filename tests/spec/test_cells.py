@@ -54,7 +54,7 @@ class World:
     def deal(self, rng: np.random.Generator, replica: Replica, spec: TensorSpec) -> None:
         parts: dict[tuple[int, ...], np.ndarray] = {}
         row = self.sharding[spec.name]
-        partial = gradient_is_partial(spec.name, row, self.sequence_parallel)
+        partial = gradient_is_partial(row, self.sequence_parallel)
         _, dp_shard, cp, tp = replica.mesh_shape
         for at in product(stages_of(spec, replica), range(dp_shard), range(cp), range(tp)):
             rank = replica.rank_at(*at)
@@ -76,7 +76,7 @@ class World:
         """Unless another tp rank of its replica has the same and unlike replicas forbid copies."""
         row = self.sharding[spec.name]
         copies = {r.degree("tp") for r in self.topology.replicas}
-        partial = gradient_is_partial(spec.name, row, self.sequence_parallel)
+        partial = gradient_is_partial(row, self.sequence_parallel)
         return partial or len(copies) == 1 or self.topology.coordinate(rank).tp == 0
 
     def contributed(self, rank: int, spec: TensorSpec) -> Box:

@@ -104,8 +104,8 @@ def test_which_gradients_are_parts() -> None:
 
     def partial(name: str) -> tuple[bool, bool]:
         return (
-            gradient_is_partial(name, table[name], False),
-            gradient_is_partial(name, table[name], True),
+            gradient_is_partial(table[name], False),
+            gradient_is_partial(table[name], True),
         )
 
     for name in ("norm", "layers.0.attention_norm", "layers.0.ffn_norm"):

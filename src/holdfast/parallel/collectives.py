@@ -1,4 +1,6 @@
-"""The collectives of tensor parallelism, plain and as pairs that autograd knows.
+"""Collectives inside a replica, plain and as pairs that autograd knows.
+
+Tensor parallelism uses the pairs:
 
     forward          backward
     gather           all-gather       reduce-scatter    into a tensor parallel region, tokens cut
@@ -26,37 +28,43 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from holdfast.parallel.torch_compat import gather_parts, scatter_sum
 from holdfast.parallel.traffic import Traffic
 
 _TAG = 7  # the messages of a group come in the order in which they were sent: one tag will do
 
 
 class Collectives:
-    """Collectives over one process group; `traffic` counts, as kind "tp", what leaves this rank.
+    """Collectives over one process group; `traffic` counts what leaves this rank.
 
+    kind: of that traffic. A group has one `Collectives`, whose calls come from one thread.
     All raise RuntimeError with the backend's text when a peer is lost.
     """
 
-    def __init__(self, group: dist.ProcessGroup, traffic: Traffic | None = None):
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic | None = None, kind: str = "tp"):
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
-        self._traffic = traffic
+        self._traffic, self._kind = traffic, kind
         self._sent: list[tuple[object, Tensor]] = []
 
     # --- without gradient -----------------------------------------------------------------
-    def all_gather(self, part: Tensor) -> Tensor:
-        """Every rank's part, in rank order.  [t, ...] -> [n * t, ...], a new tensor"""
+    def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        """Every rank's part, in rank order.  [t, ...] -> [n * t, ...]
+
+        out: contiguous memory for the result, of which `part` may be this rank's place; without
+            it a new tensor. Neither may change until the next collective, or a vote, has ended.
+        """
         part = part.contiguous()
         self._count(part.nbytes * (self.size - 1))
-        out = part.new_empty(self.size * part.shape[0], *part.shape[1:])
+        if out is None:
+            out = part.new_empty(self.size * part.shape[0], *part.shape[1:])
         if part.device.type == "cpu":
             places = out.view(self.size, *part.shape)
             receipts = self._exchange([part] * self.size, places)
             places[self.rank].copy_(part)
             self._wait(receipts)
         else:
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            gather(out, part, group=self.group)
+            gather_parts(out, part, self.group)
         return out
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
@@ -74,8 +82,7 @@ class Collectives:
             inputs = [parts[i] if i == self.rank else received[i] for i in range(self.size)]
             return _sum_in_order(inputs)
         out = torch.empty_like(parts[0])
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(out, whole, group=self.group)
+        scatter_sum(out, whole, self.group)
         return out
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -120,7 +127,7 @@ class Collectives:
 
     def _count(self, nbytes: int) -> None:
         if self._traffic is not None:
-            self._traffic.add("tp", nbytes)
+            self._traffic.add(self._kind, nbytes)
 
 
 def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.parallel.gradients import Cells, Feeder
 from holdfast.parallel.reducer import Slot
-from holdfast.parallel.torch_compat import ShardedParameter, fsdp_group
+from holdfast.parallel.torch_compat import ShardedParameter, fsdp_group, gather_parts
 from holdfast.parallel.traffic import Traffic
 from holdfast.spec.boxes import Box
 
@@ -209,16 +209,7 @@ class CountedGather:
     ) -> dist.Work | None:  # fmt: skip
         """output: [shards * n]; input: [n]"""
         self._traffic.add("gather", (group.size() - 1) * input_tensor.nbytes)
-        return gather_flat(output_tensor, input_tensor, group, async_op)
-
-
-def gather_flat(
-    out: Tensor, part: Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> dist.Work | None:
-    """torch's all-gather of equal parts, under the name it has.  part: [n] -> out: [ranks * n]"""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work: dist.Work | None = gather(out, part, group=group, async_op=async_op)
-    return work
+        return gather_parts(output_tensor, input_tensor, group, async_op)
 
 
 class SumInOrder:

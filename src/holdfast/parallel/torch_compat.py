@@ -81,6 +81,27 @@ def gloo_group(
     return group
 
 
+def gather_parts(
+    out: Tensor, part: Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """torch's all-gather of equal parts, under the name it has.
+
+    part: [t, ...] -> out: [ranks * t, ...]
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = gather(out, part, group=group, async_op=async_op)
+    return work
+
+
+def scatter_sum(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    """torch's reduce-scatter into equal parts, under the name it has.
+
+    whole: [ranks * t, ...] -> out: [t, ...]
+    """
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(out, whole, group=group)
+
+
 def fused_adamw(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from holdfast.errors import PeerLostError
 from holdfast.parallel.buckets import fill
-from holdfast.parallel.shard import gather_flat
+from holdfast.parallel.collectives import Collectives
 from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.parallel.traffic import Traffic
 from holdfast.spec.boxes import Box
@@ -68,8 +68,8 @@ class OwnedRows:
         group: dist.ProcessGroup, *, state: torch.dtype, bucket_bytes: int = 1 << 25,
         traffic: Traffic | None = None,
     ):  # fmt: skip
-        self._group, self._traffic = group, traffic
-        self._size, self._rank = group.size(), group.rank()
+        self._among = Collectives(group, traffic, kind="gather")
+        self._size, self._rank = self._among.size, self._among.rank
         self._tensors = [tensor.detach() for tensor in named.values()]
         rows = [self._rows(tensor, self._rank) for tensor in self._tensors]
         for name, part in zip(named, rows, strict=True):
@@ -99,13 +99,10 @@ class OwnedRows:
         if self.held is not self._own:
             torch._foreach_copy_(self._own, self.held)
         try:
-            works = [
-                self._all_gather(self._tensors[i].view(-1), self._own[i]) for i in self._direct
-            ]
+            for index in self._direct:
+                self._among.all_gather(self._own[index], self._tensors[index])
             for pack in self._packs:
                 self._gather_pack(pack)
-            for work in works:
-                _wait(work)
         except RuntimeError as error:
             if is_peer_loss(error):
                 raise PeerLostError(
@@ -119,7 +116,7 @@ class OwnedRows:
         buffer = first.new_empty(self._size, sum(pack.sizes))
         for index, place in self._places(pack, buffer[self._rank]):
             place[: self._own[index].numel()].copy_(self._own[index].reshape(-1))
-        _wait(self._all_gather(buffer.view(-1), buffer[self._rank]))
+        self._among.all_gather(buffer[self._rank], buffer.view(-1))
         for rank in range(self._size):
             if rank == self._rank:
                 continue
@@ -129,12 +126,6 @@ class OwnedRows:
 
     def _places(self, pack: Pack, row: Tensor) -> Sequence[tuple[int, Tensor]]:
         return list(zip(pack.parameters, torch.split(row, list(pack.sizes)), strict=True))
-
-    def _all_gather(self, out: Tensor, own: Tensor) -> dist.Work | None:
-        """out: [ranks * n], of which `own` [n] is this rank's part already"""
-        if self._traffic is not None:
-            self._traffic.add("gather", (self._size - 1) * own.nbytes)
-        return gather_flat(out, own.reshape(-1), self._group, async_op=True)
 
     def _rows(self, tensor: Tensor, rank: int) -> Tensor:
         start, length = chunk(tensor.shape[0], self._size, rank)
@@ -156,8 +147,3 @@ class OwnedRows:
             elif tensor.numel():
                 packed.append(index)
         return direct, packed
-
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()

@@ -28,7 +28,7 @@ from holdfast.spec.state import (
     StateTable,
     TensorSpec,
     mesh_box,
-    state_table,
+    parameter_table,
 )
 
 Span = tuple[int, int]
@@ -64,17 +64,15 @@ class Holding:
     held: Held
 
 
-def parameter_table(config: RunConfig) -> StateTable:
-    """The parameters' rows of the state table, without those of a vocabulary not known yet."""
-    table = state_table(config.model, config.train.precision)
-    return tuple(
-        spec for spec in table if spec.name.startswith("model.") and all(n > 0 for n in spec.shape)
-    )
+def known_parameters(config: RunConfig) -> StateTable:
+    """The parameters' rows, without those of a vocabulary not known yet."""
+    table = parameter_table(config.model, config.train.precision)
+    return tuple(spec for spec in table if all(n > 0 for n in spec.shape))
 
 
 def holdings(config: RunConfig, topology: Topology) -> tuple[Holding, ...]:
     """All ranks, in order. Ranks at the same place of like replicas are computed once."""
-    table = parameter_table(config)
+    table = known_parameters(config)
     bytes_at: dict[object, Held] = {}
     found: list[Holding] = []
     for rank, node in enumerate(topology.nodes):

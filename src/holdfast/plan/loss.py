@@ -10,7 +10,7 @@ from math import prod
 from holdfast.config.run import RunConfig
 from holdfast.errors import LayoutError
 from holdfast.layout import Coordinate, Replica, Topology, unravel
-from holdfast.plan.holdings import parameter_table
+from holdfast.plan.holdings import known_parameters
 from holdfast.spec.boxes import Box
 from holdfast.spec.state import TensorSpec, mesh_box
 
@@ -64,7 +64,7 @@ def _state(config: RunConfig) -> Iterable[tuple[TensorSpec, int]]:
     """(parameter, tensors of the state that are cut like it): itself and two moments. Under
     zero 1 every rank of dp_shard has the whole parameter, unless it computes on a bf16 copy."""
     everywhere = config.layout.zero == 1 and config.train.precision != "bf16"
-    for spec in parameter_table(config):
+    for spec in known_parameters(config):
         if everywhere:
             yield replace(spec, shard_dim=None), 1
             yield spec, 2

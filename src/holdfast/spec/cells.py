@@ -108,7 +108,7 @@ def cells_of(
     known: dict[_Class, tuple[tuple[Box, _Signature], ...]] = {}
     found: dict[_Signature, list[Box]] = {}
     for spec in parameter_table(model):
-        partial = gradient_is_partial(spec.name, sharding[spec.name], sequence_parallel)
+        partial = gradient_is_partial(sharding[spec.name], sequence_parallel)
         stages = tuple(stages_of(spec, kind) for kind in view.kinds)
         if view.here.pp not in stages_of(spec, view.replica):
             continue

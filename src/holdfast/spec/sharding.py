@@ -103,13 +103,13 @@ def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
     return start, min(start + size, length) - start
 
 
-def gradient_is_partial(name: str, sharding: Sharding, sequence_parallel: bool) -> bool:
+def gradient_is_partial(sharding: Sharding, sequence_parallel: bool) -> bool:
     """Whether each of the tp ranks that hold the same box of a parameter has only a part of its
     gradient, so that the parts must be added; otherwise each has all of it.
 
     A key/value head held by several ranks gets the gradient of each rank's query heads. The
     norms of queries and keys act on each rank's own heads. A norm of the residual stream sees
-    every token, unless the sequence is cut. `name` is given for what a later table may need.
+    every token, unless the sequence is cut.
     """
     if sharding.tp_dim is not None:
         return True

@@ -23,16 +23,14 @@ import torch
 from holdfast.config.run import RunConfig
 from holdfast.errors import PeerLostError
 from holdfast.layout import Topology
-from holdfast.parallel.groups import connect
 from holdfast.parallel.reshard import Held, move
 from holdfast.parallel.torch_compat import Store
 from holdfast.parallel.transport import exchange
 from holdfast.spec.moves import transfers
 from holdfast.spec.state import state_table
 from holdfast.spec.tree import deal
-from holdfast.train.build import Session, build_engine, recorder_of
+from holdfast.train.build import Session, build_engine, meet, session_of
 from holdfast.train.engine import Dealer, StepEngine
-from holdfast.train.evaluate import Evaluator
 
 _TAG = 9  # of the exchange that closes a generation
 
@@ -80,15 +78,7 @@ def adopt_engine(
     table = state_table(config.model, config.train.precision)
     moves = transfers(kept.topology, topology, table, came_from, rank)
     gc.collect()  # modules and their hooks refer to each other; the new ones need their room
-    groups = connect(
-        topology,
-        rank,
-        store,
-        device,
-        interface=config.cluster.gloo_interface,
-        seconds=seconds,
-        recorder=recorder_of(config),
-    )
+    groups = meet(config, topology, rank, store, device, seconds)
     try:
         engine = build_engine(config, groups, device, dealer=dealer)
         positions = [groups.positions.index(rank) for rank in range(topology.world_size)]
@@ -110,12 +100,10 @@ def adopt(
     afterwards: it is emptied here, because what its callers still refer to is not freed. Raises as
     `adopt_engine`; the state is lost to this process then.
     """
-    config, device, batches = session.config, session.device, session._batches
+    config, device, batches = session.config, session.device, session.batches
     kept = keep(session.engine, step)
     del session.engine, session.evaluator, session.groups
     engine = adopt_engine(
         kept, config, topology, rank, store, device, came_from, dealer=dealer, seconds=seconds
     )
-    validation = batches.validation(config.train.evaluate.samples)
-    evaluator = Evaluator(engine.objective, engine.executor, engine.groups, validation, device)
-    return Session(config, engine, evaluator, engine.groups, device, batches)
+    return session_of(config, engine, batches, device)

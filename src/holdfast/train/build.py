@@ -26,7 +26,7 @@ from holdfast.parallel.zero import OwnedRows
 from holdfast.spec.boxes import Box
 from holdfast.spec.cells import Cell, cells_of
 from holdfast.spec.parameters import Parameter, decoder_parameters
-from holdfast.spec.state import PREFIXES, TensorSpec, mesh_box, state_table
+from holdfast.spec.state import mesh_box, parameter_table
 from holdfast.spec.tree import deal
 from holdfast.train.engine import Dealer, Gradients, StepEngine
 from holdfast.train.evaluate import Evaluator
@@ -46,13 +46,13 @@ class Session:
     evaluator: Evaluator
     groups: Groups
     device: torch.device
-    _batches: Batches
+    batches: Batches
 
     def loader(self, start_step: int) -> Loader:
         """This rank's shares from step `start_step` + 1 to the last; it reads ahead at once."""
         place = self.groups.coordinate
         return Loader(
-            self._batches, self.engine.share,
+            self.batches, self.engine.share,
             part=place.dp_shard, parts=self.groups.degree("dp_shard"),
             first_step=start_step + 1, last_step=self.config.train.steps, device=self.device,
         )  # fmt: skip
@@ -72,24 +72,30 @@ def build(
     loaded. `config.model.vocab_size` must be resolved. Raises LayoutError for a topology that
     cannot be run, and PeerLostError when a peer does not come.
     """
-    groups = connect(
-        topology,
-        rank,
-        store,
-        device,
-        interface=config.cluster.gloo_interface,
-        seconds=seconds,
-        recorder=recorder_of(config),
-    )
+    groups = meet(config, topology, rank, store, device, seconds)
     engine = build_engine(config, groups, device, dealer=dealer)
-    validation = batches.validation(config.train.evaluate.samples)
+    return session_of(config, engine, batches, device)
+
+
+def meet(
+    config: RunConfig, topology: Topology, rank: int, store: Store, device: torch.device,
+    seconds: float,
+) -> Groups:  # fmt: skip
+    """The generation's groups, as the run file wants them: with what notes when things happen,
+    where it names a step to be traced. Raises as `connect`."""
+    return connect(
+        topology, rank, store, device, interface=config.cluster.gloo_interface, seconds=seconds,
+        recorder=Recorder() if config.layout.trace_step else None,
+    )  # fmt: skip
+
+
+def session_of(
+    config: RunConfig, engine: StepEngine, batches: Batches, device: torch.device
+) -> Session:
+    """An engine with its data and its evaluation."""
+    groups, validation = engine.groups, batches.validation(config.train.evaluate.samples)
     evaluator = Evaluator(engine.objective, engine.executor, groups, validation, device)
     return Session(config, engine, evaluator, groups, device, batches)
-
-
-def recorder_of(config: RunConfig) -> Recorder | None:
-    """What notes when things happen, where the run file names a step to be traced."""
-    return Recorder() if config.layout.trace_step else None
 
 
 def build_engine(
@@ -205,27 +211,14 @@ def _any_fsdp(config: RunConfig, groups: Groups) -> bool:
     return shards > 1 and config.layout.zero > 1
 
 
-def _rows(config: RunConfig) -> tuple[TensorSpec, ...]:
-    """The parameters' rows of the state table."""
-    rows = state_table(config.model, config.train.precision)
-    return tuple(row for row in rows if row.name.startswith(PREFIXES[0]))
-
-
-def _bare(name: str) -> str:
-    return name.removeprefix(PREFIXES[0])
-
-
 def _boxes(
     config: RunConfig, groups: Groups, names: Sequence[str], *, sharded: bool
 ) -> dict[str, Box]:
     """What this rank has of some parameters, by dp_shard's cut too or only by those before it."""
-    rows = {_bare(row.name): row for row in _rows(config)}
-    out = {}
-    for name in names:
-        row = rows[name] if sharded else replace(rows[name], shard_dim=None)
-        box = mesh_box(row, groups.replica, groups.coordinate)
-        out[name] = Box(name, box.offsets, box.lengths)
-    return out
+    rows = {row.name: row for row in parameter_table(config.model, config.train.precision)}
+    if not sharded:
+        rows = {name: replace(row, shard_dim=None) for name, row in rows.items()}
+    return {name: mesh_box(rows[name], groups.replica, groups.coordinate) for name in names}
 
 
 def _cells(config: RunConfig, groups: Groups) -> list[tuple[Cell, Team]]:

@@ -27,7 +27,7 @@ from holdfast.spec.order import BatchSchedule
 from holdfast.spec.rates import learning_rate
 from holdfast.spec.tree import ReductionTree, Shares, deal
 from holdfast.train.diagnose import find_non_finite
-from holdfast.train.execute import Executor
+from holdfast.train.execute import Executor, Inputs, Listener
 from holdfast.train.optimizer import AdamW
 from holdfast.train.state import LocalTensor, Parameters, Read, load_state, state_tensors
 from holdfast.train.vote import Ballot, Verdict, Wishes, speaks, vote
@@ -36,32 +36,17 @@ Dealer = Callable[[int, int], Shares]
 """(microbatches of a step, replicas) -> who computes which."""
 
 
-class Microbatch(Protocol):
+class Microbatch(Inputs, Protocol):
     """What the engine reads of one microbatch (its part, where samples are split over shards)."""
-
-    @property
-    def inputs(self) -> Tensor: ...
-
-    @property
-    def targets(self) -> Tensor: ...
-
-    @property
-    def documents(self) -> Tensor | None: ...
 
     @property
     def tokens(self) -> int: ...
 
 
-class Gradients(Protocol):
+class Gradients(Listener, Protocol):
     """Sums gradients over whoever holds the same parameters: `ReplicatedGradients` and its kin."""
 
     def begin(self, leaves: int, shares: Shares) -> None: ...
-
-    def start_leaf(self, leaf: int) -> None: ...
-
-    def end_leaf(self) -> None: ...
-
-    def check(self) -> None: ...
 
     def fail(self, error: Exception) -> None: ...
 
