@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ from holdfast.errors import UserError
 
 REPORT_SECONDS = 2.0
 """How often it is looked whether there is something new to say."""
+
+GB = 1e9
 
 app = make_app("Keep other machines' snapshots in this machine's memory.")
 
@@ -36,6 +39,7 @@ def stage(
     Example:
       holdfast stage --listen 10.0.0.7:7600 --secret run.secret --memory 64
     """
+    from holdfast.checkpoint.memory import available
     from holdfast.checkpoint.peer_wire import split_address
     from holdfast.checkpoint.stage import Stage
     from holdfast.wire.secret import read_secret
@@ -49,8 +53,12 @@ def stage(
     if not memory > 0:
         raise UserError(f"{memory:g} GB keep nothing", where="--memory",
                         remedy="use the size of two snapshots of every rank, or more")  # fmt: skip
+    free = available()
+    if free is not None and memory * GB > free:
+        raise UserError(f"{memory:g} GB are more than this machine has free", where="--memory",
+                        remedy=f"use {free / GB:.1f} or less")  # fmt: skip
     known = read_secret(secret)
-    kept = Stage(bind(host, port, "--listen"), known, int(memory * 1e9))
+    kept = Stage(bind(host, port, "--listen"), known, int(memory * GB))
     try:
         return _watch(kept, json)
     finally:
@@ -67,8 +75,6 @@ def _watch(kept: Any, json: bool) -> int:
         print_line({"address": kept.address})
     else:
         say(f"keeping snapshots at {kept.address}; Ctrl-C ends it, and what it keeps is gone then")
-    import select
-
     last: list[Any] = []
     while not select.select([leave], [], [], REPORT_SECONDS)[0]:
         keeps = kept.status()["keeps"]

@@ -21,6 +21,7 @@ from holdfast.events import (
     Event,
     GenerationStarted,
     NonFinite,
+    PeerFailed,
     Record,
     RunFailed,
     RunFinished,
@@ -307,6 +308,8 @@ def notice(event: Event) -> str:
         return f"rank {event.rank} took no snapshot of step {event.step}: {event.reason}"
     if isinstance(event, CheckpointRejected):
         return f"checkpoint {event.key} was not trusted: {event.reason}"
+    if isinstance(event, PeerFailed):
+        return f"{event.peer} keeps no copy of step {event.step}: {event.reason}"
     if isinstance(event, NonFinite):
         return f"step {event.step}: {event.parameter} is not finite on rank {event.rank}"
     if isinstance(event, SettingIgnored):

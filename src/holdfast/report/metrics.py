@@ -22,8 +22,10 @@ from holdfast.events import (
     Evaluated,
     GenerationStarted,
     NonFinite,
+    PeerFailed,
     Record,
     RunStarted,
+    SnapshotKept,
     StepDone,
 )
 from holdfast.report.incidents import IncidentBook
@@ -32,7 +34,7 @@ from holdfast.report.timeline import in_order
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _BYTES = tuple(float(10**power) for power in range(5, 14))
-_DISK = "2"  # tier of a folder on a disk, in the words of the architecture
+_PEERS, _DISK = "1", "2"  # tiers: other machines' memory; a folder on a disk
 _PHASES = {"compute": "forward_backward", "reduce": "comm", "apply": "optimizer",
            "capture": "checkpoint_block"}  # fmt: skip
 
@@ -148,6 +150,12 @@ class Metrics:
             self._count(self._checkpoints, 1, _DISK, "skipped")
         elif isinstance(event, CheckpointRejected):
             self._count(self._checkpoints, 1, _DISK, "corrupt")
+        elif isinstance(event, SnapshotKept):
+            self._count(self._checkpoints, 1, _PEERS, "ok")
+            self._observe(self._saving, event.seconds, _PEERS, "copy")
+            self._observe(self._size, event.bytes, _PEERS)
+        elif isinstance(event, PeerFailed):
+            self._count(self._checkpoints, 1, _PEERS, "failed")
 
     # --- the registry -----------------------------------------------------------------------
     def _make(self, info: dict[str, str]) -> None:
