@@ -13,10 +13,13 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint import restore, sources
+from tests.checkpoint.campaign import memory, workers
 from tests.checkpoint.campaign.faults import FAULTS, Case, run
+from tests.ranks import rank_values
 
 MOVERS = ("mover-point", "mover-failing", "mover-sigkill", "slot-header", "slot-rewritten",
           "two-movers")  # fmt: skip
+MEMORY = tuple(memory.KINDS)
 CHILDREN = ("kill", "power", "failing", "zombie", "race")
 
 
@@ -31,7 +34,7 @@ def campaign(*arguments: str | int, deadline: float = 120) -> list[dict[str, str
 
 
 def test_bytes_at_rest() -> None:
-    seen = campaign("--seed", 20261, "--cases", 90, "--skip", *MOVERS, *CHILDREN, "dropped")
+    seen = campaign("--seed", 20261, "--cases", 90, "--skip", *MOVERS, *CHILDREN, *MEMORY)
     verdicts = Counter(case["verdict"] for case in seen)
     assert verdicts["older"] > 20
     assert verdicts["sentence"] >= 8
@@ -49,12 +52,39 @@ def test_movers_that_die_and_disks_that_fail_them() -> None:
     assert {case["fault"] for case in seen} == set(MOVERS)
 
 
+def test_snapshots_in_memory() -> None:
+    seen = campaign("--seed", 20264, "--cases", 24, "--only", *MEMORY)
+    assert {case["fault"] for case in seen} == set(MEMORY)
+    assert {case["verdict"] for case in seen} == {"newest", "older"}
+
+
 @pytest.mark.slow
 def test_the_whole_campaign() -> None:
     seen = campaign("--seed", 1, "--cases", 500, deadline=600)
     assert len(seen) >= 500
     assert {case["fault"] for case in seen} == set(FAULTS)
     assert Counter(case["verdict"] for case in seen)["sentence"] >= 20
+
+
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [(0, 5), *(pytest.param(n, 10, marks=pytest.mark.slow) for n in range(5, 45, 10))],
+)
+def test_real_workers(first: int, count: int) -> None:
+    """Ranks with torch, each with its Capturer, and a real mover process."""
+    seen, *_ = rank_values(
+        workers.play, workers.RANKS, {"seed": 4, "first": first, "count": count},
+        deadline=60 + 10.0 * count,
+    )  # fmt: skip
+    assert [number for number, *_ in seen] == list(range(first, first + count))
+    assert {kind for _, kind, *_ in seen} == set(workers.KINDS)
+
+
+@pytest.mark.parametrize(
+    "at", [3, *(pytest.param(at, marks=pytest.mark.slow) for at in (0, 1, 2, 4, 5))]
+)
+def test_a_worker_that_gets_sigkill_in_the_middle_of_a_capture(tmp_path: Path, at: int) -> None:
+    rank_values(workers.dying, workers.RANKS, {"folder": tmp_path, "at": at}, dies={1: "SIGKILL"})
 
 
 def test_a_case_is_the_same_when_it_is_repeated() -> None:

@@ -14,10 +14,10 @@ from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.checkpoint.campaign import interrupted, movers, reading, rest, states
+from tests.checkpoint.campaign import interrupted, memory, movers, reading, rest, states
 from tests.checkpoint.campaign.interrupted import Setting
 from tests.checkpoint.campaign.judge import Restored, WrongError, judge_folder
-from tests.checkpoint.campaign.scenes import NEWEST, history
+from tests.checkpoint.campaign.scenes import history
 
 Run = Callable[[Path, random.Random, int, int], tuple[str, Restored]]
 """(folder, randomness, seed, number) -> what was done, in words, and what came of it"""
@@ -67,7 +67,7 @@ def run(case: Case, root: Path) -> Outcome:
 def _verdict(found: Restored) -> str:
     if found.position is None:
         return "sentence" if found.sentence else "nothing"
-    return "older" if found.position[0] < NEWEST[0] else "newest"
+    return "older" if found.position[0] < found.newest else "newest"
 
 
 # --- families ---------------------------------------------------------------------------------
@@ -171,6 +171,7 @@ FAULTS: dict[str, Fault] = {
     **{name: Fault(partial(at_rest, (name,)), _SHARES[name]) for name in rest.DAMAGE},
     "two-faults": Fault(partial(at_rest, ()), 24),
     "unreadable": Fault(partial(of_reading, reading.unreadable), 8),
+    "hiccup": Fault(partial(of_reading, reading.hiccup), 8),
     "dropped": Fault(partial(of_reading, reading.dropped), 14),
     "kill": Fault(partial(killed, False), 60),
     "power": Fault(partial(killed, True), 60),
@@ -183,6 +184,7 @@ FAULTS: dict[str, Fault] = {
     "slot-header": Fault(partial(of_setting, movers.slot_header), 8),
     "slot-rewritten": Fault(partial(of_setting, movers.rewritten), 6),
     "two-movers": Fault(partial(of_setting, movers.two_movers), 8),
+    **{name: Fault(partial(of_setting, partial(memory.play, name)), 8) for name in memory.KINDS},
 }
 
 

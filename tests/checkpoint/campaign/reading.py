@@ -11,7 +11,13 @@ from typing import Any
 
 from holdfast.wire.runstore import FolderStore, spoken_error
 from tests.checkpoint.campaign import states
-from tests.checkpoint.campaign.judge import Restored, WrongError, judge, restore
+from tests.checkpoint.campaign.judge import (
+    Restored,
+    WrongError,
+    judge,
+    restore,
+    restore_verified,
+)
 from tests.checkpoint.campaign.oracle import expected
 from tests.checkpoint.campaign.scenes import NEWEST, contents, history
 
@@ -66,15 +72,31 @@ def unreadable(folder: Path, rng: random.Random) -> tuple[str, Restored]:
     return f"{bad} cannot be read", found
 
 
-def dropped(folder: Path, rng: random.Random) -> tuple[str, Restored]:
-    """From one operation on nothing answers any more."""
+def hiccup(folder: Path, rng: random.Random) -> tuple[str, Restored]:
+    """One operation fails, and works when it is asked again: no reason to take an older state."""
     made = history(*rng.choice(LAYOUTS))
     made.pour(folder)
     topo = states.topology(rng.randrange(8), 5)
     trial = Ailing(folder, lambda *_: False)
     restore(trial, topo)
     at = rng.randrange(trial.count)
-    found = restore(Ailing(folder, lambda number, *_: number >= at), topo)
+    found = restore(Ailing(folder, lambda number, *_: number == at), topo)
+    what = f"operation {at} of {trial.count} fails once"
+    if found.position not in (None, NEWEST):
+        raise WrongError(f"{what}: {found} was taken for the newest")
+    return what, found
+
+
+def dropped(folder: Path, rng: random.Random) -> tuple[str, Restored]:
+    """From one operation on nothing answers any more."""
+    made = history(*rng.choice(LAYOUTS))
+    made.pour(folder)
+    topo = states.topology(rng.randrange(8), 5)
+    trial = Ailing(folder, lambda *_: False)
+    how = rng.choice([restore, restore, restore_verified])
+    how(trial, topo)
+    at = rng.randrange(trial.count)
+    found = how(Ailing(folder, lambda number, *_: number >= at), topo)
     what = f"no answer from operation {at} of {trial.count} on"
     if found.position not in (None, NEWEST):
         raise WrongError(f"{what}: {found} was taken for the newest")

@@ -13,22 +13,25 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from holdfast.checkpoint import capture
 from holdfast.checkpoint.capture import Captured, Capturer, view_of
 from holdfast.checkpoint.mover_client import MoverClient
+from holdfast.checkpoint.pieces import Span, move
 from holdfast.checkpoint.restore import Checkpoint
-from holdfast.errors import HoldfastError
-from holdfast.layout import Topology
+from holdfast.checkpoint.sources import MappedSource, Mixed, StoreSource
+from holdfast.errors import CorruptError, HoldfastError
 from holdfast.spec.boxes import whole
 from holdfast.spec.state import local_boxes
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.runstore import FolderStore, MissingKeyError
 from holdfast.wire.secret import Secret
+from holdfast.wire.term import open_generation
 from tests.checkpoint.campaign.oracle import expected
 from tests.checkpoint.campaign.scenes import contents
 from tests.checkpoint.support import DTYPE, TABLE, Mover, read_box, state, topology
@@ -52,8 +55,8 @@ class Player:
             self.folder.mkdir()
             self._start_mover()
         self.meet("mover")
-        self.layout = layout
-        self.join(1, layout)
+        self.begin(1, layout, {})
+        self.equip()
 
     # --- processes ----------------------------------------------------------------------------
     def _start_mover(self) -> None:
@@ -64,18 +67,26 @@ class Player:
         (self.ctx.folder / f"mover{self.number}.json").write_text(json.dumps(address))
 
     def meet(self, name: str) -> None:
-        self.ctx.barrier(f"{self.number}.{name}")
+        self.ctx.barrier(f"{self.number}.{name}", 60.0)
 
-    def join(self, generation: int, layout: int) -> None:
-        """Become a rank of the generation, with tensors and a capturer."""
+    def begin(self, generation: int, layout: int, tried: Mapping[str, str]) -> dict[str, Any]:
+        """The generation is opened by rank 0, as an agent does; from what it begins."""
         replicas, dp_shard = LAYOUTS[layout]
         self.topology = topology(replicas, dp_shard, generation)
         address = json.loads((self.ctx.folder / f"mover{self.number}.json").read_text())
-        secret = Secret.from_hex(address["secret"])
-        self.client = MoverClient(address["socket"], secret, generation)
+        self.client = MoverClient(address["socket"], Secret.from_hex(address["secret"]), generation)
+        told = self.ctx.folder / f"start{self.number}.{generation}.json"
         if self.mover is not None:
-            self.mover.begin(self.topology, TABLE)
+            open_generation(self.mover.store, generation, {})
+            newest = self.client.newest(tried=tried)
+            self.client.expect(self.topology, TABLE, start=newest.step)
+            told.write_text(json.dumps({"key": newest.key, "step": newest.step}))
         self.meet(f"begun{generation}")
+        start: dict[str, Any] = json.loads(told.read_text())
+        return start
+
+    def equip(self) -> None:
+        """Tensors, and a capturer for them."""
         self.boxes = local_boxes(self.topology, TABLE, self.ctx.rank)
         self.tensors = {
             box.name: torch.zeros(box.lengths, dtype=DTYPE[spec.dtype])
@@ -100,20 +111,46 @@ class Player:
         skipped = self.capturer.announce(step, {"position": 16 * step})
         return skipped.reason if skipped else self.capturer.settle(step, 20)
 
-    def restore(self, topo: Topology) -> int:
-        """Read this rank's boxes of the newest checkpoint; the step, compared bit by bit."""
-        newest = self.client.newest()
-        if newest.key is None:
-            return 0
-        checkpoint = Checkpoint.open(FolderStore(self.folder), newest.key)
-        full = state(newest.step)
-        for box in local_boxes(topo, TABLE, self.ctx.rank):
-            due = view_of(full[box.name], whole(box.name, tuple(full[box.name].shape)), box)
-            assert torch.equal(read_box(checkpoint, box), due), f"SILENTLY WRONG: {box}"
-        return newest.step
+    def restore(self, layout: int) -> int:
+        """Generations are opened until one can read what it begins from; the step, of which every
+        tensor of every rank was compared."""
+        tried: dict[str, str] = {}
+        for generation in range(2, 9):
+            start = self.begin(generation, layout, tried)
+            problem = self._read(start) if start["key"] else None
+            said = self.ctx.folder / f"read{self.number}.{generation}"
+            Path(f"{said}.{self.ctx.rank}").write_text(problem or "")
+            self.meet(f"read{generation}")
+            problems = [Path(f"{said}.{rank}").read_text() for rank in range(RANKS)]
+            if not any(problems):
+                return int(start["step"])
+            tried[start["key"]] = next(filter(None, problems))
+        raise AssertionError(f"nothing can be restored: {tried}")
 
-    def damage(self) -> None:
-        """The mover of the old generation goes, and a new one comes."""
+    def _read(self, start: dict[str, Any]) -> str | None:
+        """This rank's boxes, from the mover's memory and the run store; why they are rotten."""
+        holdings = self.client.holdings(start["key"])
+        mapped = MappedSource(holdings.slots)
+        checkpoint = Checkpoint(
+            Mixed([mapped, StoreSource(FolderStore(self.folder))]), holdings.commit
+        )
+        full = state(start["step"])
+        boxes = [box for box in local_boxes(self.topology, TABLE, self.ctx.rank) if box.size]
+        tensors = [
+            torch.full(box.lengths, float("nan"), dtype=full[box.name].dtype) for box in boxes
+        ]
+        views = [tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors]
+        try:
+            checkpoint.read_all(zip(boxes, views, strict=True))
+        except (CorruptError, MissingKeyError) as error:
+            return str(error)
+        for box, tensor in zip(boxes, tensors, strict=True):
+            due = view_of(full[box.name], whole(box.name, tuple(full[box.name].shape)), box)
+            assert torch.equal(tensor, due), f"SILENTLY WRONG: {box} of step {start['step']}"
+        return None
+
+    def new_mover(self) -> None:
+        """The mover of the old generation goes, its memory with it, and a new one comes."""
         if self.mover is not None:
             self.mover.kill()
             self._start_mover()
@@ -173,26 +210,19 @@ def half_captured(player: Player, rng: random.Random) -> str:
     victim = rng.randrange(RANKS)
     player.compute(3)
     if player.ctx.rank == victim:
-        real, torch._foreach_copy_ = torch._foreach_copy_, _half  # type: ignore[attr-defined]
+        real, capture.move = capture.move, _half
         try:
             player.capturer.capture(3)
-        except _EndedError:
-            pass
         finally:
-            torch._foreach_copy_ = real  # type: ignore[attr-defined]
+            capture.move = real
     elif isinstance(player.capturer.capture(3), Captured):
         player.capturer.announce(3, {"position": 48})
     return f"rank {victim} ends in the middle of its copy"
 
 
-class _EndedError(Exception):
-    pass
-
-
-def _half(targets: list[torch.Tensor], sources: list[torch.Tensor], **_: Any) -> None:
-    for target, source in zip(targets[:1], sources[:1], strict=True):
-        target[: max(1, len(target) // 2)].copy_(source[: max(1, len(source) // 2)])
-    raise _EndedError
+def _half(base: int, spans: Sequence[Span]) -> None:
+    move(base, [span._replace(length=span.length // 2) for span in spans[:1]])
+    raise RuntimeError("the rank ends here")
 
 
 def used_again(player: Player, rng: random.Random) -> str:
@@ -245,21 +275,21 @@ def _case(player: Player, kind: str, layout: int, rng: random.Random) -> list[An
     written = contents(player.folder) if player.mover is not None else {}
     what = KINDS[kind](player, rng)
     player.meet("fault")
-    player.damage()
+    survives = kind != "killed-mover" and rng.random() < 0.4  # the mover, and what it holds
+    if not survives:
+        player.new_mover()
     player.meet("next")
-    player.join(2, 1 - layout)
-    player.meet("joined")
-    step = player.restore(player.topology)
-    due = [step]
-    if player.mover is not None:
+    step = player.restore(1 - layout)
+    due = [3] if kind == "used-again" else [2]
+    if player.mover is not None and not survives and kind != "used-again":
         found = contents(player.folder)
         newer = {k: v for k, v in found.items() if "0000000003-rank" in k or "fffc-" in k}
         due = [position[0] for position in expected(found, written | newer).allowed]
-        assert step in due, f"{kind}: {what}: step {step} is restored, {due} is due"
-    player.meet("restored")
+    assert player.mover is None or step in due, f"{kind}: {what}: {step} is restored, {due} is due"
+    player.equip()
     reason = player.save(6)  # and the run goes on from there
     assert reason is None, reason
-    return [kind, what, step, due]
+    return [kind, what + (", its memory is there" if survives else ""), step, due]
 
 
 def dying(ctx: RankContext, folder: Path, at: int) -> None:
@@ -272,13 +302,12 @@ def dying(ctx: RankContext, folder: Path, at: int) -> None:
     player.meet("saved")
     player.compute(3)
     if ctx.rank == 1:
-        real = torch._foreach_copy_
 
-        def some(targets: list[torch.Tensor], sources: list[torch.Tensor], **options: Any) -> None:
-            real(targets[:at], sources[:at])
+        def some(base: int, spans: Sequence[Span]) -> None:
+            move(base, spans[:at])
             os.kill(os.getpid(), signal.SIGKILL)
 
-        torch._foreach_copy_ = some  # type: ignore[attr-defined]
+        capture.move = some
         player.capturer.capture(3)
     assert isinstance(player.capturer.capture(3), Captured)
     assert player.capturer.announce(3, {"position": 48}) is None
@@ -286,7 +315,7 @@ def dying(ctx: RankContext, folder: Path, at: int) -> None:
         assert player.mover is not None
         player.client.drain(20)
         survivors = topology(2, 1, 2)
-        player.mover.begin(survivors)
+        open_generation(player.mover.store, 2, {})
         newest = player.mover.client(2).newest()
         assert newest.step == 2, newest
         checkpoint = Checkpoint.open(player.mover.store, str(newest.key))
