@@ -7,8 +7,11 @@ its standard input and leaves when that is closed.
 from __future__ import annotations
 
 import atexit
+import datetime
 import http.client
 import http.server
+import ipaddress
+import ssl
 import subprocess
 import sys
 import textwrap
@@ -18,7 +21,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "not-a-secret"}
 BUCKET = "runs"
@@ -109,7 +118,7 @@ Rule = Callable[[Request], Fault | None]
 class Proxy:
     """Speaks HTTP to both sides. `rule` says what becomes of each request; it may block."""
 
-    def __init__(self, upstream: tuple[str, int]) -> None:
+    def __init__(self, upstream: tuple[str, int], tls: ssl.SSLContext | None = None) -> None:
         self.log: list[Request] = []
         self.rule: Rule = lambda request: None
         self.drop_headers: frozenset[str] = frozenset()
@@ -122,6 +131,8 @@ class Proxy:
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self.address = ("127.0.0.1", self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
@@ -141,12 +152,50 @@ class Proxy:
 
 
 @contextmanager
-def proxied(upstream: tuple[str, int] | None = None) -> Iterator[Proxy]:
-    proxy = Proxy(upstream or server())
+def proxied(tls: ssl.SSLContext | None = None) -> Iterator[Proxy]:
+    proxy = Proxy(server(), tls)
     try:
         yield proxy
     finally:
         proxy.close()
+
+
+def certificates(folder: Path) -> tuple[Path, ssl.SSLContext]:
+    """The file of a made-up authority's certificate, and what a server at 127.0.0.1 shows."""
+    now = datetime.datetime.now(datetime.UTC)
+    authority, key = (
+        ec.generate_private_key(ec.SECP256R1()),
+        ec.generate_private_key(ec.SECP256R1()),
+    )
+
+    def signed(name: str, public: ec.EllipticCurvePublicKey, ca: bool) -> bytes:
+        def named(text: str) -> x509.Name:
+            return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+        builder = x509.CertificateBuilder(
+            named("test authority"), named(name), public, x509.random_serial_number(),
+            now - datetime.timedelta(hours=1), now + datetime.timedelta(hours=1),
+        )  # fmt: skip
+        builder = builder.add_extension(x509.BasicConstraints(ca, None), critical=True)
+        if not ca:
+            address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+            builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
+        made = builder.sign(authority, hashes.SHA256())
+        return made.public_bytes(serialization.Encoding.PEM)
+
+    root, own = folder / "authority.pem", folder / "server.pem"
+    root.write_bytes(signed("test authority", authority.public_key(), True))
+    own.write_bytes(
+        signed("server", key.public_key(), False)
+        + key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(own)
+    return root, context
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

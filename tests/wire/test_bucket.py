@@ -70,6 +70,28 @@ def test_the_probe_refuses_a_store_that_ignores_preconditions(proxy: Proxy) -> N
     assert store.list("") == []
 
 
+@pytest.mark.skipif("HOLDFAST_S3RVER" not in os.environ, reason="HOLDFAST_S3RVER is not set")
+def test_s3rver_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HOLDFAST_S3RVER is the path of its program, as npm installs it."""
+    command = [os.environ["HOLDFAST_S3RVER"], "-d", str(tmp_path), "-a", "127.0.0.1", "-p", "0"]
+    process = subprocess.Popen(
+        [*command, "--configure-bucket", s3.BUCKET], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        while "listening on" not in (line := process.stdout.readline()):
+            assert line, "s3rver has ended"
+        port = int(line.strip().rpartition(":")[2])
+        for name in s3.CREDENTIALS:
+            monkeypatch.setenv(name, "S3RVER")
+        store = _open(("127.0.0.1", port))
+        with pytest.raises(StoreError, match="overwrites what is there instead of refusing"):
+            probe(store, store.where)
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
 def test_of_two_processes_that_commit_one_step_exactly_one_wins() -> None:
     script = """
         import sys
@@ -374,6 +396,26 @@ def test_nobody_listens_at_the_endpoint() -> None:
     store = _open(address, **QUICK)
     with pytest.raises(StoreError, match="the endpoint cannot be reached"):
         store.get("a")
+
+
+def test_an_encrypted_endpoint_is_trusted_by_its_authority_only(tmp_path: Path) -> None:
+    authority, context = s3.certificates(tmp_path)
+    with s3.proxied(context) as proxy:
+        endpoint = f"https://127.0.0.1:{proxy.address[1]}"
+        options = {"endpoint": endpoint, "allow_http": "false"} | QUICK
+        store = _open(proxy.address, ca=authority, **(options | {"timeout": 10}))
+        store.create("a", bytes(LARGE))
+        assert store.size("a") == LARGE
+        with pytest.raises(StoreError, match=r"certificate is not trusted; .*\?ca=<path>"):
+            _open(proxy.address, **options).get("a")
+        plain = _open(proxy.address, **(options | {"endpoint": f"https://{_plain()}"}))
+        with pytest.raises(StoreError, match="does not speak TLS"):
+            plain.get("a")
+
+
+def _plain() -> str:
+    host, port = s3.server()
+    return f"{host}:{port}"
 
 
 def test_wrong_credentials_and_a_missing_bucket_are_one_sentence_each(tmp_path: Path) -> None:
