@@ -283,20 +283,26 @@ class Copies:
             return not self._change.wait_for(lambda: self._closed, seconds)
 
     def _end(self, line: _Line, offered: _Step, seconds: float, reason: str) -> None:
-        size = sum(s.part.blob.size for s in offered.snapshots)
         with self._change:
             self._let_go(offered)
-            line.busy, line.reason = False, reason
-            if not reason:
-                line.failures, line.kept = 0, offered.name
-            else:
-                away = AWAY_SECONDS[min(line.failures, len(AWAY_SECONDS) - 1)]
-                line.failures += 1
-                line.back = self._clock() + away
-            line.counts["failed" if reason else "kept"] += 1
-            first = line.failures == 1
+            line.busy = False
+            fate = self._account(line, offered, reason)
         self._unpin()
-        if not reason:
+        if fate == "kept":
+            size = sum(s.part.blob.size for s in offered.snapshots)
             self._add(SnapshotKept(line.peer.name, size, seconds, step=offered.step))
-        elif first:  # one event for a holder that goes on failing; the counts tell the rest
+        elif fate == "failed" and line.failures == 1:  # the counts tell how it goes on
             self._add(PeerFailed(line.peer.name, reason, step=offered.step))
+
+    def _account(self, line: _Line, offered: _Step, reason: str) -> str:
+        fate = "failed" if reason else "kept"
+        if reason and (self._plan is None or self._plan[0].generation > offered.generation):
+            fate = "superseded"  # by a generation: that is nobody's fault
+        line.counts[fate] += 1
+        if fate == "kept":
+            line.failures, line.kept, line.reason = 0, offered.name, ""
+        elif fate == "failed":
+            away = AWAY_SECONDS[min(line.failures, len(AWAY_SECONDS) - 1)]
+            line.failures += 1
+            line.back, line.reason = self._clock() + away, reason
+        return fate
