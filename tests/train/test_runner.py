@@ -61,11 +61,17 @@ class World:
     def progress(self, step: int, phase: str) -> None:
         assert phase in ("compute", "reduce", "capture", "evaluate")
 
-    def capture(self, step: int, state: Sequence[LocalTensor], wait: float) -> bool:
+    def ready(self) -> bool:
+        return True
+
+    def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
         self.saved[step] = {local.name: local.tensor.clone() for local in state}
         return True
 
-    def announce(self, step: int, meta: Mapping[str, Any]) -> None:
+    def fence(self) -> float:
+        return 0.0
+
+    def announce(self, step: int, meta: Mapping[str, Any], durable: bool) -> None:
         self.log.append(("announce", step, meta["tokens"]))
 
     def settle(self, step: int, seconds: float) -> str | None:

@@ -1,9 +1,21 @@
-"""Capture: the only thing that training waits for when state is saved.
+"""Capture: how one rank's share of the state comes into its arena.
 
-The layout (which sub-box of which tensor goes to which byte) is worked out once. A capture then is
-one `torch._foreach_copy_` per dtype and device into views over the mapped arena, and the slot's
-header last: the cost of one memcpy of the bytes that this rank owns. Hashing, writing and
-committing are the mover's.
+The layout (which sub-box of which tensor goes to which byte) is worked out once. What moves the
+bytes stands in `pieces.py`; here is when:
+
+    begin(N)   right after the update of step N: takes a slot, marks it dirty, and returns; a
+               thread copies while the next forward and backward pass computes, because nothing
+               changes parameters or moments before the next update
+    fence()    before the vote of step N + 1: copies what is left, if anything, and returns when
+               the slot's header is written. So whoever has voted holds the snapshot before whole,
+               and a snapshot is overwritten only when a newer one is whole on every rank.
+    capture(N) both at once: training stands still for one memcpy of the bytes that this rank owns
+
+A process that is killed meanwhile leaves the slot dirty and the other ones as they were. On an
+accelerator the copies run on a stream of their own, which first waits for the update, into pages
+that were locked for it; the thread then only waits for that stream and writes the header. (The
+streams are exercised where there is an accelerator; the tests of a machine without one are those
+of the thread.) Hashing, writing and committing are the mover's.
 """
 
 from __future__ import annotations
@@ -11,9 +23,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +35,16 @@ import torch
 from holdfast.checkpoint.arena import Arena, SlotHeader, digest, slot_capacity
 from holdfast.checkpoint.blob import header, total_size
 from holdfast.checkpoint.mover_client import MoverClient, MoverGoneError
+from holdfast.checkpoint.pieces import Copy, Cost, Listener, Piece, Span, cut, move
 from holdfast.errors import CheckpointError, FencedError, HoldfastError
 from holdfast.layout import Topology
 from holdfast.spec.boxes import Box
 from holdfast.spec.manifest import Placed, placed
 from holdfast.spec.ownership import owned_boxes
 from holdfast.spec.state import StateTable, local_boxes
+
+WAIT_SLICE = 0.25
+"""Seconds that one question about a free slot waits."""
 
 TORCH_DTYPE = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -53,9 +71,10 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Tensors of one dtype and device: sources, and their places in each slot."""
+class _Strided:
+    """Tensors that one call to torch copies: on an accelerator, or not contiguous."""
 
+    device: torch.device
     sources: list[torch.Tensor]
     targets: list[list[torch.Tensor]]  # by slot
 
@@ -65,8 +84,8 @@ class Capturer:
 
     `tensors` maps every name of the table to what this rank holds of it: a plain tensor, or a
     DTensor whose local part is meant. Their storage must stay the same; the contents may change
-    between captures. `capture` belongs to the training thread; `announce`, `drop` and `settle`
-    may be called by another one.
+    between captures. `begin`, `fence` and `capture` belong to the training thread; `announce`,
+    `drop` and `settle` may be called by another one.
     """
 
     def __init__(
@@ -100,13 +119,19 @@ class Capturer:
             self._arena = Arena(fd)
         finally:
             os.close(fd)
-        for slot in range(slots):
-            self._arena.data(slot, len(self._head))[:] = self._head
-        self._groups = self._lay_out(tensors, slots)
-        self._devices = _accelerators(self._groups)
-        _pin(self._arena, self._devices)
+        self._memory = torch.frombuffer(self._arena.memory, dtype=torch.uint8)
+        self._spans, self._strided = self._lay_out(tensors, slots)
+        devices = sorted({g.device for g in self._strided if g.device.type != "cpu"}, key=str)
+        _pin(self._arena, devices)
+        self._streams = {device: torch.Stream(device) for device in devices}
+        self._copiers = ThreadPoolExecutor(1, "capture")
+        self._copy: Copy | None = None  # the newest; not more than one is under way
+        self._copied = 0  # its step
+        self._headed: set[int] = set()  # slots that hold the blob's header
         self._lock = threading.Lock()
         self._held: dict[int, tuple[int, SlotHeader]] = {}  # step -> what waits for announce
+        self._failed: dict[int, str] = {}  # step -> why its copy is not whole
+        self._kept: frozenset[int] = frozenset()  # slots of the newest snapshot that was announced
 
     @property
     def bytes(self) -> int:
@@ -114,37 +139,99 @@ class Capturer:
         return self._length - len(self._head)
 
     def ready(self) -> bool:
-        """Whether a capture made now would find a free slot."""
-        return self._arena.free_slot() is not None
+        """Whether a capture begun now would find a free slot. Once it would, it stays so until
+        one is begun."""
+        return self._arena.free_slot(self._kept) is not None
 
-    def capture(self, step: int, wait: float = 0.0) -> Captured | Skipped:
-        """Copy the state after `step` into a free slot.
+    # --- copying ----------------------------------------------------------------------------
+    def begin(self, step: int, wait: float = 0.0) -> Copy | Skipped:
+        """Begin to copy the state after `step` into a free slot; it must not change until
+        `fence` has returned.
 
         While every slot is still being saved there is none; the capture is then skipped, after
         at most `wait` seconds of waiting. What is being read is never overwritten.
         """
         start = time.perf_counter()
-        slot = self._arena.free_slot()
+        slot = self._take(wait)
+        if slot is None:
+            return self._skip(step)
+        self._copy = copy = Copy(self._behind(slot), partial(self._seal, step, slot))
+        self._watch(step, copy)
+        self._copiers.submit(copy.work)
+        copy.blocked = time.perf_counter() - start
+        return copy
+
+    def fence(self) -> float:
+        """Return when no copy is under way: the state may change then. Seconds that it took."""
+        return 0.0 if self._copy is None else self._copy.fence()
+
+    def capture(self, step: int, wait: float = 0.0) -> Captured | Skipped:
+        """As `begin` and `fence`, on this thread alone."""
+        start = time.perf_counter()
+        slot = self._take(wait)
+        if slot is None:
+            return self._skip(step)
+        self._copy = copy = Copy(self._pieces(slot), partial(self._seal, step, slot))
+        self._watch(step, copy)
+        copy.blocked = time.perf_counter() - start
+        copy.fence()
+        if (failed := self._failed.get(step)) is not None:
+            return Skipped(step, failed)
+        return Captured(step, time.perf_counter() - start, self.bytes)
+
+    def after(self, step: int, listener: Listener) -> None:
+        """Call when the copy of `step`, the newest, has ended: on the thread that ends it, or at
+        once if it has."""
+        if self._copy is None or self._copied != step:
+            raise RuntimeError(f"step {step} is not the newest that was captured")
+        self._copy.after(listener)
+
+    def close(self) -> None:
+        """Finish what is under way; nothing of the state is referred to afterwards."""
+        self.fence()
+        self._copiers.shutdown()
+        self._copy = None
+        self._spans, self._strided = [], []
+
+    def _take(self, wait: float) -> int | None:
+        """A slot, marked dirty and with the blob's header in it."""
+        self.fence()
+        slot = self._arena.free_slot(self._kept)
         if slot is None and wait > 0:
             slot = self._wait(wait)
-        if slot is None:
-            self.skipped += 1
-            return Skipped(step, "every slot of the arena is still being saved")
-        self._arena.begin(slot)
-        with torch.no_grad():
-            for group in self._groups:
-                torch._foreach_copy_(group.targets[slot], group.sources, non_blocking=True)
-        for device in self._devices:
-            torch.accelerator.synchronize(device)
+        if slot is not None:
+            self._arena.begin(slot)
+            if slot not in self._headed:
+                self._arena.data(slot, len(self._head))[:] = self._head
+                self._headed.add(slot)
+        return slot
+
+    def _skip(self, step: int) -> Skipped:
+        self.skipped += 1
+        return Skipped(step, "every slot of the arena is still being saved")
+
+    def _seal(self, step: int, slot: int) -> None:
         made = self._arena.finish(
             slot, self._run, self._mover.generation, step, self._length, self._layout
         )
         with self._lock:
             self._held[step] = (slot, made)
-        return Captured(step, time.perf_counter() - start, self.bytes)
 
-    def announce(self, step: int, meta: Mapping[str, Any]) -> Skipped | None:
-        """Have the mover save what was captured; None when it has taken it over.
+    def _watch(self, step: int, copy: Copy) -> None:
+        """A copy that fails leaves its slot dirty and free, and says so when it is announced."""
+        self._copied = step
+
+        def ended(cost: Cost) -> None:
+            if cost.error is not None:
+                with self._lock:
+                    self._failed[step] = f"the copy failed: {cost.error}"
+
+        copy.after(ended)
+
+    # --- handing over -----------------------------------------------------------------------
+    def announce(self, step: int, meta: Mapping[str, Any], durable: bool = True) -> Skipped | None:
+        """Have the mover save what was captured, or with `durable` False keep it in memory; None
+        when it has taken it over.
 
         A mover that is gone or refuses is no reason to stop training; the slot is free again
         then. One that does not answer is asked once more, with a new proof: while a machine
@@ -152,14 +239,16 @@ class Capturer:
         """
         with self._lock:
             held = self._held.pop(step, None)
+            failed = self._failed.pop(step, "nothing was captured at this step")
         if held is None:
-            return Skipped(step, "nothing was captured at this step")
+            return Skipped(step, failed)
         slot, made = held
+        before = self._kept
+        self._kept = before | {slot}  # the mover may free it before it answers
+        taken = False
         try:
-            try:
-                self._mover.captured(self._rank, step, slot, made.sequence, meta)
-            except MoverGoneError:
-                self._mover.captured(self._rank, step, slot, made.sequence, meta)
+            self._hand_over(step, slot, made, meta, durable)
+            taken = True
         except FencedError:
             raise
         except HoldfastError as error:
@@ -167,7 +256,19 @@ class Capturer:
             # fails: better than a slot that nobody gives back.
             self._arena.release(slot)
             return Skipped(step, str(error))
+        finally:
+            self._kept = frozenset({slot}) if taken else before
         return None
+
+    def _hand_over(
+        self, step: int, slot: int, made: SlotHeader, meta: Mapping[str, Any], durable: bool
+    ) -> None:
+        where: dict[str, bool] = {} if durable else {"durable": False}
+        tell = partial(self._mover.captured, self._rank, step, slot, made.sequence, meta, **where)
+        try:
+            tell()
+        except MoverGoneError:
+            tell()
 
     def drop(self, step: int) -> None:
         """Give up a capture that is not to be announced."""
@@ -187,23 +288,62 @@ class Capturer:
             return str(error)
 
     def _wait(self, seconds: float) -> int | None:
-        try:
-            self._mover.wait_free(self._rank, seconds)
-        except MoverGoneError:
-            return None
-        return self._arena.free_slot()
+        """The mover says when a slot is given back; which one is kept changes on this side."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._mover.wait_free(self._rank, max(0.0, min(left, WAIT_SLICE)), self._kept)
+            except MoverGoneError:
+                return None
+            slot = self._arena.free_slot(self._kept)
+            if slot is not None or left <= 0:
+                return slot
 
     # --- layout -----------------------------------------------------------------------------
-    def _lay_out(self, tensors: Mapping[str, torch.Tensor], slots: int) -> list[_Group]:
-        groups: dict[tuple[torch.dtype, torch.device], _Group] = {}
+    def _lay_out(
+        self, tensors: Mapping[str, torch.Tensor], slots: int
+    ) -> tuple[list[list[Span]], list[_Strided]]:
+        """What is contiguous here in pieces, the rest by dtype and device."""
+        spans: list[Span] = []
+        groups: dict[tuple[torch.dtype, torch.device], _Strided] = {}
         for p in self._placed:
             source = self._source(p, tensors)
+            if source.device.type == "cpu" and source.is_contiguous():
+                spans.append(Span(source, 0, len(self._head) + p.start, p.nbytes))
+                continue
             key = (source.dtype, source.device)
-            group = groups.setdefault(key, _Group([], [[] for _ in range(slots)]))
+            group = groups.setdefault(key, _Strided(source.device, [], [[] for _ in range(slots)]))
             group.sources.append(source)
             for slot in range(slots):
                 group.targets[slot].append(self._target(p, slot))
-        return list(groups.values())
+        return list(cut(spans)), list(groups.values())
+
+    def _pieces(self, slot: int) -> list[Piece]:
+        """What copies everything into a slot, for one thread that waits for it."""
+        pieces: list[Piece] = [partial(_copy, group, slot) for group in self._strided]
+        pieces += [partial(torch.accelerator.synchronize, device) for device in self._streams]
+        return [*pieces, *self._moves(slot)]
+
+    def _behind(self, slot: int) -> list[Piece]:
+        """The same for a thread beside the one that trains: accelerators get their part now, on
+        a stream that waits for the work given to the device so far."""
+        pieces: list[Piece] = []
+        for device, stream in self._streams.items():
+            stream.wait_stream(torch.accelerator.current_stream(device))
+            with stream:
+                for group in self._strided:
+                    if group.device == device:
+                        _copy(group, slot)
+            ended = torch.Event(device, blocking=True)  # the thread sleeps, it does not spin
+            stream.record_event(ended)
+            pieces.append(ended.synchronize)
+        pieces += [partial(_copy, g, slot) for g in self._strided if g.device.type == "cpu"]
+        return [*pieces, *self._moves(slot)]
+
+    def _moves(self, slot: int) -> Iterator[Piece]:
+        base = self._memory.data_ptr() + self._arena.data_offset(slot)
+        return (partial(move, base, piece) for piece in self._spans)
 
     def _source(self, p: Placed, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The owned part of what this rank holds: a view."""
@@ -244,9 +384,9 @@ def view_of(local: torch.Tensor, held: Box, part: Box) -> torch.Tensor:
     return local
 
 
-def _accelerators(groups: list[_Group]) -> list[torch.device]:
-    found = {tensor.device for group in groups for tensor in group.sources}
-    return sorted((device for device in found if device.type != "cpu"), key=str)
+def _copy(group: _Strided, slot: int) -> None:
+    with torch.no_grad():
+        torch._foreach_copy_(group.targets[slot], group.sources, non_blocking=True)
 
 
 def _pin(arena: Arena, devices: list[torch.device]) -> None:

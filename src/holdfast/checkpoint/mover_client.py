@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,9 +119,10 @@ class MoverClient:
         body = {"rank": rank, "step": step, "slot": slot, "sequence": sequence, "meta": dict(meta)}
         self._call("captured", body)
 
-    def wait_free(self, rank: int, timeout: float) -> bool:
-        """Whether a slot of the rank's arena became free within `timeout` seconds."""
-        body = {"rank": rank, "wait": timeout}
+    def wait_free(self, rank: int, timeout: float, keep: Collection[int] = ()) -> bool:
+        """Whether a slot of the rank's arena, none of `keep`, became free within `timeout`
+        seconds."""
+        body = {"rank": rank, "wait": timeout, "keep": list(keep)}
         return bool(self._call("wait_free", body, timeout + ANSWER_SECONDS)["free"])
 
     def settle(

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,15 +138,17 @@ class Service:
             self._ranks[rank] = found
         return os.dup(found.fd)
 
-    def wait_free(self, generation: int, rank: int, wait: float) -> bool:
-        """Whether a slot of the rank became free in time."""
+    def wait_free(
+        self, generation: int, rank: int, wait: float, keep: Collection[int] = ()
+    ) -> bool:
+        """Whether a slot of the rank, none of `keep`, became free in time."""
         self._current(generation)
         with self._change:
             found = self._ranks.get(rank)
             if found is None:
                 return False
             arena = found.arena
-            return self._change.wait_for(lambda: arena.free_slot() is not None, wait)
+            return self._change.wait_for(lambda: arena.free_slot(keep) is not None, wait)
 
     # --- saving -----------------------------------------------------------------------------
     def captured(

@@ -36,17 +36,29 @@ class Reporter(Protocol):
 class Saver(Protocol):
     """How state becomes a snapshot, and a snapshot a checkpoint.
 
-    The loop captures, reports what the step did, and only then announces the snapshot: so nobody
-    knows of a state whose ledger is missing.
+    capture(N) right after the update of step N; the copy goes on while step N + 1 computes, and
+    fence() before its vote ends it: so whoever has voted holds the snapshot before whole. The loop
+    reports what the step did before it announces the snapshot: so nobody knows of a state whose
+    ledger is missing. Nothing here raises for a save that fails: training goes on.
     """
 
-    def capture(self, step: int, state: Sequence[LocalTensor], wait: float) -> bool:
-        """Copy the state after `step`; training stands still meanwhile. False when there was no
-        room within `wait` seconds. Never raises for a save that fails: training goes on."""
+    def ready(self) -> bool:
+        """Whether a capture would find room now, and still will after this step's vote."""
         ...
 
-    def announce(self, step: int, meta: Mapping[str, Any]) -> None:
-        """Let the captured state of `step` be saved, after all events emitted so far."""
+    def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
+        """Begin to copy the state after `step`, which must not change before `fence` returns.
+        durable: it will be a checkpoint; else it stays in memory. False when there was no room
+        within `wait` seconds."""
+        ...
+
+    def fence(self) -> float:
+        """Wait until no copy is under way; seconds that this took, 0 when there was none."""
+        ...
+
+    def announce(self, step: int, meta: Mapping[str, Any], durable: bool) -> None:
+        """Let the captured state of `step` be saved, or known of, once its copy is whole and
+        after all events emitted so far. Returns at once."""
         ...
 
     def settle(self, step: int, seconds: float) -> str | None:

@@ -1,8 +1,8 @@
 """The loop that drives a StepEngine from one step boundary to the next.
 
 It decides nothing of its own: what a step is stands in the engine, when to save in
-`policy/save.py`, who takes part in a Membership. Wishes (stop, save) ride in the vote of the
-step, so all ranks act on them after the same step.
+`policy/save.py`, who takes part in a Membership. Wishes (stop, save) and room for a snapshot ride
+in the vote of the step, so all ranks act on them after the same step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from typing import Literal
 
 from holdfast.config.run import RunConfig
 from holdfast.errors import NonFiniteError
-from holdfast.events import BatchFed, Evaluated, NonFinite, StepDone, StepTraced
+from holdfast.events import (
+    BatchFed,
+    CheckpointSkipped,
+    Evaluated,
+    NonFinite,
+    StepDone,
+    StepTraced,
+)
 from holdfast.policy.save import due
 from holdfast.train.engine import StepEngine
 from holdfast.train.evaluate import Evaluator
@@ -22,6 +29,7 @@ from holdfast.train.protocols import Feed, Membership, Reporter, Saver, StepBatc
 from holdfast.train.vote import Verdict, Wishes
 
 _LAST_WAIT = 60.0  # seconds for a free slot, where a capture must not be skipped
+_FULL = "a rank has no free slot: every one is still being saved"
 
 
 @dataclass(frozen=True)
@@ -109,8 +117,9 @@ class _Loop:
         captured = self._capture(step, verdict)
         self._report(batch, verdict, rate)
         self._evaluate(step)
-        if captured:
-            self.saver.announce(step, {"loss": verdict.mean_loss, "tokens": verdict.tokens})
+        if captured is not None:
+            meta = {"loss": verdict.mean_loss, "tokens": verdict.tokens}
+            self.saver.announce(step, meta, captured == "durable")
         watch.start()
         return verdict.wishes.stop
 
@@ -121,9 +130,12 @@ class _Loop:
             self.reporter.emit(StepTraced(self.rank, found, step=step))
 
     def _reduce(self, step: int) -> Verdict:
+        """The vote comes after the fence: who has voted holds the snapshot before whole."""
+        if self.saver.fence():
+            self.watch.lap("capture")
         wishes = self.membership.wishes(step)
-        if self.rank == 0 and self._due_by_time(step):
-            wishes = Wishes(wishes.stop, True)
+        timely = self.rank == 0 and self._due_by_time(step)
+        wishes = Wishes(wishes.stop, wishes.save or timely, not self.saver.ready())
         try:
             return self.engine.reduce(wishes)
         except NonFiniteError as error:
@@ -141,22 +153,30 @@ class _Loop:
         )  # fmt: skip
         return reason is not None
 
-    def _capture(self, step: int, verdict: Verdict) -> bool:
-        """Copy the state if the policy or somebody's wish says so: the same on all ranks."""
+    def _capture(self, step: int, verdict: Verdict) -> Literal["durable", "memory"] | None:
+        """Begin to copy the state if the policy or somebody's wish says so, and unless some rank
+        has no room: the same on all ranks."""
+        rules = self.config.checkpoint
         reason = due(
-            step, self.config.train.steps, every_steps=self.config.checkpoint.every_steps,
+            step, self.config.train.steps, every_steps=rules.every_steps,
             stopping=verdict.wishes.stop, last_saved=self.saved_step,
         )  # fmt: skip
-        if reason is None and not verdict.wishes.save:
-            return False
-        self.reporter.progress(step, "capture")
+        durable = reason is not None or verdict.wishes.save
+        if not durable and not (rules.memory_every_steps and step % rules.memory_every_steps == 0):
+            return None
         last = reason in ("end", "stop")
-        captured = self.saver.capture(step, self.engine.state(), _LAST_WAIT if last else 0.0)
-        if captured:
-            self.saved_step = step
-        self.saved_at = self.clock()
+        self.reporter.progress(step, "capture")
+        captured = (last or not verdict.wishes.full) and self.saver.capture(
+            step, self.engine.state(), _LAST_WAIT if last else 0.0, durable
+        )
+        if durable:
+            self.saved_at = self.clock()
+            if captured:
+                self.saved_step = step
+            elif self.rank == 0 and verdict.wishes.full and not last:
+                self.reporter.emit(CheckpointSkipped(0, _FULL, step=step))
         self.watch.lap("capture")
-        return captured
+        return None if not captured else "durable" if durable else "memory"
 
     def _report(self, batch: StepBatch, verdict: Verdict, rate: float) -> None:
         if self.engine.groups.feeds:

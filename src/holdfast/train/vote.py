@@ -28,15 +28,17 @@ from holdfast.spec.tree import ReductionTree, Shares
 
 _TAG, _TAG_LOSSES = 1, 3
 _HEAD = 3  # tokens, flags, sum of squares
-_WHOLE, _FINITE, _STOP, _SAVE = 1, 2, 4, 8
+_WHOLE, _FINITE, _STOP, _SAVE, _FULL = 1, 2, 4, 8, 16
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a rank would like to happen at the end of the step."""
+    """What a rank would like to happen at the end of the step. full: it has no room for a
+    snapshot now, so that none should be made that another rank would lack."""
 
     stop: bool = False
     save: bool = False
+    full: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ def vote(groups: Groups, tree: ReductionTree, shares: Shares, ballot: Ballot) ->
         whole=all(b.whole for b, _ in ballots),
         finite=finite and isfinite(norm),
         wishes=Wishes(
-            any(b.wishes.stop for b, _ in ballots), any(b.wishes.save for b, _ in ballots)
+            any(b.wishes.stop for b, _ in ballots),
+            any(b.wishes.save for b, _ in ballots),
+            any(b.wishes.full for b, _ in ballots),
         ),
     )
 
@@ -137,7 +141,7 @@ def _encode(ballot: Ballot) -> torch.Tensor:
     finite = isfinite(ballot.squares) and all(isfinite(loss) for loss in ballot.losses)
     flags = (
         _WHOLE * ballot.whole | _FINITE * finite
-        | _STOP * ballot.wishes.stop | _SAVE * ballot.wishes.save
+        | _STOP * ballot.wishes.stop | _SAVE * ballot.wishes.save | _FULL * ballot.wishes.full
     )  # fmt: skip
     words = [ballot.tokens, flags, *_bits((ballot.squares, *ballot.losses))]
     return torch.tensor(words, dtype=torch.int64)
@@ -146,7 +150,7 @@ def _encode(ballot: Ballot) -> torch.Tensor:
 def _decode(record: torch.Tensor) -> tuple[Ballot, int]:
     tokens, flags, *rest = record.tolist()
     squares, *losses = _floats(rest)
-    wishes = Wishes(bool(flags & _STOP), bool(flags & _SAVE))
+    wishes = Wishes(bool(flags & _STOP), bool(flags & _SAVE), bool(flags & _FULL))
     return Ballot(tokens, squares, tuple(losses), wishes, bool(flags & _WHOLE)), flags
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.errors import CorruptError, HoldfastError, OutOfSpaceError, RunFolderError
+from holdfast.wire.direct import DirectWriter
 
 Buffer = bytes | bytearray | memoryview
 """What can be written. (`collections.abc.Buffer` is younger than Python 3.11.)"""
@@ -244,8 +245,9 @@ class FolderStore:
     def _write(path: Path, data: Buffer | Iterable[Buffer]) -> None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
+            writer = DirectWriter(fd)
             for chunk in chunks(data):
-                _write_all(fd, chunk)
+                writer.write(chunk)
             os.fsync(fd)
         finally:
             os.close(fd)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from holdfast.checkpoint.capture import Capturer, Skipped
 from holdfast.checkpoint.mover_client import SETTLE_SLICE, MoverClient
+from holdfast.checkpoint.pieces import Cost
 from holdfast.checkpoint.restore import Checkpoint
 from holdfast.config.run import RunConfig
 from holdfast.data.batch import Batches
@@ -117,7 +118,7 @@ class Worker:
         """
         begun = time.monotonic()
         session, self._session = self._present, None
-        self._saver = None  # its capturer refers to the old state
+        self._let_go()
         self.reporter.close(_LAST_WORDS)
         before = self._client, self._store  # the old groups need theirs until they are closed
         self._speak(topology, rank)
@@ -138,15 +139,23 @@ class Worker:
                     session.evaluator, self._config, rank=self._rank, start_step=self.step,
                 )  # fmt: skip
         finally:
+            saver.fence()  # the snapshot of a step that is complete is worth having in any case
             self.step = session.engine.applied or self.step
 
     def close(self) -> None:
         """Leave the present generation in an orderly way. The reporter can still be heard."""
+        self._let_go()
         if self._session is not None:
             self._session.close()
             self._session = None
 
     # --- parts --------------------------------------------------------------------------------
+    def _let_go(self) -> None:
+        """Of the saver, which refers to the state."""
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+
     @property
     def _present(self) -> Session:
         if self._session is None:
@@ -223,35 +232,55 @@ class ArenaSaver:
         self, capturer: Capturer, reporter: Reporter, rank: int, config: RunConfig
     ) -> None:
         self._capturer, self._reporter, self._rank = capturer, reporter, rank
+        self._hidden = config.checkpoint.hidden
         self._schedule = BatchSchedule(
             config.train.batch_size,
             [(stage.from_step, stage.batch_size) for stage in config.train.batch_warmup],
         )
 
-    def capture(self, step: int, state: Sequence[LocalTensor], wait: float) -> bool:
+    def ready(self) -> bool:
+        return self._capturer.ready()
+
+    def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
         """`state` is what the capturer was made with: its storage stays the same."""
-        made = self._capturer.capture(step, wait)
+        made = (self._capturer.begin if self._hidden else self._capturer.capture)(step, wait)
         if isinstance(made, Skipped):
             self._reporter.emit(CheckpointSkipped(self._rank, made.reason, step=step))
             return False
-        event = CheckpointCaptured(self._rank, made.seconds, made.bytes, step=step)
-        self._reporter.emit(event)
+
+        def tell(cost: Cost) -> None:
+            if cost.error is None:  # else the announcement will say that there is nothing to save
+                event = CheckpointCaptured(
+                    self._rank, cost.blocked, self._capturer.bytes, cost.copy, cost.fence, durable,
+                    step=step,
+                )  # fmt: skip
+                self._reporter.emit(event)
+
+        self._capturer.after(step, tell)
         return True
 
-    def announce(self, step: int, meta: Mapping[str, Any]) -> None:
-        """Runs on the reporter's thread, once everything before it is in the journal."""
+    def fence(self) -> float:
+        return self._capturer.fence()
+
+    def announce(self, step: int, meta: Mapping[str, Any], durable: bool) -> None:
+        """The mover is told on the reporter's thread, once everything before it is in the
+        journal; that thread is asked when the copy is whole, so that it never waits for one."""
         position = self._schedule.position(step + 1)
 
         def tell() -> None:
-            skipped = self._capturer.announce(step, {**meta, "position": position})
+            skipped = self._capturer.announce(step, {**meta, "position": position}, durable)
             if skipped is not None:
                 self._reporter.emit(CheckpointSkipped(self._rank, skipped.reason, step=step))
 
-        self._reporter.then(tell)
+        self._capturer.after(step, lambda cost: self._reporter.then(tell))
+
+    def close(self) -> None:
+        self._capturer.close()
 
     def settle(self, step: int, seconds: float) -> str | None:
         """A slow disk is not a hang: progress is reported for as long as this waits."""
         deadline = time.monotonic() + seconds
+        self._capturer.fence()
 
         def alive() -> None:
             self._reporter.progress(step, "save")

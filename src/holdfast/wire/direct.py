@@ -1,0 +1,65 @@
+"""Writing past the page cache, where that is possible: for bytes that nobody will read soon.
+
+A buffered write copies every byte, fills the cache that training reads its data from, and leaves
+the disk's work to the sync at the end. With O_DIRECT the disk reads from the arena itself: no
+copy, hardly any CPU. It wants offset, length and address in whole blocks. An arena's slots and a
+blob's data have that; the rest of a file, every small one, and every file of a file system that
+refuses (tmpfs, some networks' and FUSE) is written through the cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+
+BLOCK = 4096
+LEAST = 256 * 1024
+"""A shorter piece is not worth a write of its own to the disk."""
+
+_DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux
+
+
+class DirectWriter:
+    """Appends to an open file that is empty; whoever made the file syncs and closes it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._offset = 0
+        self._able = bool(_DIRECT)
+        self._on = False
+        self.direct_bytes = 0
+
+    def write(self, data: memoryview) -> None:
+        """All of `data` (flat bytes), before this returns as far as the kernel goes. Raises
+        OSError."""
+        whole = len(data) // BLOCK * BLOCK
+        if self._able and whole >= LEAST and self._offset % BLOCK == 0:
+            data = self._direct(data, whole)
+        if data:
+            self._switch(False)
+        while data:
+            count = os.write(self._fd, data)
+            self._offset += count
+            data = data[count:]
+
+    def _direct(self, data: memoryview, whole: int) -> memoryview:
+        """Write up to `whole` bytes past the cache; what is left of `data`."""
+        try:
+            self._switch(True)
+            while whole >= BLOCK and self._offset % BLOCK == 0:
+                count = os.write(self._fd, data[:whole])
+                self._offset += count
+                self.direct_bytes += count
+                data, whole = data[count:], whole - count
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._able = False  # the file system refuses, or this memory is not aligned
+        return data
+
+    def _switch(self, on: bool) -> None:
+        if on != self._on:
+            flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | _DIRECT if on else flags & ~_DIRECT)
+            self._on = on
