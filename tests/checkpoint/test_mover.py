@@ -203,7 +203,7 @@ def test_a_snapshot_is_announced_once_whatever_arrives_twice_or_late(start: Star
     client.captured(0, 1, slot, made.sequence, {})
     assert client.drain()
     events, _ = client.events(0)
-    assert [event.kind for event in events] == ["checkpoint_committed"]
+    assert [event.kind for event in events] == ["snapshot_complete", "checkpoint_committed"]
     workers.commit(2)
 
 
@@ -241,8 +241,10 @@ def test_events_wait_and_go_on_from_a_mark(start: Start) -> None:
     thread.start()
     workers.commit(1)
     thread.join(25)
-    (first,), mark = waiting[0]
+    (first, *_), _ = waiting[0]
     assert first.step == 1  # type: ignore[attr-defined]
+    assert client.drain()
+    _, mark = client.events(0)
     assert client.events(mark) == ([], mark)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -220,20 +221,25 @@ def test_of_one_step_the_newer_generation_wins(start: Start) -> None:
 
 
 def test_newest_says_what_it_passed_over(start: Start) -> None:
-    mover = start()
+    """Of what is not whole at a glance, and of what those who read it found rotten."""
+    before = start()
     topo = topology()
-    client = mover.begin(topo)
+    client = before.begin(topo)
     assert client.newest().key is None
     workers = Workers(client, topo)
-    workers.commit(1)
-    workers.commit(2)
-    (blob,) = [n for n in files(mover.store) if n.startswith("data/") and "/0000000002-" in n]
-    flip(mover.store.folder / blob, 4200)
+    for step in (1, 2, 3):
+        workers.commit(step)
+    before.kill()  # and its memory with it
+    mover = start()
+    client = mover.begin(topology(generation=2))
+    (blob,) = [n for n in files(mover.store) if n.startswith("data/") and "/0000000003-" in n]
+    os.truncate(mover.store.folder / blob, 4200)
     answer = client.newest()
-    assert (answer.step, answer.meta) == (1, {"position": 16})
+    assert (answer.step, answer.meta) == (2, {"position": 32})
     ((key, reason),) = answer.rejected
-    assert key == commit_key(1, 2)
-    assert "checksum" in reason
+    assert key == commit_key(1, 3)
     assert blob in reason
+    answer = client.newest(tried={commit_key(1, 2): "a byte is not as it was written"})
+    assert (answer.step, answer.durable) == (1, True)
     kinds = [event.kind for event in client.events(0)[0]]
-    assert kinds.count("checkpoint_rejected") == 1
+    assert kinds.count("checkpoint_rejected") == 2

@@ -69,16 +69,18 @@ def slot_capacity(blob_bytes: int) -> int:
 class Arena:
     """The slots of one rank, mapped. Both sides use this class; `create` is the mover's."""
 
-    def __init__(self, fd: int) -> None:
-        """Map the arena behind `fd`, with its pages present. The descriptor stays the caller's.
+    def __init__(self, fd: int, *, write: bool = True) -> None:
+        """Map the arena behind `fd`; one to write into with its pages present. The descriptor
+        stays the caller's.
 
         Raises CorruptError when it is not an arena.
         """
         size = os.fstat(fd).st_size
         if size < PAGE:
             raise CorruptError("the memory file is not an arena")
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        self.memory = mmap.mmap(fd, size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if write else 0)
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+        self.memory = mmap.mmap(fd, size, flags, protection)
         magic, version, slots, capacity = _ARENA.unpack_from(self.memory, 0)
         if magic != _ARENA_MAGIC or size != PAGE + slots * (PAGE + capacity):
             raise CorruptError("the memory file is not an arena")

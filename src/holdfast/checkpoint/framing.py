@@ -32,6 +32,9 @@ METHOD = "MOVER"
 LINE_LIMIT = 64 * 2**20
 """Longest line in bytes: a state table of some hundred thousand tensors."""
 
+DESCRIPTORS = 253
+"""The most that the kernel lets travel beside one message."""
+
 OK, REFUSED, UNKNOWN, FENCED, FAILED = 200, 400, 401, 409, 500
 
 
@@ -67,7 +70,7 @@ class LineReader:
         while (end := self._rest.find(b"\n")) < 0:
             if len(self._rest) > LINE_LIMIT:
                 raise ValueError("the line is too long")
-            data, new, _, _ = socket.recv_fds(self._connection, 2**18, 4)
+            data, new, _, _ = socket.recv_fds(self._connection, 2**18, DESCRIPTORS)
             fds += new
             if not data:
                 return None

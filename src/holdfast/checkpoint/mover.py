@@ -22,14 +22,19 @@ from typing import Any
 
 from holdfast.checkpoint import framing
 from holdfast.checkpoint.framing import LineReader, Request, answer_line, parse_request
+from holdfast.checkpoint.peer_settings import PeerSettings
+from holdfast.checkpoint.peer_source import PeerMemories
+from holdfast.checkpoint.peers import Peers
 from holdfast.checkpoint.service import Service, Settings
 from holdfast.errors import FencedError, HoldfastError, UserError
+from holdfast.events import PeerFailed
 from holdfast.layout import Topology
 from holdfast.spec.state import TensorSpec
 from holdfast.wire import lifeline
 from holdfast.wire.auth import AuthError, Verifier
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
+from holdfast.wire.term import newest_generation
 
 IDLE_SECONDS = 60.0
 """A connection that sends nothing for so long is closed."""
@@ -44,6 +49,7 @@ class MoverBoot:
     settings: Settings
     secret: str = field(repr=False)
     lifeline: int = -1
+    peers: dict[str, Any] | None = None  # PeerSettings as JSON; None: no listener
 
     def to_line(self) -> bytes:
         return json.dumps(asdict(self)).encode() + b"\n"
@@ -57,8 +63,11 @@ class MoverBoot:
 class Server:
     """Answers requests on the unix socket, one thread per connection."""
 
-    def __init__(self, service: Service, secret: Secret, path: str) -> None:
+    def __init__(
+        self, service: Service, secret: Secret, path: str, peers: Peers | None = None
+    ) -> None:
         self._service = service
+        self._peers = peers
         self._secret = secret
         self._verifier = Verifier(secret, time.time)
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -84,7 +93,8 @@ class Server:
     def _converse(self, connection: socket.socket) -> None:
         with connection:
             connection.settimeout(IDLE_SECONDS)
-            if _peer_uid(connection) != os.getuid():
+            process, user = _peer(connection)
+            if user != os.getuid():
                 return
             reader = LineReader(connection)
             try:
@@ -92,7 +102,7 @@ class Server:
                     line, fds = received
                     for fd in fds:  # nobody sends us any
                         os.close(fd)
-                    answer, passed = self._answer(line)
+                    answer, passed = self._answer(line, process)
                     try:
                         framing.send(connection, answer, passed)
                     finally:
@@ -101,12 +111,12 @@ class Server:
             except (OSError, ValueError, AuthError):
                 return  # a stray or a broken connection: nothing was done for it
 
-    def _answer(self, line: bytes) -> tuple[bytes, list[int]]:
+    def _answer(self, line: bytes, process: int) -> tuple[bytes, list[int]]:
         request = parse_request(line)
         self._verifier.check(framing.METHOD, request.verb, request.raw, request.proof)
         fds: list[int] = []
         try:
-            status, body = framing.OK, self._serve(request, fds)
+            status, body = framing.OK, self._serve(request, fds, process)
         except FencedError as error:
             status, body = framing.FENCED, framing.describe(error)
         except (UserError, HoldfastError) as error:
@@ -116,15 +126,19 @@ class Server:
             status, body = framing.FAILED, {"error": "HoldfastError", "message": text}
         return answer_line(self._secret, request.proof.nonce, status, body), fds
 
-    def _serve(self, request: Request, fds: list[int]) -> dict[str, Any]:
+    def _serve(self, request: Request, fds: list[int], process: int) -> dict[str, Any]:
         """One verb: its body's keys are the arguments of the service's method."""
         service, body, generation = self._service, request.body, request.proof.generation
         match request.verb:
             case "expect":
                 table = tuple(TensorSpec.from_json(row) for row in body["table"])
-                service.expect(generation, Topology.from_json(body["topology"]), table)
+                service.expect(
+                    generation, Topology.from_json(body["topology"]), table, body["start"]
+                )
+                if self._peers is not None:
+                    self._peers.expect(Topology.from_json(body["topology"]), table)
             case "arena":
-                fds.append(service.arena(generation, **body))
+                fds.append(service.arena(generation, **body, process=process))
             case "captured":
                 service.captured(generation, **body)
             case "wait_free":
@@ -135,21 +149,44 @@ class Server:
             case "drain":
                 return {"drained": service.drain(**body)}
             case "newest":
-                return service.newest(**body)
+                return service.newest(generation, **body)
+            case "holdings":
+                answer, found = service.holdings(generation, **body)
+                fds += found
+                return answer
             case "events":
                 events, mark = service.outcomes.since(body["since"], body["wait"])
                 return {"events": events, "next": mark}
             case "status":
-                return service.status()
+                peers = {} if self._peers is None else {"peers": self._peers.status()}
+                return service.status() | peers
             case verb:
                 raise HoldfastError(f"the mover has no verb {verb!r}")
         return {}
 
 
-def _peer_uid(connection: socket.socket) -> int:
-    """The user at the other end (SO_PEERCRED: pid, uid, gid)."""
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end (SO_PEERCRED: pid, uid, gid)."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", raw)[1])
+    process, user, _ = struct.unpack("3i", raw)
+    return int(process), int(user)
+
+
+def _peers(boot: MoverBoot, service: Service) -> Peers | None:
+    """Tier 1: a place that gets every snapshot, and one more where a restart looks for them."""
+    if boot.peers is None:
+        return None
+    settings = PeerSettings.from_json(boot.peers)
+    store, secret = FolderStore(boot.store), Secret.from_hex(boot.secret)
+    peers = Peers(settings, service.shelf, secret, boot.settings.run, service.outcomes.add)
+    service.shelved.append(peers.shelved)
+    memories = PeerMemories(
+        settings.peers, secret, lambda: newest_generation(store),
+        lambda name, reason: service.outcomes.add(PeerFailed(name, reason)),
+    )  # fmt: skip
+    service.memories.append(memories)
+    service.elsewhere = memories.holders
+    return peers
 
 
 def main() -> None:
@@ -158,7 +195,12 @@ def main() -> None:
     if boot.lifeline >= 0:
         lifeline.watch(boot.lifeline)
     service = Service(FolderStore(boot.store), boot.settings)
-    server = Server(service, Secret.from_hex(boot.secret), boot.socket)
+    try:
+        peers = _peers(boot, service)
+    except UserError as error:  # an address that cannot be listened on
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    server = Server(service, Secret.from_hex(boot.secret), boot.socket, peers)
 
     # The signal writes into a pipe: a handler that raises would be too late for an accept that is
     # just about to block.
@@ -169,6 +211,8 @@ def main() -> None:
     try:
         server.serve(leave)
     finally:
+        if peers is not None:
+            peers.close()
         service.close()
         Path(boot.socket).unlink(missing_ok=True)
 

@@ -6,22 +6,26 @@ waits (events, settle) keeps nobody else from being served.
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.checkpoint.arena import SlotHeader
 from holdfast.checkpoint.framing import LineReader, parse_answer, request_line, send
+from holdfast.checkpoint.snapshots import header_from_json
 from holdfast.errors import HoldfastError
 from holdfast.events import Event, event_from_json
 from holdfast.layout import Topology
+from holdfast.spec.manifest import Commit
 from holdfast.spec.state import StateTable
 from holdfast.wire.secret import Secret
 
 ANSWER_SECONDS = 30.0
-VERIFY_SECONDS = 6 * 3600.0
-"""For reading every byte of a checkpoint; a mover that dies meanwhile is noticed at once."""
+CHOOSE_SECONDS = 600.0
+"""For looking through memory, peers and the run store; a mover that dies is noticed at once."""
 SETTLE_SLICE = 5.0
 """Seconds that one question about the end of a save waits, so that who asks can say he is alive."""
 
@@ -39,6 +43,18 @@ class Newest:
     generation: int
     meta: Mapping[str, Any]
     rejected: tuple[tuple[str, str], ...]  # (key, reason), newest first
+    durable: bool = True  # False: it lies in memory alone
+    seconds: float = 0.0  # to find and open it
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """A commit object, and which of its blobs the mover has in memory: key -> the descriptor of
+    the memory file, the slot, and what the slot says. Whoever asks closes the descriptors."""
+
+    commit: Commit
+    slots: Mapping[str, tuple[int, int, SlotHeader]]
+    peers: tuple[Mapping[str, Any], ...] = ()  # name, address, keys of blobs that lie there
 
 
 class MoverClient:
@@ -61,32 +77,44 @@ class MoverClient:
         self._clock = clock
 
     # --- the agent's calls ------------------------------------------------------------------
-    def expect(self, topology: Topology, table: StateTable) -> None:
-        """Begin this client's generation: who will write, and what. Arenas of older generations
-        are given up, unfinished saves of them are refused."""
+    def expect(self, topology: Topology, table: StateTable, start: int | None = None) -> None:
+        """Begin this client's generation: who will write, and what, from the state after which
+        step. Unfinished saves of older generations are refused; of their snapshots, those of the
+        newest complete step stay until this generation has one, unless it is later than `start`.
+        """
         rows = [spec.to_json() for spec in table]
-        self._call("expect", {"topology": topology.to_json(), "table": rows})
+        self._call("expect", {"topology": topology.to_json(), "table": rows, "start": start})
 
-    def drain(self, wait: float = 30.0) -> bool:
+    def drain(self, wait: float = 30.0, durable: bool = True) -> bool:
         """Wait up to `wait` seconds for the end of all saves under way; whether that was enough.
+        Without `durable`, for as much as it takes that nothing is lost with the workers: a save
+        whose step is complete in memory is not waited for.
 
         To be asked before the next generation is opened, which fences them: what the workers of a
         lost generation had handed over in time is then not lost with them.
         """
-        return bool(self._call("drain", {"wait": wait}, wait + ANSWER_SECONDS)["drained"])
+        body = {"wait": wait, "durable": durable}
+        return bool(self._call("drain", body, wait + ANSWER_SECONDS)["drained"])
 
-    def newest(self, drain: float = 30.0, timeout: float = VERIFY_SECONDS) -> Newest:
-        """The newest checkpoint whose every byte has just been read and checked.
+    def newest(
+        self,
+        drain: float = 30.0,
+        tried: Mapping[str, str] | None = None,
+        timeout: float = CHOOSE_SECONDS,
+    ) -> Newest:
+        """The newest state that this generation can begin from, in memory or durable. Its bytes
+        are checked by those who read them; what they found rotten is `tried`: key -> reason.
 
-        Waits up to `drain` seconds for saves under way. Asked after the next generation was
-        opened, which fences all older ones, so that no older commit can appear afterwards.
+        Waits up to `drain` seconds for what is under way. Asked after this client's generation
+        was opened, which fences all older ones, so that nothing older can appear afterwards.
 
-        Raises CheckpointError when there are checkpoints but none can be trusted.
+        Raises CheckpointError when there are candidates but none can be trusted.
         """
-        body = self._call("newest", {"drain": drain}, timeout)
+        body = self._call("newest", {"drain": drain, "tried": dict(tried or {})}, timeout)
         return Newest(
             body["key"], body["step"], body["generation"], body["meta"],
             tuple((key, reason) for key, reason in body["rejected"]),
+            bool(body.get("durable", True)), float(body["seconds"]),
         )  # fmt: skip
 
     def events(self, since: int, wait: float = 0.0) -> tuple[list[Event], int]:
@@ -112,11 +140,39 @@ class MoverClient:
             raise MoverGoneError("the mover sent no arena")
         return fds[0]
 
+    def holdings(self, key: str) -> Holdings:
+        """What this node's mover has of a checkpoint in memory. Raises MissingKeyError as text
+        (HoldfastError) and CorruptError for a commit object that is not there or not whole."""
+        body, fds = self._exchange("holdings", {"key": key}, 4 * ANSWER_SECONDS)
+        try:
+            slots = {
+                str(held["key"]): (
+                    fds[held["file"]], int(held["slot"]), header_from_json(held["header"])
+                )
+                for held in body["held"]
+            }  # fmt: skip
+            commit = Commit.from_bytes(body["commit"].encode(), key)
+            return Holdings(commit, slots, tuple(body.get("peers", ())))
+        except Exception:
+            for fd in fds:
+                os.close(fd)
+            raise
+
     def captured(
-        self, rank: int, step: int, slot: int, sequence: int, meta: Mapping[str, Any]
+        self,
+        rank: int,
+        step: int,
+        slot: int,
+        sequence: int,
+        meta: Mapping[str, Any],
+        durable: bool = True,
     ) -> None:
-        """Slot `slot` holds the state after `step`: save it. Returns before that is done."""
-        body = {"rank": rank, "step": step, "slot": slot, "sequence": sequence, "meta": dict(meta)}
+        """Slot `slot` holds the state after `step`: keep it in memory and, with `durable`, save
+        it. Returns before that is done."""
+        body = {
+            "rank": rank, "step": step, "slot": slot, "sequence": sequence, "meta": dict(meta),
+            "durable": durable,
+        }  # fmt: skip
         self._call("captured", body)
 
     def wait_free(self, rank: int, timeout: float, keep: Collection[int] = ()) -> bool:

@@ -7,16 +7,30 @@ common bytes are read, each is checked before a byte of it is used, and each byt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
 from xxhash import xxh3_128_hexdigest
 
 from holdfast.checkpoint.blob import parse_header
-from holdfast.errors import CheckpointError, CorruptError, HoldfastError
-from holdfast.spec.boxes import Box, Run, runs
+from holdfast.checkpoint.reading import (
+    STRETCH_BYTES,
+    THREADS,
+    Move,
+    Reader,
+    StoredBox,
+    Stretch,
+    copy_out,
+    flat,
+    moves_into,
+    stretches,
+)
+from holdfast.checkpoint.sources import Mixed, Readable, StoreSource, Tally
+from holdfast.errors import CheckpointError, CorruptError, HoldfastError, StoreError
+from holdfast.spec.boxes import Box
 from holdfast.spec.manifest import (
     COMMITS,
     Blob,
@@ -35,35 +49,27 @@ from holdfast.spec.state import ITEM_BYTES, TensorSpec
 from holdfast.wire.runstore import MissingKeyError, RunStore
 
 CACHE_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """One stored box: where its first byte lies."""
-
-    placed: Placed
-    blob: Blob
-
-    @property
-    def start(self) -> int:
-        return self.blob.data_start + self.placed.start
+OPENING_THREADS = 8
 
 
 class Checkpoint:
     """The state after one step, readable by box.
 
-    Recently read extents are kept, up to `cache_bytes`: the tensors of a sharded run lie side by
+    `read_all` fills many boxes in one pass and is what a restore uses. `read` fills one; recently
+    read extents are kept for it, up to `cache_bytes`: the tensors of a sharded run lie side by
     side in every writer's blob, so that reading them one after the other comes back to the same
     extents.
     """
 
-    def __init__(self, store: RunStore, commit: Commit, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(
+        self, store: Readable | Mixed, commit: Commit, cache_bytes: int = CACHE_BYTES
+    ) -> None:
         self.commit = commit
-        self.bytes_read = 0
-        self._store = store
+        self._mixed = store if isinstance(store, Mixed) else Mixed([StoreSource(store)])
         self._specs = {spec.name: spec for spec in commit.table}
         self._cache_bytes = cache_bytes
-        self._cache: dict[tuple[str, int], bytearray] = {}  # (blob, offset), oldest use first
+        self._cache: dict[tuple[str, int], memoryview] = {}  # (blob, offset), oldest use first
+        self._cached = 0
 
     @staticmethod
     def open(store: RunStore, key: str) -> Checkpoint:
@@ -77,6 +83,15 @@ class Checkpoint:
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         return self.commit.table
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(self._mixed.tally.bytes.values())
+
+    @property
+    def tally(self) -> Tally:
+        """What reading has cost so far."""
+        return self._mixed.tally
 
     def spec(self, name: str) -> TensorSpec:
         """Raises CheckpointError for a name that is not in the checkpoint."""
@@ -94,11 +109,34 @@ class Checkpoint:
         Raises CheckpointError when the tensor is not there or the box leaves its shape, and
         CorruptError when an extent does not have its checksum; `out` is then worthless.
         """
+        for stretch in stretches(self._moves(box, out)):
+            found = self._remembered(stretch)
+            missing = [extent for extent in stretch.extents if extent.offset not in found]
+            found |= self._fetch(stretch.blob, missing)
+            for extent, moves in zip(stretch.extents, stretch.moves, strict=True):
+                copy_out(extent, found[extent.offset], moves)
+                self._keep((stretch.blob.key, extent.offset), found[extent.offset])
+
+    def read_all(
+        self,
+        wanted: Iterable[tuple[Box, memoryview]],
+        alive: Callable[[], None] = lambda: None,
+        threads: int = THREADS,
+    ) -> None:
+        """Fill every `out` with its box's elements: each extent that holds some of them is read
+        once, checked, and copied to its places. Memory beside the targets is a few megabytes a
+        thread. `alive` is called every second or so. Raises as `read` does."""
+        begun = time.perf_counter()
+        moves = [move for box, out in wanted for move in self._moves(box, out)]
+        work = stretches(moves)
+        self._mixed.spent("plan", time.perf_counter() - begun)
+        Reader(self._mixed, time.perf_counter, threads).read(work, alive)
+
+    def _moves(self, box: Box, out: memoryview) -> list[tuple[Blob, Move]]:
         spec = self.spec(box.name)
         item = ITEM_BYTES[spec.dtype]
-        target = out.cast("B")
-        if len(target) != box.size * item:
-            raise ValueError(f"{box.name}: {len(target)} bytes for {box.size} of {spec.dtype}")
+        if out.nbytes != box.size * item:
+            raise ValueError(f"{box.name}: {out.nbytes} bytes for {box.size} of {spec.dtype}")
         inside = len(box.lengths) == len(spec.shape) and all(
             stop <= size for stop, size in zip(box.stops, spec.shape, strict=True)
         )
@@ -108,55 +146,56 @@ class Checkpoint:
                 f"{box.offsets} is outside", where=self.commit.key,
                 remedy="restore with the model of the run that wrote it",
             )  # fmt: skip
-        copied = 0
-        for held in self._index.get(box.name, ()):
-            for run in runs(held.placed.box, box):
-                self._copy(held, run, item, target)
-                copied += run.length
-        if copied != box.size:
+        if not box.size:
+            return []
+        moves, count = moves_into(box, item, flat(out), self._index.get(box.name, ()))
+        if count != box.size:
             raise CorruptError(f"{self.commit.key}: {box.name} is not covered")
+        return moves
 
     @cached_property
-    def _index(self) -> dict[str, list[_Held]]:
+    def _index(self) -> dict[str, list[StoredBox]]:
         """name -> stored boxes, derived from the topology and the table."""
-        index: dict[str, list[_Held]] = {}
+        index: dict[str, list[StoredBox]] = {}
         for writer in self.commit.writers:
             for p in _due(self.commit, writer):
-                index.setdefault(p.box.name, []).append(_Held(p, writer.blob))
+                index.setdefault(p.box.name, []).append(StoredBox(p, writer.blob))
         return index
 
-    def _copy(self, held: _Held, run: Run, item: int, target: memoryview) -> None:
-        """Copy one contiguous run, extent by extent."""
-        start = held.start + run.source * item
-        stop = start + run.length * item
-        to = run.target * item
-        for extent in held.blob.extents(start, stop):
-            view = self._extent(held.blob, extent)
-            low = max(start, extent.offset)
-            high = min(stop, extent.offset + extent.length)
-            part = view[low - extent.offset : high - extent.offset]
-            target[to + low - start : to + high - start] = part
+    def _remembered(self, stretch: Stretch) -> dict[int, memoryview]:
+        """What is remembered of a stretch, by offset; taken out, to be put back as the newest."""
+        found: dict[int, memoryview] = {}
+        for extent in stretch.extents:
+            view = self._cache.pop((stretch.blob.key, extent.offset), None)
+            if view is not None:
+                self._cached -= len(view)
+                found[extent.offset] = view
+        return found
 
-    def _extent(self, blob: Blob, extent: Extent) -> memoryview:
-        """A checked extent, read or remembered."""
-        place = (blob.key, extent.offset)
-        found = self._cache.pop(place, None)
-        if found is None:
-            found = self._room(extent.length)
-            _read_extent(self._store, blob, extent, memoryview(found))
-            self.bytes_read += extent.length
-        self._cache[place] = found  # last: the most recently used
-        return memoryview(found)
+    def _fetch(self, blob: Blob, missing: Sequence[Extent]) -> dict[int, memoryview]:
+        """Checked extents by offset, neighbours read together."""
+        found: dict[int, memoryview] = {}
+        while missing:
+            count = 1
+            while count < len(missing) and (
+                missing[count].offset == missing[count - 1].offset + missing[count - 1].length
+            ):
+                count += 1
+            length = sum(extent.length for extent in missing[:count])
+            buffer = memoryview(bytearray(length))
+            for extent, view in self._mixed.extents(blob, missing[:count], buffer):
+                own = view.obj is buffer.obj  # else it lies in memory that may be written again
+                found[extent.offset] = view if own else memoryview(bytes(view))
+            missing = missing[count:]
+        self._mixed.confirm()
+        return found
 
-    def _room(self, length: int) -> bytearray:
-        """A buffer for one more extent; the longest unused ones make way."""
-        held = sum(map(len, self._cache.values()))
-        while self._cache and held + length > self._cache_bytes:
-            buffer = self._cache.pop(next(iter(self._cache)))
-            held -= len(buffer)
-            if len(buffer) == length:
-                return buffer
-        return bytearray(length)
+    def _keep(self, place: tuple[str, int], view: memoryview) -> None:
+        """Remember an extent; the longest unused ones make way."""
+        self._cache[place] = view
+        self._cached += len(view)
+        while self._cache and self._cached > self._cache_bytes:
+            self._cached -= len(self._cache.pop(next(iter(self._cache))))
 
 
 def listing(store: RunStore) -> list[str]:
@@ -183,6 +222,7 @@ def newest_verified(
             problems = [str(error)]
         if not problems:
             return Checkpoint.open(store, key)
+        listing(store)  # raises where the store is out of reach: that says nothing about any of them
         rejected(key, problems[0])
     if candidates:
         raise CheckpointError(
@@ -193,11 +233,40 @@ def newest_verified(
     return None
 
 
+def opened(store: RunStore, key: str) -> Commit:
+    """The commit object of a checkpoint whose blobs are there and begin as they must. What its
+    extents hold is not looked at: whoever reads them checks them.
+
+    Raises CorruptError, MissingKeyError, CheckpointError (a newer format).
+    """
+    commit = Checkpoint.open(store, key).commit
+    with ThreadPoolExecutor(OPENING_THREADS, "open") as threads:
+        for problem in threads.map(
+            lambda writer: _head_problem(store, commit, writer), commit.writers
+        ):
+            if problem is not None:
+                raise CorruptError(problem)
+    return commit
+
+
+def _head_problem(store: RunStore, commit: Commit, writer: Writer) -> str | None:
+    blob, due = writer.blob, _due(commit, writer)
+    size = store.size(blob.key)
+    if size != blob.size or size != blob.data_start + sum(p.nbytes for p in due):
+        return f"{blob.key}: {size} bytes, {blob.size} were written"
+    head = bytearray(blob.data_start)
+    store.read_into(blob.key, 0, memoryview(head))
+    if set(parse_header(bytes(head), blob.key)) != set(due):
+        return f"{blob.key}: its header does not list what rank {writer.rank} owns"
+    return None
+
+
 def verify(store: RunStore, key: str, *, first_only: bool = False) -> list[str]:
     """Everything that is wrong with a checkpoint, one sentence each; empty when it is whole.
 
     Reads every extent of every blob, compares each blob's own header with what the commit object
-    says, and checks the part manifests.
+    says, and checks the part manifests. Raises StoreError where a bucket is out of reach: that is
+    nothing wrong with the checkpoint.
     """
     problems: list[str] = []
     for problem in _problems(store, key):
@@ -210,7 +279,7 @@ def verify(store: RunStore, key: str, *, first_only: bool = False) -> list[str]:
 def _problems(store: RunStore, key: str) -> Iterator[str]:
     try:
         commit = Checkpoint.open(store, key).commit
-    except CheckpointError:
+    except (CheckpointError, StoreError):
         raise
     except (HoldfastError, MissingKeyError) as error:
         yield str(error)
@@ -224,6 +293,8 @@ def _problems(store: RunStore, key: str) -> Iterator[str]:
                 yield f"{name}: checksum does not match"
             else:
                 Part.from_bytes(stored, name)
+        except StoreError:
+            raise
         except HoldfastError as error:
             yield str(error)
 
@@ -231,20 +302,22 @@ def _problems(store: RunStore, key: str) -> Iterator[str]:
 def _blob_problems(store: RunStore, commit: Commit, writer: Writer) -> Iterator[str]:
     blob = writer.blob
     due = _due(commit, writer)
+    buffer = memoryview(bytearray(min(max(STRETCH_BYTES, blob.extent_bytes), blob.size)))
     try:
         size = store.size(blob.key)
         if size != blob.size or size != blob.data_start + sum(p.nbytes for p in due):
             yield f"{blob.key}: {size} bytes, {blob.size} were written"
             return
         head = bytearray(blob.data_start)
-        buffer = memoryview(bytearray(min(blob.extent_bytes, blob.size)))
-        for extent in blob.extents():
-            view = buffer[: extent.length]
-            _read_extent(store, blob, extent, view)
-            part = head[extent.offset : extent.offset + extent.length]
-            head[extent.offset : extent.offset + len(part)] = view[: len(part)]
+        source = Mixed([StoreSource(store)])
+        for extents in _neighbours(blob):
+            for extent, view in source.extents(blob, extents, buffer):
+                part = head[extent.offset : extent.offset + extent.length]
+                head[extent.offset : extent.offset + len(part)] = view[: len(part)]
         if set(parse_header(bytes(head), blob.key)) != set(due):
             yield f"{blob.key}: its header does not list what rank {writer.rank} owns"
+    except StoreError:
+        raise
     except HoldfastError as error:
         yield str(error)
 
@@ -255,14 +328,16 @@ def _due(commit: Commit, writer: Writer) -> tuple[Placed, ...]:
     return placed(boxes, commit.table)
 
 
-def _read_extent(store: RunStore, blob: Blob, extent: Extent, view: memoryview) -> None:
-    """Raises CorruptError when the bytes are not those that were written."""
-    store.read_into(blob.key, extent.offset, view)
-    if xxh3_128_hexdigest(view) != extent.xxh3:
-        raise CorruptError(
-            f"{blob.key}: checksum does not match in bytes "
-            f"[{extent.offset}, {extent.offset + extent.length})"
-        )
+def _neighbours(blob: Blob) -> Iterator[list[Extent]]:
+    """All extents of a blob, as many at a time as are read together."""
+    together: list[Extent] = []
+    for extent in blob.extents():
+        if together and extent.offset + extent.length - together[0].offset > STRETCH_BYTES:
+            yield together
+            together = []
+        together.append(extent)
+    if together:
+        yield together
 
 
 def step_of(key: str) -> int:

@@ -8,13 +8,18 @@ before the next. Whatever is killed in between leaves bytes that no commit names
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from xxhash import xxh3_128_hexdigest
+
 from holdfast.checkpoint.blob import Bytes, ExtentHasher
+from holdfast.checkpoint.snapshots import Snapshot
 from holdfast.errors import CorruptError, FencedError
 from holdfast.layout import Topology
 from holdfast.spec.manifest import (
+    Blob,
     Commit,
     Part,
     Placed,
@@ -33,6 +38,9 @@ CHUNK_BYTES = 4 * 2**20
 """Bytes hashed and then written at a time: small enough to stay in cache between the two."""
 
 
+SMALLEST_EXTENT = 128 * 2**10
+
+
 @dataclass(frozen=True)
 class Plan:
     """What every checkpoint of one generation has in common."""
@@ -49,6 +57,76 @@ def pieces(data: memoryview) -> Iterator[memoryview]:
     """A large view in chunks."""
     for start in range(0, len(data), CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]
+
+
+def fitting_extent(limit: int, state_bytes: int) -> int:
+    """Bytes under one checksum: at most `limit`, and so that a state has some ten thousand.
+
+    Small extents let a rank of another layout read little more than its boxes; a manifest takes 35
+    bytes for each, and hashing and checking cost a microsecond of Python a piece.
+    """
+    size = SMALLEST_EXTENT
+    while size * 2**16 < state_bytes:
+        size *= 2
+    return min(limit, size)
+
+
+def seal_part(
+    plan: Plan, step: int, rank: int, data: memoryview, data_start: int,
+    tensors: tuple[Placed, ...], meta: Mapping[str, Any],
+) -> Part:  # fmt: skip
+    """The part manifest of a blob that lies in memory."""
+    size = plan.extent_bytes
+    checksums = tuple(
+        xxh3_128_hexdigest(data[start : start + size]) for start in range(0, len(data), size)
+    )
+    key = blob_key(plan.generation, step, writer_name(rank))
+    blob = Blob(key, len(data), data_start, size, checksums)
+    return Part(plan.generation, step, rank, blob, tensors, meta)
+
+
+def write_sealed(
+    store: RunStore, authority: int, part: Part, stored: bytes, content: Iterable[Bytes]
+) -> None:
+    """Write the blob that a sealed part describes, then the part. `authority` is the generation
+    that writes: the part's own, or a newer one that began from it.
+
+    Raises as `write_part` does.
+    """
+    check_fence(store, authority)
+    store.create(part.blob.key, content)
+    _store_part(store, part, stored)
+
+
+def _store_part(store: RunStore, part: Part, stored: bytes) -> None:
+    """After the blob: the manifest that names it. A bucket takes up the blob of a writer that was
+    killed; that one's manifest may be there too, and then names the same bytes."""
+    name = part_key(part.generation, part.step, part.writer)
+    try:
+        store.create(name, stored)
+    except AlreadyExistsError:
+        if store.get(name) != stored:
+            raise  # the blob is another writer's, and perhaps a checkpoint's: not ours to remove
+    except Exception:
+        store.delete(part.blob.key)  # a blob without a manifest serves nobody
+        raise
+
+
+def check_sealed(snapshot: Snapshot) -> None:
+    """Raises CorruptError when a snapshot's bytes are not those that were hashed."""
+    blob = snapshot.part.blob
+    with snapshot.memory.arena.reading(snapshot.slot, snapshot.header) as data:
+        for extent in blob.extents():
+            view = data[extent.offset : extent.offset + extent.length]
+            if xxh3_128_hexdigest(view) != extent.xxh3:
+                raise CorruptError(f"{blob.key}: memory has changed since it was hashed")
+
+
+def commit_sealed(store: RunStore, authority: int, commit: Commit) -> None:
+    """Commit what `write_sealed` wrote under the same authority. Raises FencedError."""
+    check_fence(store, authority)
+    with suppress(AlreadyExistsError):
+        store.create(commit.key, commit.to_bytes())
 
 
 def write_part(
@@ -71,11 +149,7 @@ def write_part(
     hasher = ExtentHasher(plan.extent_bytes)
     store.create(key, hasher.feed(content))
     part = Part(plan.generation, step, rank, hasher.blob(key, data_start), tensors, meta)
-    try:
-        store.create(part_key(plan.generation, step, writer), part.to_bytes())
-    except Exception:
-        store.delete(key)  # a blob without a manifest serves nobody
-        raise
+    _store_part(store, part, part.to_bytes())
     return part
 
 

@@ -1,14 +1,19 @@
-"""What the mover does, apart from listening: arenas, saves, and what became of them.
+"""What the mover does, apart from listening: arenas, snapshots, saves, and what became of them.
 
 One `Service` lives in one mover process. It serves one generation at a time; a request of an
-older one is refused, `expect` of a newer one begins it. Saves run on a few threads of their own,
-so that answering never waits for a disk.
+older one is refused, `expect` of a newer one begins it. Hashing and saving run on threads of their
+own, so that answering never waits for a disk, nor a snapshot in memory for a save.
 
-A save of one rank goes through named states, and every end is an event:
+What a rank captured goes through named states, and every end is an event:
 
-    captured -> writing -> written -> committed
-                   |          '----> failed        (parts do not make a checkpoint, fenced)
-                   '-> failed                      (disk full, slot changed, fenced)
+    captured -> hashed -> shelved -> complete                 (in memory: all ranks are there)
+                  |          '-> writing -> written -> committed      (if it is to be durable)
+                  |                 |          '----> failed   (parts do not make a checkpoint)
+                  '-> failed        '-> failed                 (disk full, slot changed, fenced)
+
+The shelf decides when a slot may be written again. Snapshots outlive the worker and the
+generation: those of the newest complete step go when the next generation has one of its own. Where
+a restart began from a step that lies in memory alone, it is made durable behind the training.
 """
 
 from __future__ import annotations
@@ -16,26 +21,35 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint import cleaning, restore
 from holdfast.checkpoint.arena import Arena, SlotHeader, digest, slot_capacity
 from holdfast.checkpoint.blob import header, total_size
+from holdfast.checkpoint.choosing import Choice, Chooser, note_start
 from holdfast.checkpoint.outcomes import Outcomes, Save
-from holdfast.checkpoint.save import Plan, pieces, try_commit, write_part
+from holdfast.checkpoint.save import Plan, fitting_extent, seal_part
+from holdfast.checkpoint.saving import Saves
+from holdfast.checkpoint.snapshots import MemoryFile, Shelf, Snapshot, header_to_json
+from holdfast.checkpoint.sources import MemorySource, ShelfSource
 from holdfast.errors import CheckpointError, CorruptError, FencedError, HoldfastError
-from holdfast.events import CheckpointRejected, CheckpointRemoved
+from holdfast.events import CheckpointRejected, SnapshotComplete, SnapshotDropped
 from holdfast.layout import Topology
-from holdfast.spec.manifest import Placed, part_prefix, placed
+from holdfast.spec.manifest import Placed, parse_commit_key, placed
 from holdfast.spec.ownership import owned_boxes
 from holdfast.spec.state import StateTable
-from holdfast.wire.runstore import RunStore
+from holdfast.wire.runstore import MissingKeyError, RunStore
 
-SAVE_THREADS = 2
+HASH_THREADS = 2
+DESCRIPTORS = 200
+"""Descriptors that one answer may carry; the kernel allows 253."""
+ROOM_SECONDS = 60.0
+"""How long an arena that finds no room waits for the others of its generation to have restored, so
+that older snapshots can go."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +68,31 @@ class Settings:
 class _Rank:
     """One rank's arena, and what its blobs look like."""
 
-    fd: int
-    arena: Arena
+    memory: MemoryFile
     head: bytes
     tensors: tuple[Placed, ...]
-    saving: set[int] = field(default_factory=set)  # slots
+    taken: dict[int, int] = field(default_factory=dict)  # slot -> the newest sequence taken over
+
+    @property
+    def arena(self) -> Arena:
+        return self.memory.arena
+
+
+@dataclass(frozen=True)
+class _Capture:
+    """What a rank handed over."""
+
+    plan: Plan
+    owner: _Rank
+    rank: int
+    slot: int
+    due: SlotHeader
+    meta: dict[str, Any]
+    durable: bool
+
+    @property
+    def save(self) -> Save:
+        return self.plan.generation, self.due.step
 
 
 class Service:
@@ -68,38 +102,62 @@ class Service:
     def __init__(
         self, store: RunStore, settings: Settings, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self.outcomes = Outcomes(clock)
+        self.shelf = Shelf(self._slots_came_free)
+        self.memories: list[MemorySource] = [ShelfSource(self.shelf)]
+        """Where a restart looks for snapshots; peers are added behind."""
+        self.shelved: list[Callable[[Snapshot], None]] = []
+        """Called with each snapshot of a rank of this node, on a thread that may take its time."""
+        self.elsewhere: Callable[[Collection[str]], list[dict[str, Any]]] = lambda keys: []
+        """Which of some blobs lie in the memory of peers, as JSON (`PeerMemories.holders`)."""
         self._store = store
         self._settings = settings
         self._clock = clock
         self._change = threading.Condition()
         self._plan: Plan | None = None
         self._ranks: dict[int, _Rank] = {}
-        self._verified: set[int] = set()
-        self._rejected: dict[str, str] = {}
-        self._committing = threading.Lock()
-        self._pending: Counter[Save] = Counter()  # handed over by ranks, and not ended
-        self._threads = ThreadPoolExecutor(SAVE_THREADS, "save")
-        self.outcomes = Outcomes(clock)
+        self._asked: set[int] = set()  # ranks that have restored: they asked for an arena
+        self._handed: dict[int, dict[int, float]] = {}  # step -> rank -> when it was handed over
+        self._choice: Choice | None = None
+        self._hashing = 0
+        self._hashers = ThreadPoolExecutor(HASH_THREADS, "hash")
+        self._saves = Saves(
+            store, self.shelf, self.outcomes, self._change,
+            cleaning.Keep(settings.keep_last, settings.keep_every),
+        )  # fmt: skip
 
     # --- generations ------------------------------------------------------------------------
-    def expect(self, generation: int, topology: Topology, table: StateTable) -> None:
-        """Begin a generation. Raises FencedError for one that is not newer than the present."""
+    def expect(
+        self, generation: int, topology: Topology, table: StateTable, start: int | None = None
+    ) -> None:
+        """Begin a generation, from the state after `start` where that is said: then snapshots of
+        later steps are given up. Raises FencedError for one that is not newer than the present."""
+        if start is not None:
+            note_start(self._store, generation, start)
         with self._change:
             if self._plan is not None and generation <= self._plan.generation:
                 if self._plan.generation == generation and self._plan.topology == topology:
                     return  # asked again: the first answer was lost
                 raise FencedError(f"generation {self._plan.generation} has begun already")
+            extent = fitting_extent(self._settings.extent_bytes, sum(spec.nbytes for spec in table))
             self._plan = Plan(
                 generation, topology, table, self._settings.config_hash,
-                self._settings.dataset_version, self._settings.extent_bytes,
+                self._settings.dataset_version, extent,
             )  # fmt: skip
-            for old in self._ranks.values():
-                os.close(old.fd)  # its memory goes when the last reader unmaps it
-            self._ranks = {}
+            self._ranks, self._asked, self._handed = {}, set(), {}
             self._change.notify_all()
         self.outcomes.wake()
-        with self._committing:
-            cleaning.sweep(self._store, generation)
+        complete = set(self.shelf.complete())
+        self.shelf.drop_where(
+            lambda g, s: (
+                g < generation and ((g, s) not in complete or (start is not None and s > start))
+            )
+        )
+        self.shelf.open(generation, topology, table)
+        self._saves.begin(generation)
+        choice = self._choice
+        if choice is not None and not choice.durable and choice.commit.step == start:
+            self._saves.promote(generation, choice)
 
     def _current(self, generation: int) -> Plan:
         plan = self._plan
@@ -112,15 +170,20 @@ class Service:
         return plan
 
     # --- arenas -----------------------------------------------------------------------------
-    def arena(self, generation: int, rank: int, blob_bytes: int, slots: int) -> int:
+    def arena(
+        self, generation: int, rank: int, blob_bytes: int, slots: int, process: int | None = None
+    ) -> int:
         """The descriptor of a rank's arena, made at the first request; the caller closes it.
 
-        A worker that asks again gets the same memory, so a slot being saved stays safe.
+        A worker that asks again gets the same memory, so a slot being saved stays safe. `process`
+        is the one that asks, and will write there.
         """
         with self._change:  # no newer generation begins before this arena is there
-            return self._arena(self._current(generation), rank, blob_bytes, slots)
+            found = self._arena(self._current(generation), rank, blob_bytes, slots)
+            found.memory.given_to(process)
+            return os.dup(found.memory.fd)
 
-    def _arena(self, plan: Plan, rank: int, blob_bytes: int, slots: int) -> int:
+    def _arena(self, plan: Plan, rank: int, blob_bytes: int, slots: int) -> _Rank:
         if not 0 <= rank < plan.topology.world_size:
             raise CheckpointError(f"rank {rank} is not in a world of {plan.topology.world_size}")
         tensors = placed(owned_boxes(plan.topology, plan.table, rank), plan.table)
@@ -131,12 +194,36 @@ class Service:
                 f"rank {rank} asks for {slots} slots of {blob_bytes} bytes, its state needs "
                 f"2 or 3 of {due}"
             )
-        found = self._ranks.get(rank)
-        if found is None:
-            fd = Arena.create(f"holdfast-{plan.generation}-{rank}", slots, due)
-            found = _Rank(fd, Arena(fd), head, tensors)
-            self._ranks[rank] = found
-        return os.dup(found.fd)
+        self._asked.add(rank)
+        self._change.notify_all()
+        if rank not in self._ranks:
+            memory = self._reusable(rank, due, slots) or self._room(plan, rank, due, slots)
+            self._ranks.setdefault(rank, _Rank(memory, head, tensors))
+        return self._ranks[rank]
+
+    def _reusable(self, rank: int, capacity: int, slots: int) -> MemoryFile | None:
+        """The memory of an older generation, all of whose writers have ended: its pages are there
+        already, and the slot of the newest complete snapshot stays held."""
+        for memory in self.shelf.memory_of(rank):
+            fits = memory.arena.capacity == capacity and memory.arena.slots == slots
+            if fits and memory.deserted:
+                return memory
+        return None
+
+    def _room(self, plan: Plan, rank: int, capacity: int, slots: int) -> MemoryFile:
+        """New memory. Where both do not fit, older snapshots stay until every rank has restored,
+        and then go. Raises HoldfastError when there is none then either."""
+        name = f"holdfast-{plan.generation}-{rank}"
+        try:
+            return MemoryFile(Arena.create(name, slots, capacity))
+        except HoldfastError as error:
+            everyone = plan.topology.world_size
+            self._change.wait_for(lambda: len(self._asked) == everyone, ROOM_SECONDS)
+            self._current(plan.generation)
+            gone = self.shelf.drop_where(lambda g, s: g < plan.generation)
+            for _, step in gone:
+                self.outcomes.add(SnapshotDropped(str(error), step=step))
+        return MemoryFile(Arena.create(name, slots, capacity))
 
     def wait_free(
         self, generation: int, rank: int, wait: float, keep: Collection[int] = ()
@@ -150,7 +237,11 @@ class Service:
             arena = found.arena
             return self._change.wait_for(lambda: arena.free_slot(keep) is not None, wait)
 
-    # --- saving -----------------------------------------------------------------------------
+    def _slots_came_free(self) -> None:
+        with self._change:
+            self._change.notify_all()
+
+    # --- snapshots --------------------------------------------------------------------------
     def captured(
         self,
         generation: int,
@@ -159,8 +250,10 @@ class Service:
         slot: int,
         sequence: int,
         meta: Mapping[str, Any],
+        durable: bool = True,
     ) -> None:
-        """Take over a snapshot and save it in the background; asked again, do nothing more.
+        """Take over a snapshot: hash and shelve it in the background, and save it if it is to be
+        durable; asked again, do nothing more.
 
         Raises CorruptError when the slot does not hold what the request says. Nothing is done to
         the slot then: a request that was held up must not give back what has come after it.
@@ -170,142 +263,188 @@ class Service:
             found = self._ranks.get(rank)
             if found is None:
                 raise HoldfastError(f"rank {rank} has no arena")
-            seen = found.arena.header(slot)
             due = SlotHeader(
                 digest(self._settings.run), generation, step, sequence,
                 total_size(found.head, found.tensors), digest(found.head),
             )  # fmt: skip
-            if seen != due:
+            if found.arena.header(slot) != due:
                 raise CorruptError(f"slot {slot} of rank {rank} does not hold step {step}")
-            if slot in found.saving or not found.arena.held(slot):
+            if found.taken.get(slot) == sequence or not found.arena.held(slot):
                 return  # its first answer was lost on the way
-            found.saving.add(slot)
-            self._pending[generation, step] += 1
-        self.outcomes.captured((generation, step))
-        self._threads.submit(self._save, plan, found, rank, slot, due, dict(meta))
+            found.taken[slot] = sequence
+            skipped = self._note(rank, step)
+            self._hashing += 1
+            if durable:
+                self._saves.expect((generation, step))
+        for older in skipped:
+            self.shelf.drop(generation, older)
+        capture = _Capture(plan, found, rank, slot, due, dict(meta), durable)
+        self._hashers.submit(self._shelve, capture)
 
-    def _save(
-        self, plan: Plan, owner: _Rank, rank: int, slot: int, due: SlotHeader, meta: dict[str, Any]
-    ) -> None:
-        """One rank's save, on a thread of its own; every failure becomes an outcome."""
-        step = due.step
-        save = (plan.generation, step)
+    def _note(self, rank: int, step: int) -> list[int]:
+        """Remember who handed over what; the older steps that can no longer become complete in
+        memory: each rank hands its steps over in order, so this one has skipped them."""
+        self._handed.setdefault(step, {})[rank] = self._clock()
+        skipped = [s for s, ranks in self._handed.items() if s < step and rank not in ranks]
+        for older in skipped:
+            self._handed[older] = {}  # whatever is still being hashed of it comes too late
+        for old in sorted(self._handed)[:-8]:
+            del self._handed[old]
+        return skipped
+
+    def _shelve(self, capture: _Capture) -> None:
+        """One rank's snapshot, on a thread of its own; every failure becomes an outcome."""
+        plan, owner, slot, due = capture.plan, capture.owner, capture.slot, capture.due
         try:
-            try:
-                if reason := self.outcomes.failure(save):
-                    raise HoldfastError(reason)  # another rank of this step failed: no use
-                with owner.arena.reading(slot, due) as data:
-                    write_part(
-                        self._store, plan, step, rank, pieces(data), len(owner.head),
-                        owner.tensors, meta,
-                    )  # fmt: skip
-            finally:
-                with self._change:
-                    owner.saving.discard(slot)
-                    owner.arena.release(slot)
-                    self._change.notify_all()
-            self._commit(plan, step)
+            with owner.arena.reading(slot, due) as data:
+                part = seal_part(
+                    plan, due.step, capture.rank, data, len(owner.head), owner.tensors,
+                    capture.meta,
+                )  # fmt: skip
+            snapshot = Snapshot(part, part.to_bytes(), owner.memory, slot, due)
+            complete = self._put(snapshot, capture.durable)
         except Exception as error:  # a failed save never stops training (decision 13)
-            self._fail(plan, step, error)
+            if owner.arena.header(slot) in (due, None):  # else a newer capture lies there
+                owner.arena.release(slot)
+            if capture.durable:
+                self._saves.fail(capture.save, error)
+                self._saves.end(capture.save)
+            elif not isinstance(error, FencedError):
+                self.outcomes.warn(f"step {due.step} of rank {capture.rank}: {error}")
+        else:
+            if complete:
+                self._complete(plan, due.step)
+            if capture.durable:
+                self._saves.submit(plan, snapshot)
+            for listener in self.shelved:
+                listener(snapshot)
         finally:
             with self._change:
-                self._pending[save] -= 1
-                self._pending += Counter()  # drops what has come to zero
+                self._hashing -= 1
                 self._change.notify_all()
 
-    def _commit(self, plan: Plan, step: int) -> None:
-        save = (plan.generation, step)
-        with self._committing:
-            if self.outcomes.failure(save) is not None:
-                cleaning.discard(self._store, plan.generation, step)
-                return
-            if self.outcomes.committed(save):
-                return
-            commit = try_commit(self._store, plan, step)
-            if commit is None:
-                return
-            self.outcomes.succeed(save, commit.key, commit.nbytes)
-            self._abandon(plan, step)
-            self._retain()
+    def _put(self, snapshot: Snapshot, durable: bool) -> bool:
+        """Shelve; whether the step is complete. Raises FencedError when its generation is over:
+        what the next one begins from has been chosen."""
+        part = snapshot.part
+        with self._change:
+            self._current(part.generation)
+            late = part.rank not in self._handed.get(part.step, {})
+            complete = self.shelf.put(snapshot, pinned=durable)
+        if late:  # another rank skipped the step: it is of no use in memory
+            self.shelf.drop(part.generation, part.step)
+        return complete and not late
 
-    def _abandon(self, plan: Plan, committed: int) -> None:
-        """Give up older steps that lack a rank: each rank hands its steps over in order, so
-        whoever has handed over `committed` and not an older step has skipped that one."""
-        for step in self.outcomes.open_steps(plan.generation):
-            with self._change:
-                busy = self._pending[plan.generation, step] > 0
-            if step < committed and not busy:
-                parts = self._store.list(part_prefix(plan.generation, step))
-                if len(parts) < plan.topology.world_size:  # else another node is committing it
-                    cleaning.discard(self._store, plan.generation, step)  # before it is told
-                    self.outcomes.fail((plan.generation, step), "not every rank captured it")
-
-    def _retain(self) -> None:
-        keep = cleaning.Keep(self._settings.keep_last, self._settings.keep_every)
-        try:
-            for key in cleaning.retain(self._store, keep, self._verified, self._rejected):
-                self.outcomes.add(CheckpointRemoved(key, step=restore.step_of(key)))
-        except HoldfastError as error:
-            self.outcomes.warn(f"old checkpoints could not be removed: {error}")
-
-    def _fail(self, plan: Plan, step: int, error: Exception) -> None:
-        save = (plan.generation, step)
-        known = isinstance(error, HoldfastError)
-        self.outcomes.fail(save, str(error) if known else f"{type(error).__name__}: {error}")
-        try:  # half a checkpoint takes room and serves nobody
-            with self._committing:
-                if not self.outcomes.committed(save):
-                    cleaning.discard(self._store, plan.generation, step)
-        except HoldfastError as second:
-            self.outcomes.warn(f"an unfinished checkpoint could not be removed: {second}")
+    def _complete(self, plan: Plan, step: int) -> None:
+        """Every rank's snapshot of a step is in memory."""
+        with self._change:
+            handed = self._handed.get(step, {}).values()
+            seconds = self._clock() - min(handed, default=self._clock())
+        nbytes = sum(h.bytes for h in self.shelf.inventory() if h[:2] == (plan.generation, step))
+        self.outcomes.add(SnapshotComplete(nbytes, seconds, step=step))
+        choice = self._choice
+        if choice is not None and choice.durable and not choice.memory:
+            self._saves.verified.add(choice.commit.step)  # all ranks have read and checked it
 
     # --- questions --------------------------------------------------------------------------
-    def drain(self, wait: float) -> bool:
-        """Wait for the end of the saves under way; whether all have ended."""
+    def drain(self, wait: float, durable: bool = True) -> bool:
+        """Wait for the end of what is under way; whether all has ended. Without `durable`, a save
+        whose step is complete in memory is not waited for: nothing is lost with it."""
+
+        def ended() -> bool:
+            newest = dict(reversed(self.shelf.complete()))  # generation -> step
+            waiting = [
+                save for save in self._saves.pending
+                if durable or save[1] > newest.get(save[0], -1)
+            ]  # fmt: skip
+            return not self._hashing and not waiting
+
         with self._change:
-            return self._change.wait_for(lambda: not self._pending, wait)
+            return self._change.wait_for(ended, wait)
 
-    def newest(self, drain: float) -> dict[str, Any]:
-        """The newest verified checkpoint, and every one that was passed over.
+    def newest(
+        self, generation: int, drain: float, tried: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """What `generation`, which has been opened, begins from, and what was passed over.
 
-        First waits up to `drain` seconds for saves that are under way.
-
-        Raises CheckpointError when there are some but none can be trusted.
+        First waits up to `drain` seconds for what is under way. tried: keys that turned out to be
+        rotten when they were read, and why. Raises CheckpointError when there are candidates but
+        none can be trusted.
         """
-        self.drain(drain)
+        self.drain(drain, durable=False)
         rejected: list[tuple[str, str]] = []
 
         def reject(key: str, reason: str) -> None:
             rejected.append((key, reason))
-            if key not in self._rejected:
-                self._rejected[key] = reason
-                self.outcomes.add(CheckpointRejected(key, reason, step=restore.step_of(key)))
+            if key not in self._saves.rejected:
+                self._saves.rejected[key] = reason
+                event = CheckpointRejected(key, reason, step=restore.step_of(key))
+                self.outcomes.add(event)
 
-        found = restore.newest_verified(self._store, reject)
+        tried = tried or {}
+        for key, reason in tried.items():
+            reject(key, reason)
+            if position := parse_commit_key(key):
+                self.shelf.drop(position[1], position[0])
+        begun = self._clock()
+        chooser = Chooser(
+            self._store, self.memories, generation, self._settings.config_hash,
+            self._settings.dataset_version, reject,
+        )  # fmt: skip
+        self._choice = choice = chooser.newest(tried)
         answer: dict[str, Any] = {"key": None, "step": 0, "generation": 0, "meta": {}}
-        if found is not None:
-            commit = found.commit
-            self._verified.add(commit.step)
+        if choice is not None:
+            commit = choice.commit
             answer = {
                 "key": commit.key, "step": commit.step, "generation": commit.generation,
-                "meta": dict(commit.meta),
+                "meta": dict(commit.meta), "durable": choice.durable,
             }  # fmt: skip
-        return answer | {"rejected": rejected}
+        return answer | {"rejected": rejected, "seconds": self._clock() - begun}
+
+    def holdings(self, generation: int, key: str) -> tuple[dict[str, Any], list[int]]:
+        """The commit object under `key`, and which of its blobs lie in this mover's memory, with
+        the descriptors of their memory files; the caller closes them. Raises as the store does."""
+        self._current(generation)
+        choice = self._choice
+        commit = choice.commit if choice is not None and choice.key == key else None
+        if commit is None:
+            commit = restore.Checkpoint.open(self._store, key).commit
+        files: dict[int, int] = {}  # id of the memory file -> its place among the descriptors
+        fds: list[int] = []
+        held: list[dict[str, Any]] = []
+        for writer in commit.writers:
+            with suppress(MissingKeyError):
+                found = self.shelf.get(commit.generation, commit.step, writer.rank)
+                if found.part.blob == writer.blob:
+                    if id(found.memory) not in files and len(fds) < DESCRIPTORS:
+                        files[id(found.memory)] = len(fds)
+                        fds.append(os.dup(found.memory.fd))
+                    if id(found.memory) in files:
+                        held.append({
+                            "key": writer.blob.key, "file": files[id(found.memory)],
+                            "slot": found.slot, "header": header_to_json(found.header),
+                        })  # fmt: skip
+        missing = {writer.blob.key for writer in commit.writers} - {h["key"] for h in held}
+        peers = self.elsewhere(missing) if missing else []
+        return {"commit": commit.to_bytes().decode(), "held": held, "peers": peers}, fds
 
     def status(self) -> dict[str, Any]:
         with self._change:
             arenas = {
                 str(rank): {
                     "slots": r.arena.slots,
-                    "bytes": r.arena.slots * r.arena.capacity,
-                    "saving": sorted(r.saving),
+                    "bytes": r.memory.nbytes,
                     "held": [s for s in range(r.arena.slots) if r.arena.held(s)],
                 }
                 for rank, r in sorted(self._ranks.items())
             }
             generation = self._plan.generation if self._plan else 0
-        return {"generation": generation, "arenas": arenas, "saves": self.outcomes.counts()}
+        return {
+            "generation": generation, "arenas": arenas, "saves": self.outcomes.counts(),
+            "memory": self.shelf.complete(),
+        }  # fmt: skip
 
     def close(self) -> None:
         """Finish what is being saved and stop."""
-        self._threads.shutdown(wait=True)
+        self._hashers.shutdown(wait=True)
+        self._saves.close()

@@ -20,13 +20,14 @@ A copy of a rank of another node is never complete by itself; the newest of each
 from __future__ import annotations
 
 import os
+import select
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +47,25 @@ class MemoryFile:
         weakref.finalize(self, os.close, fd)
         self.fd = fd
         self.arena = Arena(fd)
+        self._writers: list[int | None] = []  # a descriptor of each process; None: cannot be had
+
+    def given_to(self, process: int | None) -> None:
+        """Note that a process has mapped it to write there."""
+        writer = None
+        if process is not None and hasattr(os, "pidfd_open"):
+            with suppress(OSError):
+                writer = os.pidfd_open(process)
+                weakref.finalize(self, os.close, writer)
+        self._writers.append(writer)
+
+    @property
+    def deserted(self) -> bool:
+        """Whether every process that could write there is known to have ended. Only then may
+        somebody else: two writers in one slot would make a snapshot of neither."""
+        known = [writer for writer in self._writers if writer is not None]
+        if len(known) < len(self._writers):
+            return False
+        return all(select.select([writer], [], [], 0)[0] for writer in known)
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +89,10 @@ class Snapshot:
         return self.memory.arena.header(self.slot) == self.header
 
 
+Sealed = bytes
+"""A part manifest as it is written, byte for byte."""
+
+
 class Held(NamedTuple):
     """A line of the inventory."""
 
@@ -76,7 +100,7 @@ class Held(NamedTuple):
     step: int
     rank: int
     bytes: int
-    stored: bytes  # the sealed part manifest
+    stored: Sealed
 
 
 _Name = tuple[int, int, int]  # generation, step, rank
@@ -106,8 +130,9 @@ class Shelf:
         with self._lock:
             return self._plans[generation]
 
-    def put(self, snapshot: Snapshot) -> bool:
-        """Shelve a snapshot, whose slot must be held; whether its step is complete now.
+    def put(self, snapshot: Snapshot, pinned: bool = False) -> bool:
+        """Shelve a snapshot, whose slot must be held; whether its step is complete now. With
+        `pinned` the slot is kept until `unpin`, whatever becomes of the step.
 
         Raises MissingKeyError when the slot holds something else already.
         """
@@ -121,6 +146,8 @@ class Shelf:
                     del self._snapshots[name]  # what lay there before
             self._snapshots[part.generation, part.step, part.rank] = snapshot
             self._kept[place] = snapshot.memory
+            if pinned:
+                self._pins[place] += 1
             complete = self._is_complete(part.generation, part.step)
             if complete and snapshot.own:
                 self._forget_before(part.generation)
@@ -231,11 +258,21 @@ class Shelf:
         try:
             yield found
         finally:
-            with self._lock:
-                self._pins[_place(found)] -= 1
-                self._pins += Counter()  # drops what has come to zero
-                freed = self._give_back()
-            self._tell(freed)
+            self.unpin(found)
+
+    def unpin(self, snapshot: Snapshot) -> None:
+        """The end of a `put` that pinned."""
+        with self._lock:
+            self._pins[_place(snapshot)] -= 1
+            self._pins += Counter()  # drops what has come to zero
+            freed = self._give_back()
+        self._tell(freed)
+
+    def memory_of(self, rank: int) -> list[MemoryFile]:
+        """The memory files in which snapshots of a rank of this node lie."""
+        with self._lock:
+            own = [s for name, s in self._snapshots.items() if name[2] == rank and s.own]
+        return list({id(s.memory): s.memory for s in own}.values())
 
     # --- what is kept -----------------------------------------------------------------------
     def _is_complete(self, generation: int, step: int) -> bool:
@@ -271,6 +308,20 @@ class Shelf:
             memory.arena.release(slot)
         if freed:
             self._given_back()
+
+
+def header_to_json(header: SlotHeader) -> list[Any]:
+    run, layout = header.run.hex(), header.layout.hex()
+    return [run, header.generation, header.step, header.sequence, header.length, layout]
+
+
+def header_from_json(value: Sequence[Any]) -> SlotHeader:
+    """Raises ValueError and TypeError for what is no header."""
+    run, generation, step, sequence, length, layout = value
+    return SlotHeader(
+        bytes.fromhex(run), int(generation), int(step), int(sequence), int(length),
+        bytes.fromhex(layout),
+    )  # fmt: skip
 
 
 def _place(snapshot: Snapshot) -> _Place:

@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from holdfast.checkpoint.mover_client import Newest
 from holdfast.checkpoint.service import Settings
 from holdfast.config.run import RunConfig
 from holdfast.elastic import exits, health
@@ -40,6 +41,7 @@ from holdfast.events import (
     CheckpointCommitted,
     Event,
     GenerationStarted,
+    RestorePointFound,
     RunFailed,
     RunFinished,
     RunStarted,
@@ -98,6 +100,8 @@ class Agent:
         self._current: Generation | None = None
         self._restarts = Restarts()
         self._committed = 0
+        self._newest: Newest | None = None  # what the present generation began from
+        self._tried: dict[str, str] = {}  # checkpoints that proved rotten when they were read
         self._stop: str | None = None
         self._leave_now = False
         self._template: Template | None = None
@@ -235,7 +239,13 @@ class Agent:
 
     def _restart_or_give_up(self, verdict: Lost) -> int | None:
         self._become(RunState.RECOVERING)
-        self._restarts = self._restarts.after_loss(self._committed)
+        newest = self._newest
+        if verdict.rotten is not None and newest is not None and newest.key is not None:
+            self._say(f"{newest.key} is not whole ({verdict.rotten}); the next older one is tried")
+            self._tried[newest.key] = verdict.rotten
+            return None  # each goes once: this ends
+        reached = max(self._committed, newest.step if newest is not None else 0)
+        self._restarts = self._restarts.after_loss(reached)
         limit = self._config.cluster.max_restarts_without_progress
         sentence = give_up(self._restarts, limit, verdict.cause)
         if sentence is None:
@@ -282,27 +292,33 @@ class Agent:
         if resumed is not None:
             self._board.emit("agent", RunStarted(
                 self._config.name, self._config_hash, self._dataset_version, resumed))  # fmt: skip
-        newest = await self._mover.begin(topology)
-        self._committed = newest.step
+        self._newest = newest = await self._mover.begin(topology, self._tried)
+        if newest.durable:
+            self._committed = newest.step
+        if newest.key is not None:
+            self._board.emit("agent", RestorePointFound(
+                newest.key, newest.durable, newest.seconds, step=newest.step))  # fmt: skip
         self._board.emit("agent", GenerationStarted(
             topology.to_json(), reason, newest.key, step=newest.step))  # fmt: skip
         await self._board.flush()
-        return await self._populate(topology, newest.key, newest.step)
+        return await self._populate(topology, newest)
 
-    async def _populate(self, topology: Topology, key: str | None, step: int) -> Generation:
+    async def _populate(self, topology: Topology, newest: Newest) -> Generation:
         """Fork the workers of an opened generation; with no step left to do, it is finished."""
+        step = newest.step
         current = self._current = Generation(
             topology, step, self._config.cluster, self._folder, self._board, self._say, self._ready
         )
         if step >= self._config.train.steps:
-            current.decide(Finished(step))
+            unsaved = None if newest.durable else await self._mover.made_durable(newest)
+            current.decide(Finished(step, unsaved))
             return current
         told = boots(
             self._config, topology, folder=self._folder, agent=self._term.address,
             mover_socket=self._mover.socket_path, cores=usable_cores(),
-            restore_key=key, start_step=step,
+            restore_key=newest.key, start_step=step,
         )  # fmt: skip
-        # Either may have died while the restore point was being verified.
+        # Either may have died while the restore point was looked for.
         if not self._mover.alive:
             current.decide(Lost("mover_lost", "the mover ended"))
         elif self._template is None or not self._template.alive:

@@ -107,6 +107,10 @@ class Generation:
                 self.decide(Failed(last_lines(log, 1) or "a worker refused to start", exits.USER))
             case exits.NON_FINITE:
                 self.decide(Failed(self._non_finite_sentence(member)))
+            case exits.ROTTEN:
+                log = worker_log(self._folder, self.number, member.rank)
+                said = last_lines(log, 1).partition(": ")[2] or "it could not be read"
+                self.decide(Lost("rot", f"worker {member.rank}: {said}", said))
             case exits.PEER_LOST:
                 # The one who really died is reported in the same moment; only if nobody is
                 # does this worker's word stand.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from holdfast.checkpoint.mover import MoverBoot
@@ -12,6 +12,7 @@ from holdfast.checkpoint.mover_client import MoverClient, MoverGoneError, Newest
 from holdfast.checkpoint.service import Settings
 from holdfast.config.run import RunConfig
 from holdfast.elastic.children import Child, start_mover
+from holdfast.elastic.peering import peer_settings
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Event
 from holdfast.layout import Topology
@@ -19,6 +20,7 @@ from holdfast.spec.state import state_table
 from holdfast.wire.secret import Secret
 
 POLL_SECONDS = 5.0
+DURABLE_SECONDS = 600.0
 PAUSE_SECONDS = 1.0
 """Before a mover that lives and did not answer is asked again."""
 
@@ -58,39 +60,47 @@ class MoverLink:
         """Start a mover unless one is alive. Raises ChildFailedError."""
         if self.alive:
             return
+        peers = peer_settings(self._config.checkpoint)
         boot = MoverBoot(
             store=str(self._folder),
             socket=self.socket_path,
             settings=self._settings,
             secret=self._secret.hex(),
             lifeline=lifeline,
+            peers=None if peers is None else peers.to_json(),
         )
         self._mark = 0
         log = self._folder / "logs" / "mover.log"
         self._child = await start_mover(boot.to_line(), lifeline, log, gone)
 
     async def settle(self, generation: int) -> None:
-        """Let the saves end that workers of `generation`, now gone, had handed over."""
+        """Let end what workers of `generation`, now gone, had handed over, in memory at least."""
         try:
             client = MoverClient(self.socket_path, self._secret, generation)
-            await asyncio.to_thread(client.drain)
+            await asyncio.to_thread(client.drain, durable=False)
         except MoverGoneError:
             return  # and its saves with it
 
-    async def begin(self, topology: Topology) -> Newest:
-        """Ask for the restore point, then tell it who will write from now on.
+    async def begin(self, topology: Topology, tried: Mapping[str, str]) -> Newest:
+        """Ask for the restore point, then tell it who will write from now on. tried: the keys of
+        checkpoints that turned out to be rotten, and why.
 
         Raises CheckpointError when no checkpoint can be trusted, MoverGoneError, FencedError.
         """
         client = MoverClient(self.socket_path, self._secret, topology.generation)
-        newest = await asyncio.to_thread(client.newest)
+        newest = await asyncio.to_thread(client.newest, tried=tried)
         table = state_table(self._config.model, self._config.train.precision)
         if self._pump is not None:
             self._pump.cancel()  # its last question is answered by `expect`, and asked no more
-        await asyncio.to_thread(client.expect, topology, table)
+        await asyncio.to_thread(client.expect, topology, table, newest.step)
         await self.drain(topology.generation)  # rejected checkpoints, before the workers start
         self._pump = asyncio.create_task(self._listen(client))
         return newest
+
+    async def made_durable(self, newest: Newest) -> str | None:
+        """Wait until a restore point that memory alone held is durable; None then, else why not."""
+        client = MoverClient(self.socket_path, self._secret, newest.generation)
+        return await asyncio.to_thread(client.settle, newest.step, DURABLE_SECONDS)
 
     async def drain(self, generation: int) -> None:
         """Take every event that has happened so far."""

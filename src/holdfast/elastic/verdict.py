@@ -25,8 +25,9 @@ class Left:
 class Lost:
     """Something died or hung that a restart may mend."""
 
-    reason: str  # of the next GenerationStarted: worker_lost, hang, mover_lost, template_lost
+    reason: str  # of the next GenerationStarted: worker_lost, hang, mover_lost, template_lost, rot
     cause: str  # a phrase for people
+    rotten: str | None = None  # what is wrong with the checkpoint that the generation began from
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,11 @@ from holdfast.spec.parameters import Parameter
 from holdfast.spec.state import PREFIXES
 
 Read = Callable[[Box, Tensor], None]
-"""Fills a contiguous CPU tensor with the elements of a box."""
+"""Fills a contiguous CPU tensor with the elements of a box. One that also has a method `many`, of a
+list of (box, tensor), is asked for all of them in one pass over the bytes."""
+
+HOST_BYTES = 2**30
+"""Host memory at a time for tensors that cannot be filled in place."""
 
 
 @dataclass(frozen=True)
@@ -94,13 +98,30 @@ def state_tensors(
 @torch.no_grad()
 def load_state(tensors: Sequence[LocalTensor], read: Read) -> None:
     """Fill every tensor in place. What is not contiguous on the CPU goes through a copy there."""
-    for local in tensors:
-        tensor = local.tensor
-        if tensor.numel() == 0:
-            continue
-        if tensor.device.type == "cpu" and tensor.is_contiguous():
-            read(local.box, tensor)
-        else:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype)
-            read(local.box, host)
-            tensor.copy_(host)
+    held = [local for local in tensors if local.tensor.numel()]
+    in_place = [t for t in held if t.tensor.device.type == "cpu" and t.tensor.is_contiguous()]
+    _fill(read, [(local.box, local.tensor) for local in in_place])
+    group: list[LocalTensor] = []
+    done = {id(local) for local in in_place}
+    for local in (local for local in held if id(local) not in done):
+        if group and sum(t.tensor.nbytes for t in group) + local.tensor.nbytes > HOST_BYTES:
+            _through_host(read, group)
+            group = []
+        group.append(local)
+    _through_host(read, group)
+
+
+def _through_host(read: Read, group: Sequence[LocalTensor]) -> None:
+    hosts = [torch.empty(local.tensor.shape, dtype=local.tensor.dtype) for local in group]
+    _fill(read, [(local.box, host) for local, host in zip(group, hosts, strict=True)])
+    for local, host in zip(group, hosts, strict=True):
+        local.tensor.copy_(host)
+
+
+def _fill(read: Read, wanted: Sequence[tuple[Box, Tensor]]) -> None:
+    many = getattr(read, "many", None)
+    if many is not None:
+        many(wanted)
+        return
+    for box, tensor in wanted:
+        read(box, tensor)

@@ -1,0 +1,175 @@
+"""What a restart begins from: the newest step that is complete, over memory and the run store.
+
+Candidates are ordered by step, then by generation. One that lies in memory alone is trusted when
+the parts of every writer of its generation are there, and nobody has begun again from an older
+step since. The last is the danger: a machine that was cut off comes back with snapshots that the
+rest has given up, and a run that took them up again would have trained on two branches. So each
+generation notes in the run store, before any of its workers exists, from which step it begins
+(`starts/<generation>.json`); a snapshot is given up as soon as a generation after its own began
+from an older step. Whoever asks has opened its own generation before, which fences all older ones:
+whatever they still capture belongs to a step that nobody will ask for.
+
+Choosing reads little: the commit object, and each blob's size and header. Extents are checked while
+they are read, by those who need them; a checkpoint that turns out to be rotten is named by its key
+in `skip` the next time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from holdfast.checkpoint import restore
+from holdfast.checkpoint.sources import MemorySource
+from holdfast.errors import CheckpointError, HoldfastError, RunFolderError, StoreError
+from holdfast.layout import Topology
+from holdfast.spec.manifest import COMMITS, Commit, Part, commit_key, merge, parse_commit_key
+from holdfast.spec.state import StateTable
+from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
+
+STARTS = "starts/"
+
+Reject = Callable[[str, str], None]
+_Position = tuple[int, int]  # step, generation: as candidates are ordered
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A state to begin from."""
+
+    commit: Commit
+    durable: bool  # a commit object in the run store says so
+    memory: bool  # its parts are in somebody's memory
+
+    @property
+    def key(self) -> str:
+        return self.commit.key
+
+
+def note_start(store: RunStore, generation: int, step: int) -> None:
+    """Write down from which step a generation begins; said once."""
+    with suppress(AlreadyExistsError):
+        store.create(_start_key(generation), json.dumps({"step": step}).encode() + b"\n")
+
+
+def given_up(store: RunStore, present: int, generation: int, step: int) -> bool:
+    """Whether a generation between that of a snapshot and the present one began from an older
+    step. Raises what the store raises: then nobody knows."""
+    for later in range(generation + 1, present):
+        with suppress(MissingKeyError):  # it was opened and has not begun
+            if int(json.loads(store.get(_start_key(later)))["step"]) < step:
+                return True
+    return False
+
+
+@dataclass
+class _Found:
+    """The parts of one step that some memory holds, and who its writers are."""
+
+    plan: tuple[Topology, StateTable]
+    parts: dict[int, tuple[Part, bytes]]
+
+    @property
+    def complete(self) -> bool:
+        return len(self.parts) == self.plan[0].world_size
+
+
+class Chooser:
+    """One search for the newest state: the generation that asks has been opened."""
+
+    def __init__(
+        self, store: RunStore, memories: Sequence[MemorySource], present: int,
+        config_hash: str, dataset_version: str, rejected: Reject,
+    ) -> None:  # fmt: skip
+        """`rejected(key, reason)` is called for each candidate that is passed over."""
+        self._store, self._memories, self._present = store, memories, present
+        self._about = (config_hash, dataset_version)
+        self._rejected = rejected
+
+    def newest(self, skip: Collection[str]) -> Choice | None:
+        """The newest state that can be begun from; None when there has never been one.
+
+        skip: keys that were tried already. Raises CheckpointError when there are candidates and
+        none can be trusted, and the store's own error when it is out of reach.
+        """
+        held = self._in_memory()
+        at_rest = {at for key in restore.listing(self._store) if (at := parse_commit_key(key))}
+        positions = sorted(held.keys() | at_rest, reverse=True)
+        unread: HoldfastError | None = None
+        for position in positions:
+            key = commit_key(position[1], position[0])
+            if key in skip:
+                continue
+            try:
+                choice = self._consider(key, position, held.get(position), position in at_rest)
+            except (HoldfastError, ValueError) as error:
+                unread = self._still_there(error) or unread
+                self._rejected(key, str(error))
+                continue
+            if choice is not None:
+                return choice
+            self._rejected(key, "a later generation began again from an older step")
+        if unread is not None:
+            raise unread  # it may be whole where it cannot be read: no reason to start over
+        if positions:
+            raise CheckpointError(
+                f"none of {len(positions)} checkpoints can be trusted",
+                where=COMMITS.rstrip("/"),
+                remedy="see why with: holdfast checkpoint verify RUN, or start over with --fresh",
+            )
+        return None
+
+    def _consider(
+        self, key: str, position: _Position, held: _Found | None, at_rest: bool
+    ) -> Choice | None:
+        step, generation = position
+        if at_rest and held is None:
+            return Choice(self._opened(key), durable=True, memory=False)
+        assert held is not None, "a position comes from memory or from the run store"
+        if not at_rest and given_up(self._store, self._present, generation, step):
+            return None
+        try:
+            return Choice(merge(held.parts, *held.plan, *self._about), at_rest, memory=True)
+        except HoldfastError:
+            if not at_rest:
+                raise
+            return Choice(self._opened(key), durable=True, memory=False)
+
+    def _opened(self, key: str) -> Commit:
+        """Where the store fails, rather than the bytes, it is asked once more."""
+        try:
+            return restore.opened(self._store, key)
+        except (RunFolderError, StoreError):
+            return restore.opened(self._store, key)
+
+    def _still_there(self, error: Exception) -> HoldfastError | None:
+        """The error, if it is the store's own and not about the bytes. A store that is out of reach
+        altogether says nothing about any checkpoint: raises its error then, for taking an older
+        one instead would lose work."""
+        if not isinstance(error, RunFolderError | StoreError):
+            return None
+        restore.listing(self._store)
+        return error
+
+    def _in_memory(self) -> dict[_Position, _Found]:
+        """What all memories together hold of steps that are complete."""
+        found: dict[_Position, _Found] = {}
+        for memory in self._memories:
+            try:
+                inventory = memory.inventory()
+            except HoldfastError:
+                continue  # that machine is out of reach: what it holds is not there
+            for line in inventory:
+                at = (line.step, line.generation)
+                # A manifest that is broken, or whose plan is unknown, is as good as none.
+                with suppress(HoldfastError, KeyError):
+                    part = Part.from_bytes(line.stored, f"{memory.name}, rank {line.rank}")
+                    step = found.setdefault(at, _Found(memory.plan(line.generation), {}))
+                    step.parts.setdefault(line.rank, (part, line.stored))
+        return {at: s for at, s in found.items() if s.complete and at[1] <= self._present}
+
+
+def _start_key(generation: int) -> str:
+    return f"{STARTS}{generation:010d}.json"

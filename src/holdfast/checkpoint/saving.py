@@ -1,0 +1,185 @@
+"""From the shelf to the run store: snapshots become blobs, parts and, together, a checkpoint.
+
+Saves run on a few threads of their own. A save never stops training: every failure is an outcome,
+and nothing is left behind. Where a generation began from a step that lies in memory alone, that
+step is made durable first of all ("promoted"): under the authority of the new generation, because
+its own is fenced.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+from holdfast.checkpoint import cleaning, restore
+from holdfast.checkpoint.choosing import Choice
+from holdfast.checkpoint.outcomes import Outcomes, Save
+from holdfast.checkpoint.save import (
+    Plan,
+    check_sealed,
+    commit_sealed,
+    pieces,
+    try_commit,
+    write_sealed,
+)
+from holdfast.checkpoint.snapshots import Shelf, Snapshot
+from holdfast.errors import FencedError, HoldfastError
+from holdfast.events import CheckpointRemoved
+from holdfast.spec.manifest import part_prefix
+from holdfast.wire.runstore import MissingKeyError, RunStore
+
+SAVE_THREADS = 2
+PROMOTE_SECONDS = 600.0
+"""How long a promotion waits for the fenced save of the same step to end."""
+
+
+class Saves:
+    """The durable saves of one mover. Safe to use from any thread."""
+
+    def __init__(
+        self,
+        store: RunStore,
+        shelf: Shelf,
+        outcomes: Outcomes,
+        change: threading.Condition,
+        keep: cleaning.Keep,
+    ) -> None:
+        """`change` guards `pending` and is notified when a save has ended."""
+        self.pending: Counter[Save] = Counter()  # handed over by ranks, and not ended
+        self.verified: set[int] = set()  # steps of checkpoints that were read back in full
+        self.rejected: dict[str, str] = {}  # keys of those that were passed over, and why
+        self._store, self._shelf, self._outcomes = store, shelf, outcomes
+        self._change, self._keep = change, keep
+        self._committing = threading.Lock()
+        self._threads = ThreadPoolExecutor(SAVE_THREADS, "save")
+
+    def begin(self, generation: int) -> None:
+        """Remove what older generations left unfinished."""
+        with self._committing:
+            cleaning.sweep(self._store, generation)
+
+    def expect(self, save: Save) -> None:
+        """A rank has handed over its part of a save."""
+        with self._change:
+            self.pending[save] += 1
+        self._outcomes.captured(save)
+
+    def submit(self, plan: Plan, snapshot: Snapshot) -> None:
+        """Save what was shelved, pinned."""
+        self._threads.submit(self._save, plan, snapshot)
+
+    def promote(self, generation: int, choice: Choice) -> None:
+        """Make durable what `generation` began from and only memory holds. Its slots are kept
+        until that is done."""
+        pins = ExitStack()
+        at = choice.commit.generation, choice.commit.step
+        try:
+            snapshots = [
+                pins.enter_context(self._shelf.pin(*at, writer.rank))
+                for writer in choice.commit.writers
+            ]
+        except MissingKeyError:  # a part of it is in the memory of another machine
+            pins.close()
+            return
+        self._threads.submit(self._promote, generation, choice, snapshots, pins)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True)
+
+    # --- one save -----------------------------------------------------------------------------
+    def _save(self, plan: Plan, snapshot: Snapshot) -> None:
+        """One rank's part of a save; every failure becomes an outcome."""
+        save = (plan.generation, snapshot.part.step)
+        try:
+            try:
+                if reason := self._outcomes.failure(save):
+                    raise HoldfastError(reason)  # another rank of this step failed: no use
+                self._write(plan.generation, snapshot)
+            finally:
+                self._shelf.unpin(snapshot)
+            self._commit(plan, snapshot.part.step)
+        except Exception as error:
+            self.fail(save, error)
+        finally:
+            self.end(save)
+
+    def _write(self, authority: int, snapshot: Snapshot) -> None:
+        with snapshot.memory.arena.reading(snapshot.slot, snapshot.header) as data:
+            write_sealed(self._store, authority, snapshot.part, snapshot.stored, pieces(data))
+
+    def fail(self, save: Save, error: Exception) -> None:
+        known = isinstance(error, HoldfastError)
+        self._outcomes.fail(save, str(error) if known else f"{type(error).__name__}: {error}")
+        with self._committing:
+            if not self._outcomes.committed(save):
+                self._discard(save)
+
+    def end(self, save: Save) -> None:
+        with self._change:
+            self.pending[save] -= 1
+            self.pending += Counter()  # drops what has come to zero
+            self._change.notify_all()
+
+    def _commit(self, plan: Plan, step: int) -> None:
+        save = (plan.generation, step)
+        with self._committing:
+            if self._outcomes.failure(save) is not None:
+                cleaning.discard(self._store, plan.generation, step)
+                return
+            if self._outcomes.committed(save):
+                return
+            commit = try_commit(self._store, plan, step)
+            if commit is None:
+                return
+            self._outcomes.succeed(save, commit.key, commit.nbytes)
+            self._abandon(plan, step)
+            self._retain()
+
+    def _promote(
+        self, generation: int, choice: Choice, snapshots: list[Snapshot], pins: ExitStack
+    ) -> None:
+        save = choice.commit.generation, choice.commit.step
+        with self._change:
+            self._change.wait_for(lambda: not self.pending[save], PROMOTE_SECONDS)
+        try:
+            with pins:
+                for snapshot in snapshots:
+                    check_sealed(snapshot)  # it has lain there: no rot may become durable
+                    self._write(generation, snapshot)
+            with self._committing:
+                commit_sealed(self._store, generation, choice.commit)
+                self._outcomes.succeed(save, choice.key, choice.commit.nbytes)
+                self._retain()
+        except Exception as error:
+            if not isinstance(error, FencedError):
+                self._outcomes.warn(f"step {save[1]} stays in memory only: {error}")
+            with self._committing:
+                self._discard(save)
+
+    def _abandon(self, plan: Plan, committed: int) -> None:
+        """Give up older steps that lack a rank: each rank hands its steps over in order, so
+        whoever has handed over `committed` and not an older step has skipped that one."""
+        for step in self._outcomes.open_steps(plan.generation):
+            with self._change:
+                busy = self.pending[plan.generation, step] > 0
+            if step < committed and not busy:
+                parts = self._store.list(part_prefix(plan.generation, step))
+                if len(parts) < plan.topology.world_size:  # else another node is committing it
+                    cleaning.discard(self._store, plan.generation, step)  # before it is told
+                    self._outcomes.fail((plan.generation, step), "not every rank captured it")
+
+    def _retain(self) -> None:
+        try:
+            for key in cleaning.retain(self._store, self._keep, self.verified, self.rejected):
+                self._outcomes.add(CheckpointRemoved(key, step=restore.step_of(key)))
+        except HoldfastError as error:
+            self._outcomes.warn(f"old checkpoints could not be removed: {error}")
+
+    def _discard(self, save: Save) -> None:
+        """Half a checkpoint takes room and serves nobody."""
+        try:
+            cleaning.discard(self._store, *save)
+        except HoldfastError as error:
+            self._outcomes.warn(f"an unfinished checkpoint could not be removed: {error}")

@@ -1,0 +1,108 @@
+"""How a worker gets the state that its generation begins from.
+
+The mover says which blobs it has in memory; they are mapped and read where they lie, so a state
+that outlived its worker is copied once, into the tensors. What is not there comes from peers, then
+from the run store. Every byte is checked on its way, by this process and only here: what turns out
+to be rotten everywhere is the end of this worker, and its agent begins again from the next older
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from holdfast.checkpoint.mover_client import MoverClient
+from holdfast.checkpoint.peer_source import PeerBlobs
+from holdfast.checkpoint.restore import Checkpoint
+from holdfast.checkpoint.sources import MappedSource, Mixed, Source, StoreSource
+from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.worker.reporter import Reporter
+from holdfast.errors import CorruptError, HoldfastError
+from holdfast.events import CheckpointRestored, SourceRejected
+from holdfast.spec.boxes import Box
+from holdfast.spec.manifest import Commit
+from holdfast.train.build import Session
+from holdfast.wire.runstore import FolderStore, MissingKeyError
+from holdfast.wire.secret import Secret
+
+
+class RottenError(HoldfastError):
+    """No source has every byte of the checkpoint as it was written."""
+
+
+def restore(boot: WorkerBoot, session: Session, reporter: Reporter, secret: Secret | None) -> None:
+    """The state after `boot.start_step`: read by boxes, or made from the seed.
+
+    Raises RottenError, and HoldfastError when a source that may be whole cannot be reached.
+    """
+    key = boot.restore_key
+    if key is None:
+        session.engine.initialise(session.config.seed)
+        return
+    begun = time.monotonic()
+    try:
+        with _opened(boot, key, secret) as checkpoint:
+            opening = time.monotonic() - begun
+            session.engine.load(_Boxes(checkpoint, boot.start_step, reporter))
+            tally = checkpoint.tally
+    except (CorruptError, MissingKeyError) as error:
+        raise RottenError(str(error)) from error
+    for source, blob, reason in dict.fromkeys(tally.problems):
+        print(f"{source}: {reason}; another source had it", flush=True)
+        reporter.emit(SourceRejected(boot.rank, source, blob, reason, step=boot.start_step))
+    reporter.emit(
+        CheckpointRestored(
+            boot.rank, key, sum(tally.bytes.values()), time.monotonic() - begun,
+            {"open": opening, **tally.seconds}, dict(tally.bytes), step=boot.start_step,
+        )
+    )  # fmt: skip
+
+
+class _Boxes:
+    """Reads one box, or many in one pass, and says meanwhile that this rank is alive."""
+
+    def __init__(self, checkpoint: Checkpoint, step: int, reporter: Reporter) -> None:
+        self._checkpoint, self._step, self._reporter = checkpoint, step, reporter
+
+    def __call__(self, box: Box, out: Tensor) -> None:
+        self._alive()
+        self._checkpoint.read(box, _bytes(out))
+
+    def many(self, wanted: Sequence[tuple[Box, Tensor]]) -> None:
+        self._alive()
+        self._checkpoint.read_all(((box, _bytes(out)) for box, out in wanted), self._alive)
+
+    def _alive(self) -> None:
+        self._reporter.progress(self._step, "restore")
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+@contextmanager
+def _opened(boot: WorkerBoot, key: str, secret: Secret | None) -> Iterator[Checkpoint]:
+    """The checkpoint over all sources, cheapest first; memory is given back at the end."""
+    store = FolderStore(boot.run_folder)
+    if not boot.mover_socket or secret is None:
+        yield Checkpoint(store, Commit.from_bytes(store.get(key), key))
+        return
+    holdings = MoverClient(boot.mover_socket, secret, boot.generation).holdings(key)
+    mapped = MappedSource(holdings.slots)
+    peers = [
+        PeerBlobs(peer["name"], peer["address"], peer["keys"], secret, boot.generation)
+        for peer in holdings.peers
+    ]
+    sources: list[Source] = [mapped, *peers, StoreSource(store)]
+    try:
+        yield Checkpoint(Mixed(sources), holdings.commit)
+    finally:
+        for peer in peers:
+            peer.close()
+        with suppress(BufferError):  # an exception on its way up may still show a view
+            mapped.close()
