@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.checkpoint.campaign import interrupted, memory, movers, reading, rest, states
+from tests.checkpoint.campaign import bucket, interrupted, memory, movers, reading, rest, states
 from tests.checkpoint.campaign.interrupted import Setting
 from tests.checkpoint.campaign.judge import Restored, WrongError, judge_folder
 from tests.checkpoint.campaign.scenes import history
@@ -185,6 +185,7 @@ FAULTS: dict[str, Fault] = {
     "slot-rewritten": Fault(partial(of_setting, movers.rewritten), 6),
     "two-movers": Fault(partial(of_setting, movers.two_movers), 8),
     **{name: Fault(partial(of_setting, partial(memory.play, name)), 8) for name in memory.KINDS},
+    **{name: Fault(partial(of_setting, body), 10) for name, body in bucket.KINDS.items()},
 }
 
 

@@ -48,6 +48,9 @@ class Victim:
     def put(self, key: str, data: bytes | bytearray) -> None:
         self.path(key).write_bytes(data)
 
+    def remove(self, key: str) -> None:
+        self.path(key).unlink(missing_ok=True)
+
 
 def flip(victim: Victim, key: str, low: int, high: int, rng: random.Random) -> str:
     """One random bit in bytes [low, high) of a file."""
@@ -105,7 +108,7 @@ def extend(victim: Victim, rng: random.Random) -> str:
 
 def delete(victim: Victim, rng: random.Random) -> str:
     key = any_file(victim, rng)
-    victim.path(key).unlink(missing_ok=True)
+    victim.remove(key)
     return f"{key} deleted"
 
 
@@ -222,7 +225,7 @@ def none_left(victim: Victim, rng: random.Random) -> str:
             victim.put(key, data[: rng.randrange(start, size)])
             done.append(f"{key} cut")
         else:
-            victim.path(key).unlink()
+            victim.remove(key)
             done.append(f"{key} deleted")
     return "; ".join(done)
 
