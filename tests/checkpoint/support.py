@@ -98,9 +98,15 @@ class Workers:
 class Mover:
     """A mover process and its private folder."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        secret: Secret | None = None,
+        peers: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
         self.store = FolderStore(folder)
-        self.secret = Secret(secrets.token_bytes(32))
+        self.secret = secret or Secret(secrets.token_bytes(32))
         self.private = tempfile.mkdtemp(prefix="hf-")
         options: dict[str, Any] = {
             "extent_bytes": 1024,
@@ -110,7 +116,7 @@ class Mover:
         }
         boot = MoverBoot(
             str(folder), f"{self.private}/mover.sock", Settings(**(options | settings)),
-            self.secret.hex(),
+            self.secret.hex(), peers=None if peers is None else dict(peers),
         )  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, "-m", "holdfast.checkpoint.mover"],

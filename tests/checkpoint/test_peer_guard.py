@@ -1,0 +1,231 @@
+"""Who may speak with a mover's listener, and what others cannot do to it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint.peer_server import BODY_LIMIT, name_of
+from holdfast.checkpoint.peer_source import PeerSource
+from holdfast.checkpoint.peer_wire import INVENTORY, OFFER, PeerClient, PeerError
+from holdfast.errors import FencedError
+from holdfast.spec.manifest import Part, blob_key, commit_key, writer_name
+from holdfast.wire.auth import AuthError, sign
+from holdfast.wire.runstore import MissingKeyError
+from holdfast.wire.secret import Secret
+from tests.checkpoint.peers import SECRET, TABLE, Node, topology, until
+
+STRANGER = Secret(b"x" * 32)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[tuple[Node, Node]]:
+    """One that holds step 3 of generation 2 itself, and one that keeps what it is offered."""
+    owner, keeper = Node(every_steps=1000), Node()
+    owner.begin(topology(2))
+    owner.put(3)
+    yield owner, keeper
+    owner.close()
+    keeper.close()
+
+
+@pytest.fixture
+def offer(nodes: tuple[Node, Node]) -> dict[str, Any]:
+    owner = nodes[0]
+    source = PeerSource("owner", owner.address, SECRET, 2)
+    return {
+        "part": source.inventory()[0].stored.decode(), "run": "test", "source": owner.address,
+        "ranks": [0],
+        "plan": {"topology": topology(2).to_json(), "table": [s.to_json() for s in TABLE]},
+    }  # fmt: skip
+
+
+def connect(node: Node) -> socket.socket:
+    host, _, port = node.address.rpartition(":")
+    return socket.create_connection((host, int(port)), 10)
+
+
+def answer(node: Node, raw: bytes) -> bytes:
+    """What comes back for raw bytes, until the other end closes or says no more."""
+    with closing(connect(node)) as connection:
+        connection.sendall(raw)
+        connection.settimeout(2)
+        found = b""
+        try:
+            while data := connection.recv(65536):
+                found += data
+        except TimeoutError:
+            pass
+        return found
+
+
+def request(method: str, path: str, body: bytes, generation: int, secret: Secret = SECRET) -> bytes:
+    headers = sign(secret, method, path, body, generation, time.time()).headers()
+    lines = [f"{method} {path} HTTP/1.1", "host: x", f"content-length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "connection: close", "", ""]).encode() + body
+
+
+def test_a_wrong_secret_gets_nothing_and_changes_nothing(
+    nodes: tuple[Node, Node], offer: dict[str, Any]
+) -> None:
+    owner, keeper = nodes
+    for ask in (
+        lambda: PeerClient(owner.address, STRANGER, 2).inventory(),
+        lambda: PeerClient(keeper.address, STRANGER, 9).offer(offer),
+        lambda: PeerClient(owner.address, STRANGER, 2).read_into(
+            blob_key(2, 3, writer_name(0)), 0, memoryview(bytearray(10))
+        ),
+    ):
+        with pytest.raises(AuthError, match="does not accept this run's secret"):
+            ask()
+    assert keeper.has() == []
+    assert keeper.do("status")["generation"] < 9  # a stranger fences nobody
+
+
+def test_an_answer_that_is_not_signed_by_us_is_refused(nodes: tuple[Node, Node]) -> None:
+    """Somebody else has the port: another run's mover, with another secret."""
+    other = Node(secret=STRANGER)
+    try:
+        raw = answer(other, request("GET", INVENTORY, b"", 1, STRANGER))
+        with closing(socket.create_server(("127.0.0.1", 0))) as fake:
+            address = f"127.0.0.1:{fake.getsockname()[1]}"
+            client = PeerClient(address, SECRET, 1, timeout=5)
+
+            def serve() -> None:
+                connection, _ = fake.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(raw)
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            with pytest.raises(AuthError, match="does not come from this run"):
+                client.inventory()
+            thread.join(10)
+    finally:
+        other.close()
+
+
+def test_a_request_is_taken_once(nodes: tuple[Node, Node]) -> None:
+    raw = request("GET", INVENTORY, b"", 2)
+    assert b" 200 " in answer(nodes[0], raw).splitlines()[0]
+    assert b" 401 " in answer(nodes[0], raw).splitlines()[0]
+
+
+def test_a_replayed_offer_is_refused(nodes: tuple[Node, Node], offer: dict[str, Any]) -> None:
+    """Also with another path or another body under the same proof."""
+    keeper = nodes[1]
+    body = json.dumps({**offer, "ranks": [7]}).encode()  # refused, for it lacks the part's rank
+    raw = request("POST", OFFER, body, 2)
+    assert b" 400 " in answer(keeper, raw).splitlines()[0]
+    assert b" 401 " in answer(keeper, raw).splitlines()[0]
+    right = json.dumps(offer).encode()
+    signed = request("POST", OFFER, body, 2)
+    swapped = signed.replace(body, right).replace(
+        f"content-length: {len(body)}".encode(), f"content-length: {len(right)}".encode()
+    )
+    assert b" 401 " in answer(keeper, swapped).splitlines()[0]
+    assert keeper.has() == []
+
+
+def test_too_long_a_body_is_refused_unread(nodes: tuple[Node, Node]) -> None:
+    head = f"POST {OFFER} HTTP/1.1\r\nhost: x\r\ncontent-length: {BODY_LIMIT + 1}\r\n\r\n".encode()
+    assert b" 413 " in answer(nodes[1], head).splitlines()[0]
+    chunked = f"POST {OFFER} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    assert b" 413 " in answer(nodes[1], chunked).splitlines()[0]
+
+
+@pytest.mark.parametrize("raw", [
+    b"\x16\x03\x01 this is TLS\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\r\n" * 9,
+    b"GET " + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"DELETE /offer HTTP/1.1\r\n\r\n",
+    b"GET /inventory HTTP/1.1\r\n" + b"".join(b"h%d: v\r\n" % n for n in range(300)) + b"\r\n",
+])  # fmt: skip
+def test_garbage_is_harmless(nodes: tuple[Node, Node], raw: bytes) -> None:
+    answer(nodes[0], raw)
+    assert PeerClient(nodes[0].address, SECRET, 2).inventory()["snapshots"]
+
+
+def test_an_older_generation_is_fenced(nodes: tuple[Node, Node], offer: dict[str, Any]) -> None:
+    """Once a newer one has asked, what the older one still offers is refused."""
+    owner, keeper = nodes
+    PeerClient(keeper.address, SECRET, 5).inventory()
+    with pytest.raises(FencedError, match="generation 2 is over: 5 rules"):
+        PeerClient(keeper.address, SECRET, 2).offer(offer)
+    with pytest.raises(FencedError):
+        PeerClient(keeper.address, SECRET, 4).inventory()
+    with pytest.raises(FencedError, match="generation 5 offers a part of 2"):
+        PeerClient(keeper.address, SECRET, 5).offer(offer)
+    assert keeper.has() == []
+    assert owner.has() == [(2, 3, 0)]
+
+
+def test_offers_that_make_no_sense(nodes: tuple[Node, Node], offer: dict[str, Any]) -> None:
+    keeper = Node()
+    try:
+        client = PeerClient(keeper.address, SECRET, 2)
+        part = Part.from_bytes(offer["part"].encode(), "test")
+        longer = Part(
+            part.generation, part.step, part.rank,
+            part.blob.__class__("data/0000000002/0000000004-rank00000-0.safetensors",
+                                part.blob.size, part.blob.data_start, part.blob.extent_bytes,
+                                part.blob.checksums),
+            part.tensors, part.meta,
+        )  # fmt: skip
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"part": "{}"}, "not a manifest"),
+            ({"part": offer["part"].replace("test", "tesu").replace('"F32"', '"F64"')}, "checksum"),
+            ({"part": longer.to_bytes().decode()}, "is not the blob of rank 0"),
+            ({"ranks": [1]}, "not among the ranks"),
+            ({"plan": {"topology": topology(3).to_json(), "table": []}}, "another generation"),
+            ({"source": "nowhere"}, "not an address"),
+            ({"source": "127.0.0.1:1"}, "cannot be reached"),
+        ]
+        without = {k: v for k, v in offer.items() if k != "plan"}
+        assert client.offer(without) == {"state": "plan"}
+        for change, words in wrong:
+            with pytest.raises(PeerError, match=words):
+                client.offer(offer | change)
+        for missing in ("part", "run", "source", "ranks"):
+            with pytest.raises(PeerError, match="KeyError"):
+                client.offer({k: v for k, v in offer.items() if k != missing})
+        assert client.offer(offer) == {"state": "held"}
+        assert client.offer(offer) == {"state": "held"}  # asked again: nothing more is done
+        assert keeper.do("status")["keeps"]["pulled"] == part.blob.size
+    finally:
+        keeper.close()
+
+
+def test_ranges_that_are_not_there(nodes: tuple[Node, Node]) -> None:
+    client = PeerClient(nodes[0].address, SECRET, 2)
+    out = memoryview(bytearray(10))
+    with pytest.raises(MissingKeyError, match="not in memory for rank 1"):
+        client.read_into(blob_key(2, 3, writer_name(1)), 0, out)
+    for key in ("secret", "../secret", commit_key(2, 3), "data/2/3-rank0-0.safetensors"):
+        with pytest.raises(PeerError, match="not the key of a blob"):
+            client.read_into(key, 0, out)
+    with pytest.raises(PeerError, match="bytes"):
+        client.read_into(blob_key(2, 3, writer_name(0)), 10**9, out)
+    assert name_of(blob_key(2, 3, writer_name(7))) == (2, 3, 7)
+
+
+def test_strangers_cannot_take_all_connections(nodes: tuple[Node, Node]) -> None:
+    """More silent connections than there is room for: whoever knows the secret is still served."""
+    silent = [connect(nodes[0]) for _ in range(80)]
+    try:
+        client = PeerClient(nodes[0].address, SECRET, 2, timeout=5)
+        until(lambda: client.inventory()["snapshots"], 10)
+        more = [connect(nodes[0]) for _ in range(80)]
+        assert client.inventory()["snapshots"]  # on the connection that has proven itself
+        for connection in more:
+            connection.close()
+    finally:
+        for connection in silent:
+            connection.close()

@@ -1,0 +1,329 @@
+"""Tier 1 with real processes: snapshots reach another mover's memory, and come back from there."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint.peer_settings import Peer
+from holdfast.checkpoint.peer_source import PeerSource, open_peers
+from holdfast.checkpoint.peer_wire import COPY, PeerClient, PeerError
+from holdfast.checkpoint.restore import Checkpoint
+from holdfast.checkpoint.sources import Mixed
+from holdfast.errors import CorruptError
+from holdfast.policy.placement import Machine
+from holdfast.spec.manifest import blob_key, writer_name
+from holdfast.spec.state import TensorSpec
+from tests.checkpoint.peers import (
+    SECRET,
+    TABLE,
+    Node,
+    assert_holds,
+    restored,
+    topology,
+    until,
+)
+
+Start = Callable[..., Node]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    nodes: list[Node] = []
+
+    def make(*peers: Any, **settings: Any) -> Node:
+        nodes.append(Node(*peers, **settings))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.close()
+
+
+def source_of(node: Node, generation: int) -> PeerSource:
+    return PeerSource("peer", node.address, SECRET, generation)
+
+
+def test_a_killed_mover_comes_back_from_its_peer_on_another_layout(start: Start) -> None:
+    """Three ranks' shards onto two, from the memory of the machine that is left."""
+    keeper = start(name="keeper")
+    owner = start(keeper, name="owner")
+    owner.begin(topology(dp_shard=3))
+    for step in (1, 2):
+        assert owner.put(step) == []
+        until(lambda s=step: owner.kept("keeper") == (1, s))
+    assert keeper.do("complete") == [[1, 2], [1, 1]]
+    owner.kill()
+    source = source_of(keeper, 2)  # the next generation asks, and fences the first
+    for step in (1, 2):
+        found = restored(source, 1, step)
+        assert found.commit.meta == {"position": step}
+        count = assert_holds(found, topology(2, dp_shard=2), step)
+        assert count == sum(spec.nbytes for spec in TABLE) + 8  # the scalar lies on both
+    source.close()
+
+
+def test_every_rank_of_a_peer_can_be_told_from_its_manifest(start: Start) -> None:
+    """The bytes are those of the owner, extent by extent, and each layout reads what it needs."""
+    keeper = start(name="keeper")
+    owner = start(keeper, name="owner")
+    owner.begin(topology(replicas=2))
+    owner.put(4)
+    until(lambda: owner.kept("keeper") == (1, 4))
+    there, here = source_of(keeper, 1), source_of(owner, 1)
+    assert there.inventory() == here.inventory()
+    for line in there.inventory():
+        key = blob_key(line.generation, line.step, writer_name(line.rank))
+        one, other = bytearray(line.bytes), bytearray(line.bytes)
+        there.read_into(key, 0, memoryview(one))
+        here.read_into(key, 0, memoryview(other))
+        assert one == other
+    assert assert_holds(restored(there, 1, 4), topology(2), 4)
+
+
+def test_two_machines_keep_each_others_snapshots_and_the_third_is_spared(start: Start) -> None:
+    """Racks decide: the copy goes to the machine in the other one."""
+    near, far = start(name="near"), start(name="far")
+    owner = start(
+        Peer(Machine("near", rack="a"), near.address), Peer(Machine("far", rack="b"), far.address),
+        name="owner",
+    )  # fmt: skip
+    owner.begin(topology())
+    owner.put(1)
+    names = until(lambda: near.has() + far.has())
+    assert names == [(1, 1, 0)]
+    both = start(
+        Peer(Machine("near", rack="a"), near.address), Peer(Machine("far", rack="b"), far.address),
+        name="both", copies=2,
+    )  # fmt: skip
+    both.begin(topology(2))
+    both.put(2)
+    until(lambda: both.kept("near") == both.kept("far") == (2, 2))
+    assert (2, 2, 0) in near.has()
+    assert (2, 2, 0) in far.has()
+
+
+def test_unchanged_extents_are_not_sent_again(start: Start) -> None:
+    keeper = start(name="keeper")
+    owner = start(keeper, name="owner")
+    owner.begin(topology())
+    owner.put(1)
+    until(lambda: owner.kept("keeper") == (1, 1))
+    first = keeper.do("status")["keeps"]
+    assert first["reused"] == 0
+    owner.put(2)
+    until(lambda: owner.kept("keeper") == (1, 2))
+    second = keeper.do("status")["keeps"]
+    size = sum(spec.nbytes for spec in TABLE)
+    frozen = TABLE[1].nbytes
+    assert first["pulled"] >= size
+    assert frozen - 2 * 4096 <= second["reused"] <= frozen + 2 * 4096
+    assert second["pulled"] - first["pulled"] <= first["pulled"] - second["reused"]
+    assert owner.do("status")["sent"] == second["pulled"]
+    assert assert_holds(restored(source_of(keeper, 1), 1, 2), topology(2, dp_shard=2), 2)
+
+
+def test_a_kill_in_the_middle_of_a_pull_leaves_the_older_one_whole(start: Start) -> None:
+    keeper = start(name="keeper")
+    slow = start(keeper, name="owner", bytes_per_second=20_000.0)
+    slow.begin(topology(dp_shard=2), TABLE[:1])
+    slow.put(1)
+    until(lambda: slow.kept("keeper") == (1, 1))
+    slow.put(2)
+    before = keeper.do("status")["keeps"]["pulled"]
+    until(lambda: keeper.do("status")["keeps"]["pulled"] > before)  # it has begun
+    slow.kill()
+    until(lambda: keeper.do("status")["keeps"]["refused"])
+    assert keeper.do("complete") == [[1, 1]]
+    assert assert_holds(restored(source_of(keeper, 2), 1, 1), topology(2), 1)
+
+
+def test_a_receiver_that_is_killed_costs_a_copy_and_nothing_else(start: Start) -> None:
+    """The owner goes on capturing, says so once, and sends to the new one when it is there."""
+    keeper = start(name="keeper", port=free_port())
+    owner = start(keeper, name="owner")
+    owner.begin(topology())
+    owner.put(1)
+    until(lambda: owner.kept("keeper") == (1, 1))
+    keeper.process.send_signal(signal.SIGSTOP)
+    assert owner.put(2) == []  # the pull hangs, the capture does not
+    keeper.kill()
+    until(lambda: owner.do("status")["sends"]["keeper"]["counts"]["failed"])
+    assert [e["kind"] for e in owner.do("events")] == ["snapshot_kept", "peer_failed"]
+    port = int(keeper.address.rpartition(":")[2])
+    again = start(name="keeper", port=port)
+    steps = iter(range(3, 10_000))
+
+    def kept() -> bool:
+        owner.put(next(steps))
+        return bool(owner.kept("keeper")[1] > 2)
+
+    until(kept)
+    source = source_of(again, 1)
+    newest = source.inventory()[0]
+    assert assert_holds(restored(source, 1, newest.step), topology(2), newest.step)
+
+
+def test_a_newer_step_takes_the_place_of_one_that_waits(start: Start) -> None:
+    keeper = start(name="keeper")
+    owner = start(keeper, name="owner", bytes_per_second=40_000.0)
+    owner.begin(topology(), TABLE[:1])
+    until(lambda: owner.put(1) == [])
+    until(lambda: owner.do("status")["sends"]["keeper"]["busy"])
+    assert owner.put(2) == owner.put(3) == owner.put(4) == []
+    until(lambda: owner.kept("keeper") == (1, 4))
+    counts = owner.do("status")["sends"]["keeper"]["counts"]
+    assert counts == {"kept": 2, "superseded": 2, "failed": 0}
+    assert keeper.has() == [(1, 4, 0), (1, 1, 0)]
+
+
+def test_a_rotten_byte_of_the_owner_is_not_kept(start: Start) -> None:
+    keeper = start(name="keeper")
+    owner = start(keeper, name="owner", every_steps=2)
+    owner.begin(topology())
+    owner.put(1)  # not offered: only every second one is
+    owner.do("flip", generation=1, step=1, rank=0)
+    source = source_of(owner, 1)
+    line = source.inventory()[0]
+    body = {
+        "part": line.stored.decode(), "run": "test", "source": owner.address, "ranks": [0],
+        "plan": {"topology": topology().to_json(), "table": [s.to_json() for s in TABLE]},
+    }  # fmt: skip
+    client = PeerClient(keeper.address, SECRET, 1)
+    with pytest.raises(PeerError, match="sent other bytes than it announced"):
+        client.offer(body)
+    assert keeper.has() == []
+    # And whoever reads it from the owner itself is told as well.
+    found = restored(source, 1, 1)
+    with pytest.raises(CorruptError, match="checksum does not match"):
+        assert_holds(found, topology(2), 1)
+
+
+def test_the_next_generation_ends_the_older_ones_when_it_is_complete(start: Start) -> None:
+    keeper = start(name="keeper")
+    owner = start(keeper, name="owner")
+    owner.begin(topology(dp_shard=3))
+    owner.put(5)
+    until(lambda: owner.kept("keeper") == (1, 5))
+    owner.begin(topology(2, dp_shard=2))
+    owner.put(6, [0])  # rank 1 is missing: nothing is offered yet
+    assert keeper.do("complete") == [[1, 5]]
+    owner.put(6, [1])
+    until(lambda: owner.kept("keeper") == (2, 6))
+    assert keeper.has() == [(2, 6, 0), (2, 6, 1)]
+    used = keeper.do("status")["keeps"]["used"]
+    assert used < 3 * sum(spec.nbytes for spec in TABLE)
+
+
+def test_no_room_is_a_sentence_and_room_is_made_from_older_generations(start: Start) -> None:
+    size = sum(spec.nbytes for spec in TABLE)
+    tight = start(name="keeper", room=3 * size)
+    owner = start(tight, name="owner")
+    owner.begin(topology())
+    owner.put(1)
+    until(lambda: owner.kept("keeper") == (1, 1))
+    owner.begin(topology(2, dp_shard=2))
+    owner.put(2)
+    until(lambda: owner.kept("keeper") == (2, 2))
+    assert tight.has() == [(2, 2, 0), (2, 2, 1)]
+    full = start(name="full", room=size)
+    other = start(full, name="owner")
+    other.begin(topology(3))
+    other.put(3)
+    until(lambda: other.do("status")["sends"]["full"]["counts"]["failed"])
+    assert "no room for a copy" in other.do("status")["sends"]["full"]["reason"]
+    assert full.has() == []
+
+
+def test_the_budget_bounds_what_leaves(start: Start) -> None:
+    """Counted in bytes over a window that the test measures itself."""
+    keeper = start(name="keeper")
+    rate = 100_000.0
+    table = (TensorSpec("model.w", "F32", (500, 256), 0),)
+    owner = start(keeper, name="owner", bytes_per_second=rate, extent_bytes=16384)
+    owner.begin(topology(), table)
+    import time
+
+    begun = time.monotonic()
+    owner.put(1)
+    until(lambda: time.monotonic() - begun > 2.5)
+    sent = int(owner.do("status")["sent"])
+    passed = time.monotonic() - begun
+    assert 0 < sent <= 1.2 * rate * passed
+    # A restore is not throttled: it has the whole blob while the copy is still under way.
+    source = source_of(owner, 1)
+    assert assert_holds(restored(source, 1, 1), topology(2), 1)
+    assert keeper.has() == []
+
+
+def test_peers_that_are_gone_are_named_and_cost_nothing_more(start: Start) -> None:
+    alive = start(name="alive")
+    gone = Peer(Machine("gone"), f"127.0.0.1:{free_port()}")
+    found, silent = open_peers([gone, Peer(Machine("alive"), alive.address)], SECRET, 1)
+    assert [source.name for source in found] == ["peer alive"]
+    assert [name for name, _ in silent] == ["gone"]
+    assert "cannot be reached" in silent[0][1]
+
+
+def test_a_peer_that_dies_during_a_restore_leaves_the_rest_to_the_next_source(start: Start) -> None:
+    first, second = start(name="first"), start(name="second")
+    owner = start(first, second, name="owner", copies=2)
+    owner.begin(topology(dp_shard=2))
+    owner.put(1)
+    until(lambda: owner.kept("first") == owner.kept("second") == (1, 1))
+    sources = [source_of(first, 2), source_of(second, 2)]
+    commit = restored(sources[0], 1, 1).commit
+    mixed = Mixed(sources)
+    first.kill()
+    assert assert_holds(Checkpoint(mixed, commit), topology(2), 1)
+    assert mixed.tally.problems
+
+
+def test_reading_what_was_overwritten_is_missing(start: Start) -> None:
+    owner = start(name="owner")
+    owner.begin(topology())
+    owner.put(1)
+    source = source_of(owner, 1)
+    for step in (2, 3, 4):
+        owner.put(step)
+    line = source.inventory()[0]
+    key = blob_key(line.generation, line.step, writer_name(line.rank))
+    with pytest.raises(Exception, match="is not in memory"):
+        source.read_into(key, 0, memoryview(bytearray(100)))
+
+
+def test_threads_share_a_client(start: Start) -> None:
+    owner = start(name="owner")
+    owner.begin(topology())
+    owner.put(1)
+    client = PeerClient(owner.address, SECRET, 1)
+    line = source_of(owner, 1).inventory()[0]
+    key = blob_key(1, 1, writer_name(0))
+    whole = bytearray(line.bytes)
+    client.read_into(key, 0, memoryview(whole))
+    wrong: list[int] = []
+
+    def read(start: int) -> None:
+        for at in range(start, line.bytes - 999, 7777):
+            out = bytearray(999)
+            client.read_into(key, at, memoryview(out), COPY)
+            if out != whole[at : at + 999]:
+                wrong.append(at)
+
+    threads = [threading.Thread(target=read, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert wrong == []
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
