@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from holdfast.config.model import ModelConfig
 from holdfast.layout import Layout, Replica, Topology, place, place_replicas
 from holdfast.spec.boxes import Box, coverage
-from holdfast.spec.ownership import owned_boxes, saving_replicas
+from holdfast.spec.ownership import Ownership, owned_boxes, saving_replicas
 from holdfast.spec.state import ITEM_BYTES, StateTable, TensorSpec, local_boxes, state_table
 from tests.spec.topologies import MODELS, tiny, topologies
 
@@ -31,6 +31,10 @@ def check(topo: Topology, table: StateTable) -> list[int]:
         sizes.append(sum(b.size * ITEM_BYTES[dtypes[b.name]] for b in mine))
     for spec in table:
         assert coverage(spec.shape, owned[spec.name]) is None
+    ownership = Ownership(topo, table)  # all ranks at once: the same
+    assert ownership.problem() is None
+    found = dict(ownership.all())
+    assert all(found.get(rank, ()) == owned_boxes(topo, table, rank) for rank in range(len(sizes)))
     return sizes
 
 

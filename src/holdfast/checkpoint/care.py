@@ -19,7 +19,7 @@ from holdfast.errors import CheckpointError
 from holdfast.layout import AXES, Topology
 from holdfast.spec.boxes import Box
 from holdfast.spec.manifest import Commit, parse_commit_key, placed
-from holdfast.spec.ownership import owned_boxes
+from holdfast.spec.ownership import Ownership
 from holdfast.spec.state import ITEM_BYTES
 from holdfast.wire.runstore import RunStore
 
@@ -64,8 +64,9 @@ def show(commit: Commit, object_bytes: int) -> dict[str, Any]:
         for spec in commit.table
     }  # fmt: skip
     writers = []
+    owned = dict(Ownership(commit.topology, commit.table).all())
     for writer in commit.writers:
-        boxes = owned_boxes(commit.topology, commit.table, writer.rank)
+        boxes = owned.get(writer.rank, ())
         for box in boxes:
             tensors[box.name]["boxes"].append(
                 {"rank": writer.rank, "offsets": list(box.offsets), "lengths": list(box.lengths)}
@@ -173,8 +174,9 @@ def compare(
 
 def _boxes(commit: Commit) -> Iterator[tuple[Box, str]]:
     """(box, dtype) of everything that is stored, in the order of the blobs' bytes."""
+    ownership = Ownership(commit.topology, commit.table)
     for writer in commit.writers:
-        for p in placed(owned_boxes(commit.topology, commit.table, writer.rank), commit.table):
+        for p in placed(ownership.boxes(writer.rank), commit.table):
             yield p.box, p.dtype
 
 

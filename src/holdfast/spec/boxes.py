@@ -29,7 +29,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.lengths):
             raise ValueError(f"{self.name}: {self.offsets} and {self.lengths} differ in dims")
-        if any(value < 0 for value in (*self.offsets, *self.lengths)):
+        if self.lengths and min(*self.offsets, *self.lengths) < 0:
             raise ValueError(f"{self.name}: negative offset or length in {self}")
 
     @property

@@ -15,14 +15,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.layout import Topology
-from holdfast.spec.boxes import Box, coverage
-from holdfast.spec.ownership import owned_boxes
+from holdfast.spec.boxes import Box
+from holdfast.spec.ownership import Ownership
 from holdfast.spec.state import ITEM_BYTES, StateTable, TensorSpec
 
 FORMAT = 2
@@ -153,13 +154,18 @@ class Placed:
 def placed(boxes: Iterable[Box], table: StateTable) -> tuple[Placed, ...]:
     """Where each box lies in its writer's blob: wide dtypes first, so that every tensor is
     aligned to its own element without gaps (the format allows none), else in the order given."""
-    dtypes = {spec.name: spec.dtype for spec in table}
+    return placed_as(boxes, {spec.name: spec.dtype for spec in table})
+
+
+def placed_as(boxes: Iterable[Box], dtypes: Mapping[str, str]) -> tuple[Placed, ...]:
+    """As `placed`, for many writers of one table: name -> dtype."""
     ordered = sorted(boxes, key=lambda box: -ITEM_BYTES[dtypes[box.name]])
     out: list[Placed] = []
     start = 0
     for box in ordered:
-        out.append(Placed(box, dtypes[box.name], start))
-        start += out[-1].nbytes
+        dtype = dtypes[box.name]
+        out.append(Placed(box, dtype, start))
+        start += box.size * ITEM_BYTES[dtype]
     return tuple(out)
 
 
@@ -288,22 +294,27 @@ def merge(
     missing = sorted(set(range(topology.world_size)) - set(parts))
     if missing or len(parts) != topology.world_size:
         raise CheckpointError(f"parts of ranks {missing} are missing")
-    held: dict[str, list[Box]] = {spec.name: [] for spec in table}
+    ownership = Ownership(topology, table)
+    if problem := ownership.problem():
+        raise CheckpointError(problem)
+    owned = dict(ownership.all())
+    dtypes = {spec.name: spec.dtype for spec in table}
+    left = {spec.name: prod(spec.shape) for spec in table}
     writers: list[Writer] = []
     for rank in range(topology.world_size):
         part, stored = parts[rank]
-        due = placed(owned_boxes(topology, table, rank), table)
-        if set(part.tensors) != set(due) or part.rank != rank:
+        due = placed_as(owned.get(rank, ()), dtypes)
+        if tuple(sorted(part.tensors, key=_start)) != due or part.rank != rank:
             raise CheckpointError(f"the part of rank {rank} does not hold what the rank owns")
-        need = part.blob.data_start + sum(p.nbytes for p in due)
+        need = part.blob.data_start + (due[-1].start + due[-1].nbytes if due else 0)
         if part.blob.size != need:
             raise CheckpointError(f"{part.blob.key} has {part.blob.size} bytes, {need} are due")
-        for p in part.tensors:
-            held[p.box.name].append(p.box)
+        for p in due:
+            left[p.box.name] -= p.box.size
         writers.append(Writer(rank, part.blob, xxh3_128_hexdigest(stored)))
-    for spec in table:
-        if problem := coverage(spec.shape, held[spec.name]):
-            raise CheckpointError(f"{spec.name}: {problem}")
+    for name, elements in left.items():
+        if elements:
+            raise CheckpointError(f"{name}: {elements} elements are missing")
     first = parts[0][0]
     if {(p.generation, p.step) for p, _ in parts.values()} != {(first.generation, first.step)}:
         raise CheckpointError("parts of different steps or generations do not make a checkpoint")
@@ -312,6 +323,10 @@ def merge(
         first.generation, first.step, config_hash, dataset_version, topology, table,
         tuple(writers), meta,
     )  # fmt: skip
+
+
+def _start(p: Placed) -> int:
+    return p.start
 
 
 # --- sealing --------------------------------------------------------------------------------

@@ -6,18 +6,24 @@ the holders' tensors are laid end to end and cut at equal byte positions, rounde
 dim 0. So a large embedding does not fall to one rank, and no rank owns more than one row range
 of a tensor (Orbax calls the same idea replica-parallel saving).
 
-The function is part of the checkpoint format: manifests do not list boxes, readers derive them
+The rule is part of the checkpoint format: manifests do not list boxes, readers derive them
 from (topology, table). Changing it means a new format version.
+
+`Ownership` does for all ranks what `owned_boxes` does for one. Ranks at one place of the mesh have
+one list of tensors between them, and the blocks of a stage are alike, so the work is in proportion
+to what is owned, not to ranks times tensors.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
+from math import prod
 
-from holdfast.layout import AXES, Coordinate, Replica, Topology, ravel
-from holdfast.spec.boxes import Box
+from holdfast.layout import Replica, Topology, ravel, unravel
+from holdfast.spec.boxes import Box, coverage
 from holdfast.spec.sharding import tp_part
-from holdfast.spec.state import ITEM_BYTES, StateTable, TensorSpec, mesh_box, stages_of
+from holdfast.spec.state import ITEM_BYTES, StateTable, TensorSpec, cut_box, stages_of
 
 
 def owned_boxes(topology: Topology, table: StateTable, rank: int) -> tuple[Box, ...]:
@@ -26,26 +32,7 @@ def owned_boxes(topology: Topology, table: StateTable, rank: int) -> tuple[Box, 
     Replicas of different kinds hold boxes that do not match; then the replicas of the most
     common kind save, and the others own nothing.
     """
-    savers = saving_replicas(topology)
-    replica = topology.replica_of(rank)
-    if replica not in savers:
-        return ()
-    coordinate = topology.coordinate(rank)
-    groups: dict[_Places, list[int]] = {}
-    for number, spec in enumerate(table):
-        groups.setdefault(_places(spec, replica, coordinate), []).append(number)
-    owned: dict[int, Box] = {}
-    for places, rows in groups.items():
-        if coordinate.pp not in places[0]:
-            continue
-        holders = [saver.ranks[place] for saver in savers for place in _mesh_ranks(places, replica)]
-        share = holders.index(rank)
-        boxes = [mesh_box(table[row], replica, coordinate) for row in rows]
-        sizes = [ITEM_BYTES[table[row].dtype] for row in rows]
-        for row, box in zip(rows, _share_out(boxes, sizes, share, len(holders)), strict=True):
-            if box.size:
-                owned[row] = box
-    return tuple(owned[row] for row in sorted(owned))
+    return Ownership(topology, table).boxes(rank)
 
 
 def saving_replicas(topology: Topology) -> tuple[Replica, ...]:
@@ -58,43 +45,187 @@ def saving_replicas(topology: Topology) -> tuple[Replica, ...]:
 _Places = tuple[tuple[int, ...], ...]
 """Per mesh axis, the indices at which the ranks hold the same box of a tensor."""
 
+_Held = tuple[tuple[int, ...], bool, int]
+"""How a tensor lies on the mesh: its stages, whether dp_shard cuts it, the units that tp cuts it
+into (0: it does not)."""
 
-def _places(spec: TensorSpec, replica: Replica, coordinate: Coordinate) -> _Places:
-    """Where in the mesh the box lies that the rank at `coordinate` holds of a tensor."""
-    every = {axis: tuple(range(replica.degree(axis))) for axis in AXES}
-    tp, dp_shard = every["tp"], every["dp_shard"]
-    if spec.tp_dim is not None:
-        mine = tp_part(spec.tp_units, len(tp), coordinate.tp)
-        tp = tuple(i for i in tp if tp_part(spec.tp_units, len(tp), i) == mine)
-    if spec.shard_dim is not None:
-        dp_shard = (coordinate.dp_shard,)
-    return stages_of(spec, replica), dp_shard, every["cp"], tp
+_Cut = tuple[tuple[int, ...], str, int | None, int | None, int]
+"""What decides a tensor's box at a place: shape, dtype, and the fields of its row."""
+
+_Share = tuple[int, int, int, int]
+"""(number of the row in its group, share, first row of dim 0 in the box, rows)."""
 
 
-def _mesh_ranks(places: _Places, replica: Replica) -> list[int]:
-    """The mesh ranks at these places, rising."""
-    return [ravel(at, replica.mesh_shape) for at in product(*places)]
+class Ownership:
+    """What every rank of a topology owns. Derived as it is asked for; `boxes` and `at` remember
+    the shapes of shares, which are few, and no boxes."""
+
+    def __init__(self, topology: Topology, table: StateTable) -> None:
+        self.topology, self.table = topology, table
+        self.savers = saving_replicas(topology)
+        self._kind = self.savers[0]
+        self._at = {
+            rank: mesh_rank for saver in self.savers for mesh_rank, rank in enumerate(saver.ranks)
+        }
+        self._rows: dict[_Held, list[int]] = {}
+        for number, spec in enumerate(table):
+            self._rows.setdefault(self._held(spec), []).append(number)
+        self._merged: dict[tuple[_Held, ...], list[int]] = {}
+        self._cuts: dict[tuple[_Cut, int, int], Box] = {}
+        self._patterns: dict[object, tuple[_Share, ...]] = {}
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The boxes that `rank` saves, none empty, at most one per tensor, in the table's order."""
+        mesh_rank = self._at.get(rank)
+        if mesh_rank is None:
+            self.topology.replica_of(rank)  # raises for a rank that is in no replica
+            return ()
+        owned: dict[int, Box] = {}
+        for places, rows in self._groups(mesh_rank):
+            share = self._holders(places).index(rank)
+            for row, owner, box in self._shared(places, rows):
+                if owner == share:
+                    owned[row] = box
+        return tuple(owned[row] for row in sorted(owned))
+
+    def all(self) -> Iterator[tuple[int, tuple[Box, ...]]]:
+        """(rank, its boxes) of every rank that owns something, in no particular order."""
+        owned: dict[int, dict[int, Box]] = {}
+        done: set[_Places] = set()
+        for mesh_rank in range(len(self._kind.ranks)):
+            for places, rows in self._groups(mesh_rank):
+                if places in done:
+                    continue
+                done.add(places)
+                holders = self._holders(places)
+                for row, owner, box in self._shared(places, rows):
+                    owned.setdefault(holders[owner], {})[row] = box
+        for rank, rows_of in owned.items():
+            yield rank, tuple(rows_of[row] for row in sorted(rows_of))
+
+    def owners(self, box: Box, spec: TensorSpec) -> tuple[int, ...]:
+        """The ranks whose shares could touch a box of a tensor: a few too many, none too few."""
+        found: set[int] = set()
+        shape = self._kind.mesh_shape
+        stages = stages_of(spec, self._kind)
+        for dp_shard, tp in product(range(shape[1]), range(shape[3])):
+            there = self._cut(spec, dp_shard, tp)
+            if Box(box.name, there.offsets, there.lengths).intersect(box) is not None:
+                at = product(stages, (dp_shard,), range(shape[2]), (tp,))
+                mesh_ranks = [ravel(place, shape) for place in at]
+                found.update(saver.ranks[m] for saver in self.savers for m in mesh_ranks)
+        return tuple(sorted(found))
+
+    def problem(self) -> str | None:
+        """None when the boxes of every tensor cover it exactly once, else what is wrong.
+
+        What the places of the mesh hold is checked once for each way of cutting; a place's box is
+        shared out row after row, from its first to its last.
+        """
+        seen: set[tuple[_Held, _Cut]] = set()
+        for spec in self.table:
+            kind = (self._held(spec), _cut_of(spec))
+            if kind in seen:
+                continue
+            seen.add(kind)
+            degrees = (self._kind.degree("dp_shard"), self._kind.degree("tp"))
+            places = {
+                self._places(kind[0], 0, dp_shard, tp)[1:]: self._cut(spec, dp_shard, tp)
+                for dp_shard, tp in product(*map(range, degrees))
+            }
+            if problem := coverage(spec.shape, places.values()):
+                return f"{spec.name}: {problem}"
+        return None
+
+    # --- places -----------------------------------------------------------------------------
+    def _held(self, spec: TensorSpec) -> _Held:
+        return (
+            stages_of(spec, self._kind),
+            spec.shard_dim is not None,
+            spec.tp_units if spec.tp_dim is not None else 0,
+        )
+
+    def _places(self, held: _Held, pp: int, dp_shard: int, tp: int) -> _Places:
+        """Where in the mesh the box lies that is held at these indices."""
+        stages, sharded, units = held
+        degree = self._kind.degree("tp")
+        tps = tuple(range(degree))
+        if units:
+            mine = tp_part(units, degree, tp)
+            tps = tuple(i for i in tps if tp_part(units, degree, i) == mine)
+        shards = (dp_shard,) if sharded else tuple(range(self._kind.degree("dp_shard")))
+        return stages, shards, tuple(range(self._kind.degree("cp"))), tps
+
+    def _groups(self, mesh_rank: int) -> Iterator[tuple[_Places, list[int]]]:
+        """(places, rows of the table) of what is held at a mesh rank, by who holds it too."""
+        pp, dp_shard, _, tp = unravel(mesh_rank, self._kind.mesh_shape)
+        groups: dict[_Places, list[_Held]] = {}
+        for held in self._rows:
+            if pp in held[0]:
+                groups.setdefault(self._places(held, pp, dp_shard, tp), []).append(held)
+        for places, helds in groups.items():
+            key = tuple(helds)
+            if key not in self._merged:
+                self._merged[key] = sorted(row for held in key for row in self._rows[held])
+            yield places, self._merged[key]
+
+    def _holders(self, places: _Places) -> list[int]:
+        """The ranks at these places, replica by replica, in mesh order."""
+        mesh_ranks = [ravel(at, self._kind.mesh_shape) for at in product(*places)]
+        return [saver.ranks[mesh_rank] for saver in self.savers for mesh_rank in mesh_ranks]
+
+    def _cut(self, spec: TensorSpec, dp_shard: int, tp: int) -> Box:
+        """What is held at these indices of a tensor of this shape; the name may be another's."""
+        key = (_cut_of(spec), dp_shard, tp)
+        if key not in self._cuts:
+            self._cuts[key] = cut_box(spec, self._kind, dp_shard, tp)
+        return self._cuts[key]
+
+    # --- shares -----------------------------------------------------------------------------
+    def _shared(self, places: _Places, rows: Sequence[int]) -> Iterator[tuple[int, int, Box]]:
+        """(row of the table, share, box) of everything in a group that is not empty."""
+        specs = [self.table[row] for row in rows]
+        dp_shard, tp = places[1][0], places[3][0]
+        boxes = [self._cut(spec, dp_shard, tp) for spec in specs]
+        items = tuple(ITEM_BYTES[spec.dtype] for spec in specs)
+        shares = prod(map(len, places)) * len(self.savers)
+        key = (tuple(box.lengths for box in boxes), items, shares)
+        if key not in self._patterns:
+            self._patterns[key] = tuple(_share_out(boxes, items, shares))
+        for number, share, first, count in self._patterns[key]:
+            box = boxes[number]
+            name, offsets, lengths = specs[number].name, box.offsets, box.lengths
+            if lengths:
+                offsets = (offsets[0] + first, *offsets[1:])
+                lengths = (count, *lengths[1:])
+            yield rows[number], share, Box(name, offsets, lengths)
 
 
-def _share_out(boxes: list[Box], item_bytes: list[int], share: int, shares: int) -> list[Box]:
-    """Part `share` of `shares` of the boxes laid end to end; an empty box where it has no row."""
-    totals = [box.size * item for box, item in zip(boxes, item_bytes, strict=True)]
-    total = sum(totals)
-    first, last = total * share // shares, total * (share + 1) // shares
-    out: list[Box] = []
-    start = 0
-    for box, size in zip(boxes, totals, strict=True):
+def _cut_of(spec: TensorSpec) -> _Cut:
+    return spec.shape, spec.dtype, spec.shard_dim, spec.tp_dim, spec.tp_units
+
+
+def _share_out(boxes: Sequence[Box], item_bytes: Iterable[int], shares: int) -> Iterator[_Share]:
+    """The boxes laid end to end and cut at `shares` equal byte positions, rounded to rows."""
+    sizes = [box.size * item for box, item in zip(boxes, item_bytes, strict=True)]
+    total = sum(sizes)
+    start = share = 0
+    for number, (box, size) in enumerate(zip(boxes, sizes, strict=True)):
+        if not size:
+            continue
         rows = box.lengths[0] if box.lengths else 1
-        low, high = (_row(cut - start, size, rows) for cut in (first, last))
-        if box.lengths:
-            offsets = (box.offsets[0] + low, *box.offsets[1:])
-            out.append(Box(box.name, offsets, (high - low, *box.lengths[1:])))
-        elif high > low:
-            out.append(box)
-        else:  # a scalar has no dim that could be empty
-            out.append(Box(box.name, (0,), (0,)))
+        while total * (share + 1) // shares <= start:
+            share += 1
+        low = 0
+        while low < rows:
+            end = total * (share + 1) // shares
+            high = _row(end - start, size, rows)
+            if high > low:
+                yield number, share, low, high - low
+            low = high
+            if low < rows or end < start + size:
+                share += 1
         start += size
-    return out
 
 
 def _row(position: int, size: int, rows: int) -> int:
