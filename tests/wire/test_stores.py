@@ -42,6 +42,8 @@ def test_a_bucket_and_its_options() -> None:
         ("s3://b/x?colour=red", "there is no option 'colour'"),
         ("s3://b/x?timeout=soon", "timeout is not a number of seconds"),
         ("s3://b/x?retries=-1", "retries is not a number"),
+        ("s3://b/x?compress=gzip", "compress knows zstd only"),
+        ("file:///x?region=eu", "there is no option 'region'"),
         ("s3://b/x?allow_http=yes", "allow_http is not true or false"),
         ("s3://b/x?endpoint=http://h", "the endpoint is not encrypted"),
         ("s3://b/x?endpoint=h:9000", "the endpoint is no address"),

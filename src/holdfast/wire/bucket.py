@@ -39,6 +39,7 @@ from xxhash import xxh3_128
 from holdfast.errors import CorruptError
 from holdfast.wire.bucket_errors import spoken
 from holdfast.wire.journal import PREFIX as SEGMENTS
+from holdfast.wire.parts import in_parts
 from holdfast.wire.runstore import (
     AlreadyExistsError,
     Buffer,
@@ -105,7 +106,7 @@ class BucketStore:
         if key.startswith(SEGMENTS):
             self._begin_segment(key, b"".join(chunks(data)))
             return
-        parts = _in_parts(chunks(data), self._part_bytes)
+        parts = in_parts(chunks(data), self._part_bytes)
         first = next(parts, bytearray())
         if len(first) < self._part_bytes:
             self._create_small(key, key, first, secrets.token_hex(16))
@@ -167,6 +168,13 @@ class BucketStore:
             self._remove(path)
         return len(orphans)
 
+    def matches(self, key: str, data: Iterable[Buffer]) -> bool:
+        """Whether a large blob is there and has these bytes; nothing is sent."""
+        found = self._look(check_key(key))
+        return found is not None and self._same(
+            key, found, in_parts(chunks(data), self._part_bytes)
+        )
+
     # --- writing ----------------------------------------------------------------------------
     def _create_small(self, key: str, path: str, data: Buffer, mark: str) -> None:
         """One PUT if absent. Raises AlreadyExistsError when somebody else's object is there."""
@@ -189,13 +197,11 @@ class BucketStore:
 
     def _create_large(self, key: str, parts: Iterator[bytearray]) -> None:
         found = self._look(key)
-        digest = _Digest()
         if found is not None:
-            for part in parts:
-                digest.add(part)
-            if self._sum_of(key) != digest.sealed(found.writer):
+            if not self._same(key, found, parts):
                 raise AlreadyExistsError(f"{key} exists already")
             return
+        digest = _Digest()
         mark = secrets.token_hex(16)
         stream = _Stream(parts, digest, lambda: self._write_sum(key, digest.sealed(mark)))
         try:
@@ -209,6 +215,13 @@ class BucketStore:
                 raise stream.error from None  # the source failed, the bucket only had to give up
             if not (stream.ended and self._arrived(key, mark, digest.size)):
                 raise
+
+    def _same(self, key: str, found: _Found, parts: Iterable[bytearray]) -> bool:
+        """Whether a blob has these bytes, by the checksum that its writer left."""
+        digest = _Digest()
+        for part in parts:
+            digest.add(part)
+        return self._sum_of(key) == digest.sealed(found.writer)
 
     def _arrived(self, key: str, mark: str, size: int) -> bool:
         """Whether an upload was completed although its answer was lost."""
@@ -417,26 +430,6 @@ class _Stream:
         except BaseException as error:
             self.error = error
             raise
-
-
-def _in_parts(data: Iterable[memoryview], size: int) -> Iterator[bytearray]:
-    """The same bytes in pieces of `size`, the last one shorter. Copied: a source may fill the
-    buffer that it yields again while a part of it is still being sent."""
-    part, filled = bytearray(), 0
-    for view in data:
-        rest = view
-        while rest:
-            if not part:
-                part, filled = bytearray(size), 0
-            count = min(size - filled, len(rest))
-            part[filled : filled + count] = rest[:count]
-            filled += count
-            rest = rest[count:]
-            if filled == size:
-                yield part
-                part = bytearray()
-    if part:
-        yield part[:filled]
 
 
 def _piece(key: str, number: int) -> str:

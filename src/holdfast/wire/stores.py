@@ -8,6 +8,8 @@ A location stands in run files and logs, so it holds no secret: credentials come
 environment, as each cloud's own tools read them, or from a file that it names. Connections are
 encrypted; an endpoint that is not has to be allowed by name.
 
+With `seal`, checkpoints are encrypted before they leave (`wire/sealed.py`).
+
 A store is trusted only after `probe`: some servers accept create-if-absent and overwrite.
 """
 
@@ -35,8 +37,11 @@ if TYPE_CHECKING:
 SCHEMES = ("s3", "gs", "az")
 OPTIONS = (
     "endpoint", "region", "account", "virtual_host", "allow_http", "credentials", "profile", "ca",
-    "timeout", "retries",
+    "timeout", "retries", "seal", "compress",
 )  # fmt: skip
+FILE_OPTIONS = ("seal", "compress")
+SEAL_KEY = "HOLDFAST_SEAL_KEY"
+"""The environment's variable that `seal=env` reads."""
 _SECRETS = ("key", "secret", "token", "password", "sas")
 _AZURE_NAMES = {
     "AZURE_STORAGE_ACCOUNT_NAME": "account_name",
@@ -65,6 +70,8 @@ class Bucket:
     ca: str = ""
     timeout: float = 30.0
     retries: int = 4
+    seal: str = ""
+    compress: str = ""
 
     @property
     def where(self) -> str:
@@ -77,40 +84,68 @@ def open_store(location: str | Path) -> RunStore:
     Raises StoreError for a location that cannot be right, and where the client is not installed.
     """
     text = str(location)
-    scheme = text.partition("://")[0].lower() if "://" in text else ""
-    if not scheme:
+    if "://" not in text:
         return FolderStore(text)
-    if scheme == "file":
-        parts = urlsplit(text)
-        if parts.netloc not in ("", "localhost") or not parts.path:
-            raise StoreError(
-                "a file's address has no host and a whole path", where=text,
-                remedy="write file:///shared/runs/mine",
-            )  # fmt: skip
-        return FolderStore(unquote(parts.path))
     bucket = parse(text)
-    if importlib.util.find_spec("obstore") is None:
-        raise StoreError(
-            "a bucket needs the package obstore", where=bucket.where,
-            remedy="install it with: pip install 'holdfast[bucket]'",
-        )  # fmt: skip
+    if bucket.scheme == "file":
+        return _sealed(bucket, FolderStore(f"/{bucket.prefix}"))
+    _need("obstore", "bucket", bucket.where)
     from holdfast.wire.bucket import BucketStore
 
-    return BucketStore(_objects(bucket), bucket.where)
+    return _sealed(bucket, BucketStore(_objects(bucket), bucket.where))
+
+
+def _need(package: str, extra: str, where: str) -> None:
+    """Raises StoreError, naming the extra, where a package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise StoreError(
+            f"this needs the package {package}", where=where,
+            remedy=f"install it with: pip install 'holdfast[{extra}]'",
+        )  # fmt: skip
+
+
+def _sealed(bucket: Bucket, store: RunStore) -> RunStore:
+    """The store itself, or where the location asks for it one that seals what goes into it."""
+    if bucket.compress and not bucket.seal:
+        raise StoreError("compress needs seal", where=bucket.where, remedy="add seal=<path>")
+    if not bucket.seal:
+        return store
+    _need("cryptography", "seal", bucket.where)
+    if bucket.compress:
+        _need("zstandard", "seal", bucket.where)
+    from holdfast.wire.sealed import KEY_BYTES, SealedStore
+
+    by_name = bucket.seal == "env"
+    source = SEAL_KEY if by_name else bucket.seal
+    text = os.environ.get(SEAL_KEY, "") if by_name else _read(Path(bucket.seal))
+    key = b""
+    with suppress(ValueError):
+        key = bytes.fromhex(text.strip())
+    if len(key) != KEY_BYTES:
+        raise StoreError(
+            "there is no key here", where=source,
+            remedy=f"put {2 * KEY_BYTES} hexadecimal digits there, as openssl rand -hex 32 does",
+        )  # fmt: skip
+    return SealedStore(store, key, compress=bool(bucket.compress))
 
 
 def parse(location: str) -> Bucket:
     """Raises StoreError naming what is wrong; never repeats an option's value."""
     parts = urlsplit(location)
     where = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-    if parts.scheme not in SCHEMES:
+    if parts.scheme == "file" and (parts.netloc not in ("", "localhost") or not parts.path):
+        raise StoreError(
+            "a file's address has no host and a whole path", where=where,
+            remedy="write file:///shared/runs/mine",
+        )  # fmt: skip
+    if parts.scheme not in ("file", *SCHEMES):
         raise StoreError(
             f"{parts.scheme}:// is no kind of run store", where=where,
             remedy="use a folder, or an address that begins with s3://, gs:// or az://",
         )  # fmt: skip
     if "@" in parts.netloc:
         raise _no_secrets(where)
-    if not parts.netloc:
+    if not parts.netloc and parts.scheme != "file":
         raise StoreError(
             "the bucket's name is missing", where=where,
             remedy=f"write {parts.scheme}://bucket/prefix",
@@ -118,12 +153,13 @@ def parse(location: str) -> Bucket:
     prefix = unquote(parts.path).strip("/")
     options: dict[str, Any] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
-        if name not in OPTIONS:
+        if name not in (OPTIONS if parts.scheme != "file" else FILE_OPTIONS):
             if any(word in name.lower() for word in _SECRETS):
                 raise _no_secrets(where)
             raise StoreError(
                 f"there is no option {name!r}", where=where,
-                remedy="the options are " + ", ".join(OPTIONS),
+                remedy="the options are "
+                + ", ".join(OPTIONS if parts.scheme != "file" else FILE_OPTIONS),
             )  # fmt: skip
         options[name] = _value(name, value, where)
     return Bucket(parts.scheme, parts.netloc, prefix, **options)
@@ -139,6 +175,8 @@ def _value(name: str, value: str, where: str) -> Any:
             if 0 < float(value) <= 3600:
                 return float(value)
         raise StoreError("timeout is not a number of seconds", where=where, remedy="use timeout=30")
+    if name == "compress" and value != "zstd":
+        raise StoreError("compress knows zstd only", where=where, remedy="use compress=zstd")
     if name == "retries":
         if not value.isdecimal() or int(value) > 100:
             raise StoreError("retries is not a number", where=where, remedy="use retries=4")
