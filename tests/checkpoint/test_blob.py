@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from holdfast.checkpoint.blob import ExtentHasher, header, parse_header
 from holdfast.checkpoint.restore import Checkpoint
 from holdfast.errors import CorruptError
+from holdfast.layout import Layout, place
 from holdfast.spec.boxes import Box
 from holdfast.spec.manifest import commit_key, placed
-from holdfast.spec.state import TensorSpec
+from holdfast.spec.state import StateTable, TensorSpec
 from tests.checkpoint.support import DTYPE, TABLE, Mover, Workers, state, topology
 
 
@@ -40,6 +41,47 @@ def test_stock_readers_understand_a_checkpoint_of_several_writers(
         for name, tensor in load_file(path).items():
             assert tensor.dtype == DTYPE[next(s.dtype for s in TABLE if s.name == name)]
     full = state(4)
+    loaded = {name: torch.full_like(tensor, 77) for name, tensor in full.items()}
+    state_dict_loader.load(
+        loaded, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True
+    )
+    for name, tensor in full.items():
+        assert torch.equal(loaded[name], tensor), name
+
+
+CUT: StateTable = (
+    TensorSpec("model.up", "F32", (10, 6), 0, 0, 5),  # tp cuts rows in units of two
+    TensorSpec("model.down", "F32", (7, 9), 0, 1, 9),  # tp cuts columns, dp_shard uneven rows
+    TensorSpec("model.kv", "BF16", (4, 3), 0, 0, 1),  # fewer units than tp ranks
+    TensorSpec("model.last", "F32", (5,), 0, None, 1, (2,)),  # on one stage
+    TensorSpec("model.count", "F64", (), None),
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2, dp_shard=3, tp=2),
+        Layout(1, pp=2, dp_shard=2, tp=4, stages=(1, 1)),
+        Layout(3, cp=2),
+    ],
+)
+def test_stock_readers_open_a_checkpoint_where_it_lies(
+    start: Callable[..., Mover], layout: Layout
+) -> None:
+    """Rows and columns cut unevenly, ranks with nothing: the folder of the blobs is all they need.
+    (It must hold one step only: `holdfast checkpoint copy` makes such a folder.)"""
+    mover = start()
+    topo = place(layout, 1, ("node0",) * layout.world_size)
+    Workers(mover.begin(topo, CUT), topo, CUT).commit(9)
+    folder = mover.store.folder / "data" / "0000000001"
+    assert len(list(folder.iterdir())) == layout.world_size
+    seen = dict.fromkeys((spec.name for spec in CUT), 0)
+    for path in folder.iterdir():
+        for name, tensor in load_file(path).items():
+            seen[name] += tensor.numel()
+    full = state(9, CUT)
+    assert seen == {name: tensor.numel() for name, tensor in full.items()}
     loaded = {name: torch.full_like(tensor, 77) for name, tensor in full.items()}
     state_dict_loader.load(
         loaded, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True
