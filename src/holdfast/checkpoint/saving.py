@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from holdfast.checkpoint import cleaning, restore
 from holdfast.checkpoint.choosing import Choice
 from holdfast.checkpoint.outcomes import Outcomes, Save
+from holdfast.checkpoint.promoting import checked, parts_held
 from holdfast.checkpoint.save import (
     Plan,
     check_sealed,
@@ -25,6 +27,7 @@ from holdfast.checkpoint.save import (
     write_sealed,
 )
 from holdfast.checkpoint.snapshots import Shelf, Snapshot
+from holdfast.checkpoint.sources import MemorySource
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import CheckpointRemoved
 from holdfast.spec.manifest import part_prefix
@@ -45,13 +48,15 @@ class Saves:
         outcomes: Outcomes,
         change: threading.Condition,
         keep: cleaning.Keep,
+        memories: Sequence[MemorySource] = (),
     ) -> None:
-        """`change` guards `pending` and is notified when a save has ended."""
+        """`change` guards `pending` and is notified when a save has ended; `memories` are asked for
+        what a promotion does not find on the shelf."""
         self.pending: Counter[Save] = Counter()  # handed over by ranks, and not ended
         self.verified: set[int] = set()  # steps of checkpoints that were read back in full
         self.rejected: dict[str, str] = {}  # keys of those that were passed over, and why
         self._store, self._shelf, self._outcomes = store, shelf, outcomes
-        self._change, self._keep = change, keep
+        self._change, self._keep, self._memories = change, keep, memories
         self._committing = threading.Lock()
         self._threads = ThreadPoolExecutor(SAVE_THREADS, "save")
 
@@ -75,14 +80,10 @@ class Saves:
         until that is done."""
         pins = ExitStack()
         at = choice.commit.generation, choice.commit.step
-        try:
-            snapshots = [
-                pins.enter_context(self._shelf.pin(*at, writer.rank))
-                for writer in choice.commit.writers
-            ]
-        except MissingKeyError:  # a part of it is in the memory of another machine
-            pins.close()
-            return
+        snapshots: list[Snapshot] = []
+        for writer in choice.commit.writers:
+            with suppress(MissingKeyError):  # a part of it is in the memory of another machine
+                snapshots.append(pins.enter_context(self._shelf.pin(*at, writer.rank)))
         self._threads.submit(self._promote, generation, choice, snapshots, pins)
 
     def close(self) -> None:
@@ -148,6 +149,7 @@ class Saves:
                 for snapshot in snapshots:
                     check_sealed(snapshot)  # it has lain there: no rot may become durable
                     self._write(generation, snapshot)
+            self._write_others(generation, choice, snapshots)
             with self._committing:
                 commit_sealed(self._store, generation, choice.commit)
                 self._outcomes.succeed(save, choice.key, choice.commit.nbytes)
@@ -157,6 +159,13 @@ class Saves:
                 self._outcomes.warn(f"step {save[1]} stays in memory only: {error}")
             with self._committing:
                 self._discard(save)
+
+    def _write_others(self, generation: int, choice: Choice, snapshots: Sequence[Snapshot]) -> None:
+        """The parts that are not on the shelf, from whoever has them in memory."""
+        ranks = {w.rank for w in choice.commit.writers} - {s.part.rank for s in snapshots}
+        for part, stored in parts_held(self._memories, choice.commit, ranks):
+            content = checked(self._memories, part.blob)
+            write_sealed(self._store, generation, part, stored, content)
 
     def _abandon(self, plan: Plan, committed: int) -> None:
         """Give up older steps that lack a rank: each rank hands its steps over in order, so
