@@ -16,6 +16,7 @@ from typing import Any
 from xxhash import xxh3_128_hexdigest
 
 from holdfast.checkpoint.blob import parse_header
+from holdfast.checkpoint.index import Index
 from holdfast.checkpoint.reading import (
     STRETCH_BYTES,
     THREADS,
@@ -37,14 +38,11 @@ from holdfast.spec.manifest import (
     Commit,
     Extent,
     Part,
-    Placed,
     Writer,
     parse_commit_key,
     part_key,
-    placed,
     writer_name,
 )
-from holdfast.spec.ownership import owned_boxes
 from holdfast.spec.state import ITEM_BYTES, TensorSpec
 from holdfast.wire.runstore import MissingKeyError, RunStore
 
@@ -148,19 +146,15 @@ class Checkpoint:
             )  # fmt: skip
         if not box.size:
             return []
-        moves, count = moves_into(box, item, flat(out), self._index.get(box.name, ()))
+        stored = [StoredBox(p, blob) for p, blob in self._index.of(box)]
+        moves, count = moves_into(box, item, flat(out), stored)
         if count != box.size:
             raise CorruptError(f"{self.commit.key}: {box.name} is not covered")
         return moves
 
     @cached_property
-    def _index(self) -> dict[str, list[StoredBox]]:
-        """name -> stored boxes, derived from the topology and the table."""
-        index: dict[str, list[StoredBox]] = {}
-        for writer in self.commit.writers:
-            for p in _due(self.commit, writer):
-                index.setdefault(p.box.name, []).append(StoredBox(p, writer.blob))
-        return index
+    def _index(self) -> Index:
+        return Index(self.commit)
 
     def _remembered(self, stretch: Stretch) -> dict[int, memoryview]:
         """What is remembered of a stretch, by offset; taken out, to be put back as the newest."""
@@ -222,7 +216,7 @@ def newest_verified(
             problems = [str(error)]
         if not problems:
             return Checkpoint.open(store, key)
-        listing(store)  # raises where the store is out of reach: that says nothing about any of them
+        listing(store)  # raises where the store is out of reach: that says nothing of any of them
         rejected(key, problems[0])
     if candidates:
         raise CheckpointError(
@@ -240,17 +234,18 @@ def opened(store: RunStore, key: str) -> Commit:
     Raises CorruptError, MissingKeyError, CheckpointError (a newer format).
     """
     commit = Checkpoint.open(store, key).commit
+    index = Index(commit)
     with ThreadPoolExecutor(OPENING_THREADS, "open") as threads:
         for problem in threads.map(
-            lambda writer: _head_problem(store, commit, writer), commit.writers
+            lambda writer: _head_problem(store, index, writer), commit.writers
         ):
             if problem is not None:
                 raise CorruptError(problem)
     return commit
 
 
-def _head_problem(store: RunStore, commit: Commit, writer: Writer) -> str | None:
-    blob, due = writer.blob, _due(commit, writer)
+def _head_problem(store: RunStore, index: Index, writer: Writer) -> str | None:
+    blob, due = writer.blob, index.due(writer.rank)
     size = store.size(blob.key)
     if size != blob.size or size != blob.data_start + sum(p.nbytes for p in due):
         return f"{blob.key}: {size} bytes, {blob.size} were written"
@@ -259,6 +254,21 @@ def _head_problem(store: RunStore, commit: Commit, writer: Writer) -> str | None
     if set(parse_header(bytes(head), blob.key)) != set(due):
         return f"{blob.key}: its header does not list what rank {writer.rank} owns"
     return None
+
+
+def damage(store: RunStore, key: str) -> str | None:
+    """What keeps a checkpoint from being restored, found by reading all of it; None when nothing
+    does. Raises the store's own error when it is out of reach."""
+    try:
+        commit = Checkpoint.open(store, key).commit
+        index = Index(commit)
+        problems = (p for writer in commit.writers for p in _blob_problems(store, index, writer))
+        problem = next(problems, None)
+    except (HoldfastError, MissingKeyError) as error:
+        problem = str(error)
+    if problem is not None:
+        listing(store)  # raises where the store is out of reach: that says nothing of a checkpoint
+    return problem
 
 
 def verify(store: RunStore, key: str, *, first_only: bool = False) -> list[str]:
@@ -284,8 +294,9 @@ def _problems(store: RunStore, key: str) -> Iterator[str]:
     except (HoldfastError, MissingKeyError) as error:
         yield str(error)
         return
+    index = Index(commit)
     for writer in commit.writers:
-        yield from _blob_problems(store, commit, writer)
+        yield from _blob_problems(store, index, writer)
         name = part_key(commit.generation, commit.step, writer_name(writer.rank))
         try:
             stored = store.get(name)
@@ -299,9 +310,8 @@ def _problems(store: RunStore, key: str) -> Iterator[str]:
             yield str(error)
 
 
-def _blob_problems(store: RunStore, commit: Commit, writer: Writer) -> Iterator[str]:
-    blob = writer.blob
-    due = _due(commit, writer)
+def _blob_problems(store: RunStore, index: Index, writer: Writer) -> Iterator[str]:
+    blob, due = writer.blob, index.due(writer.rank)
     buffer = memoryview(bytearray(min(max(STRETCH_BYTES, blob.extent_bytes), blob.size)))
     try:
         size = store.size(blob.key)
@@ -320,12 +330,6 @@ def _blob_problems(store: RunStore, commit: Commit, writer: Writer) -> Iterator[
         raise
     except HoldfastError as error:
         yield str(error)
-
-
-def _due(commit: Commit, writer: Writer) -> tuple[Placed, ...]:
-    """What a writer's blob holds, and where."""
-    boxes = owned_boxes(commit.topology, commit.table, writer.rank)
-    return placed(boxes, commit.table)
 
 
 def _neighbours(blob: Blob) -> Iterator[list[Extent]]:
