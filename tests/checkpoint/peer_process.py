@@ -18,6 +18,7 @@ import numpy as np
 from holdfast.checkpoint.arena import Arena, digest, slot_capacity
 from holdfast.checkpoint.blob import ExtentHasher, header, total_size
 from holdfast.checkpoint.peer_settings import PeerSettings
+from holdfast.checkpoint.peer_source import PeerMemories
 from holdfast.checkpoint.peers import Peers
 from holdfast.checkpoint.snapshots import MemoryFile, Shelf, Snapshot
 from holdfast.events import Event
@@ -106,6 +107,11 @@ class Node:
         self.shelf.put(Snapshot(part, part.to_bytes(), memory, slot, made))
         return True
 
+    def memories(self, generation: int) -> list[list[Any]]:
+        """What a restart would find in the peers' memory."""
+        found = PeerMemories(self.peers.settings.peers, self.secret, lambda: generation)
+        return [list(line[:3]) for line in found.inventory()]
+
     def flip(self, generation: int, step: int, rank: int) -> None:
         """Rot: one bit of what lies here changes after it was hashed."""
         found = self.shelf.get(generation, step, rank)
@@ -124,6 +130,8 @@ class Node:
                 return [list(line[:4]) for line in self.shelf.inventory()]
             case "complete":
                 return self.shelf.complete()
+            case "memories":
+                return self.memories(**command)
             case "status":
                 return self.peers.status()
             case "events":

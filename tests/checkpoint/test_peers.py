@@ -16,8 +16,9 @@ from holdfast.checkpoint.peer_wire import COPY, PeerClient, PeerError
 from holdfast.checkpoint.restore import Checkpoint
 from holdfast.checkpoint.sources import Mixed
 from holdfast.errors import CorruptError
+from holdfast.layout import Layout, place
 from holdfast.policy.placement import Machine
-from holdfast.spec.manifest import blob_key, writer_name
+from holdfast.spec.manifest import Part, blob_key, merge, writer_name
 from holdfast.spec.state import TensorSpec
 from tests.checkpoint.peers import (
     SECRET,
@@ -106,6 +107,35 @@ def test_two_machines_keep_each_others_snapshots_and_the_third_is_spared(start: 
     until(lambda: both.kept("near") == both.kept("far") == (2, 2))
     assert (2, 2, 0) in near.has()
     assert (2, 2, 0) in far.has()
+
+
+def test_three_nodes_keep_each_others_ranks_and_one_may_go(start: Start) -> None:
+    """A rank on each; every mover comes to the same plan, and whichever node is lost, the other
+    two hold the step together."""
+    names = ("a", "b", "c")
+    ports = {name: free_port() for name in names}
+    peers = {n: Peer(Machine(n), f"127.0.0.1:{port}") for n, port in ports.items()}
+    nodes = {
+        n: start(*(peers[o] for o in names if o != n), name=n, port=ports[n]) for n in names
+    }  # fmt: skip
+    topo = place(Layout(dp_shard=3), 1, names)
+    for number, node in enumerate(nodes.values()):
+        node.begin(topo)
+        node.put(1, [number])
+    for node in nodes.values():
+        until(lambda node=node: [1, 1] in [s["kept"] for s in node.do("status")["sends"].values()])
+    assert sorted(len(node.has()) for node in nodes.values()) == [2, 2, 2]
+    nodes["a"].kill()
+    sources, silent = open_peers([peers["b"], peers["c"], peers["a"]], SECRET, 2)
+    assert [name for name, _ in silent] == ["a"]
+    parts = {
+        line.rank: (Part.from_bytes(line.stored, "test"), line.stored)
+        for source in sources
+        for line in source.inventory()
+    }
+    commit = merge(parts, topo, TABLE, "c", "d")
+    assert assert_holds(Checkpoint(Mixed(sources), commit), topology(2, dp_shard=2), 1)
+    assert {(1, 1, 0), (1, 1, 2)} <= {tuple(x) for x in nodes["b"].do("memories", generation=2)}
 
 
 def test_unchanged_extents_are_not_sent_again(start: Start) -> None:

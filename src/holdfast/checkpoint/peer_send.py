@@ -183,20 +183,22 @@ class Copies:
         self._change.notify_all()
 
     def _holders(self, size: int) -> tuple[str, ...]:
-        """The machines that are to hold this node's copies now."""
+        """The machines that are to hold this node's copies now. Where others train in the same
+        generation, under their names in its topology, the plan is for all of them, so that each
+        mover comes to the same one; they are taken to be as large as this one."""
+        assert self._plan is not None
         now = self._clock()
         machines = [line.peer.machine for line in self._lines.values() if now >= line.back]
-        own = self._settings.machine
-        stable = self._settings.stable
-        if stable not in {machine.name for machine in machines}:
-            stable = None
+        own, names = self._settings.machine, {machine.name for machine in machines}
+        owners = {own.name} | names.intersection(self._plan[0].nodes)
+        stable = self._settings.stable if self._settings.stable in names else None
         plan = place_copies(
-            {own.name: 2 * size}, [own, *machines], copies=self._settings.copies, stable=stable,
-            before=self._held,
+            dict.fromkeys(owners, 2 * size), [own, *machines], copies=self._settings.copies,
+            stable=stable, before=self._held,
         )  # fmt: skip
         self._held = dict(plan.holders)
         for text in plan.warnings:
-            if text not in self._warned:
+            if text not in self._warned and text.startswith(f"{own.name} "):
                 self._warned.add(text)
                 self._add(SettingIgnored("checkpoint.peers", text))
         return plan.holders[own.name]
