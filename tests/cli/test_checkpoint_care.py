@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.restore import listing
+from holdfast.checkpoint.restore import verify as problems_of
+from holdfast.wire.stores import open_store
 from tests.cli.conftest import Trained
 from tests.cli.support import here, start, write_run_file
+from tests.wire import s3
 
 Capture = pytest.CaptureFixture[str]
 
@@ -96,7 +100,27 @@ def test_a_copy_is_a_run_that_every_command_knows(
     assert here(capsys, "checkpoint", "diff", trained.folder, target).code == 0
 
 
-def test_copies_go_to_folders_only(trained: Trained, tmp_path: Path, capsys: Capture) -> None:
+def test_a_copy_in_a_bucket_is_whole(
+    trained: Trained, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in s3.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    where = s3.location(s3.server())
+    command = ("checkpoint", "copy", trained.folder, "--to", where, "--json")
+    done = here(capsys, *command)
+    assert done.code == 0, done.err
+    store = open_store(where)
+    (key,) = listing(store)
+    assert json.loads(done.out)["key"] == key
+    assert problems_of(store, key) == []
+    assert json.loads(here(capsys, *command).out)["copied_bytes"] == 0
+    assert "not-a-secret" not in done.out + done.err
+    here(capsys, "checkpoint", "copy", trained.folder, "--to", "ftp://x/y").refuses("ftp")
+
+
+def test_what_is_no_place_for_a_copy_is_refused(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
     command = ("checkpoint", "copy", trained.folder, "--to")
     here(capsys, *command, trained.folder).refuses("the run itself")
     (tmp_path / "file").write_text("")

@@ -2,8 +2,9 @@
 
 The order is that of a save: blobs, parts, the commit object last, so that a copy that is cut short
 is no checkpoint there, and the same command goes on where it was: what lies there whole, checked
-against its checksums, is not copied again. Every extent is checked as it streams by; no more than
-one is held. Nothing secret is copied: a run's secret is no part of its checkpoints.
+against its checksums, is not copied again. Every extent is checked as it streams by, and none is
+held that the target has taken. Nothing secret is copied: a run's secret is no part of its
+checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 from xxhash import xxh3_128_hexdigest
 
 from holdfast.checkpoint.restore import listing
-from holdfast.errors import CheckpointError, CorruptError, FencedError, HoldfastError
+from holdfast.errors import CheckpointError, CorruptError, FencedError
 from holdfast.spec.manifest import Blob, Commit, Writer, part_key, writer_name
 from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
 from holdfast.wire.term import generation_key, newest_generation, open_generation
@@ -69,7 +70,7 @@ def _refuse_other(target: RunStore, commit: Commit, raw: bytes) -> None:
         try:
             stored = target.get(key)
             theirs = Commit.from_bytes(stored, key)
-        except (HoldfastError, MissingKeyError):
+        except (CorruptError, CheckpointError, MissingKeyError):
             continue
         if theirs.config_hash != commit.config_hash:
             raise CheckpointError(
@@ -96,10 +97,10 @@ def _whole(store: RunStore, blob: Blob) -> bool:
 
 
 def _checked(store: RunStore, blob: Blob) -> Iterator[memoryview]:
-    """The blob's bytes, an extent at a time, each checked before it is passed on."""
-    buffer = memoryview(bytearray(min(blob.extent_bytes, blob.size)))
+    """The blob's bytes, an extent at a time, each checked before it is passed on. Every one has
+    memory of its own: a bucket's client may still send the last while the next is read."""
     for extent in blob.extents():
-        view = buffer[: extent.length]
+        view = memoryview(bytearray(extent.length))
         try:
             store.read_into(blob.key, extent.offset, view)
         except (MissingKeyError, CorruptError) as error:

@@ -85,11 +85,16 @@ def _difference(d: Difference) -> str:
 # --- copy -----------------------------------------------------------------------------------
 def copy(
     run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
-    to: Annotated[str, typer.Option("--to", help="another run folder; made if it is not there")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", help="another run folder, made if it is not there; or s3://, gs://, az://"
+        ),
+    ],
     step: Annotated[str, typer.Argument(help="a number, or newest")] = "newest",
     json: Json = False,
 ) -> None:
-    """Copy one checkpoint to another run folder, checking every byte on the way.
+    """Copy one checkpoint to another run folder or a bucket, checking every byte on the way.
 
     The commit object comes last, so a copy that is cut short is no checkpoint; the same command
     again copies only what is not whole there. A new folder gets the run's description too, so that
@@ -98,7 +103,7 @@ def copy(
     \b
     Example:
       holdfast checkpoint copy runs/quickstart --to /backup/quickstart
-      holdfast checkpoint copy runs/quickstart 100 --to /backup/quickstart
+      holdfast checkpoint copy runs/quickstart 100 --to s3://bucket/quickstart
     """
     from holdfast.checkpoint.care import find
     from holdfast.checkpoint.copying import copy_checkpoint
@@ -128,9 +133,12 @@ def _location(to: str, source: Path) -> RunStore:
     """The run store that a location names. Raises CheckpointError for what cannot be one."""
     from holdfast.cli.run_folder import refuse_in_use
     from holdfast.wire.runstore import FolderStore
+    from holdfast.wire.stores import open_store, probe
 
     if "://" in to:
-        raise CheckpointError("only folders can be copied to", where=to, remedy="name a folder")
+        store = open_store(to)
+        probe(store, to.partition("?")[0])
+        return store
     folder = Path(to)
     if folder.exists() and not folder.is_dir():
         raise CheckpointError("this is not a folder", where=to, remedy="name another one")
