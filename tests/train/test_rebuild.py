@@ -28,7 +28,6 @@ from holdfast.train.engine import StepEngine
 from holdfast.train.objective import NextToken
 from tests.ranks import RankContext, rank_values, run_ranks
 from tests.train.layouts import (
-    STEPS,
     case,
     config_of,
     engine_of,
@@ -38,8 +37,9 @@ from tests.train.layouts import (
 )
 from tests.train.worlds import CPU, digest
 
-REBUILT, MORE = STEPS // 2, 2
-ALIKE = REBUILT + 5  # as far as the undisturbed run goes
+LAST, MORE = 12, 2
+REBUILT = LAST // 2
+ALIKE = REBUILT + 3  # as far as the undisturbed run goes
 
 LAYOUTS = {
     "dp2": "tp2", "shard2": "dp2", "tp2": "pp2", "pp2": "shard2",
@@ -60,7 +60,7 @@ LAYOUTS = {
 
 def config_for(name: str) -> RunConfig:
     """A float64 run file with this name's settings that runs long enough for what is done here."""
-    return config_of({**case(name).changes, "train__steps": STEPS + MORE})
+    return config_of({**case(name).changes, "train__steps": LAST + MORE})
 
 
 def world(name: str, generation: int, ranks: Sequence[int] | None = None) -> Topology:
@@ -89,7 +89,7 @@ def alone(flags: str) -> list[list[float]]:
 
 
 def _whole_curve(rank: RankContext, flags: str) -> list[tuple[float, float]]:
-    return _steps(begin(f"{flags}one", rank), 1, STEPS + MORE)
+    return _steps(begin(f"{flags}one", rank), 1, LAST + MORE)
 
 
 def _steps(made: StepEngine, first: int, last: int) -> list[tuple[float, float]]:
@@ -122,8 +122,8 @@ class Rewind:
 
 
 def _rebuilt(rank: RankContext, name: str, other: str) -> dict[str, Any]:
-    """One process: 15 steps undisturbed; back to step 10, rebuilt with every rank elsewhere, and on
-    to step 20; rebuilt as `other`, two more."""
+    """One process: 9 steps undisturbed; back to step 6, rebuilt with every rank elsewhere, and on
+    to step 12; rebuilt as `other`, two more."""
     made = begin(name, rank)
     out: dict[str, Any] = {"curve": _steps(made, 1, REBUILT)}
     back = Rewind(made)
@@ -139,12 +139,12 @@ def _rebuilt(rank: RankContext, name: str, other: str) -> dict[str, Any]:
     made = go_on(kept, name, world(name, 2, ranks), me, rank.store(), came_from)
     out["rebuilt"] = _steps(made, REBUILT + 1, ALIKE)
     out["after"] = [_place_of(made), digest(made)]
-    out["rest"] = _steps(made, ALIKE + 1, STEPS)
-    kept = keep(made, STEPS)
+    out["rest"] = _steps(made, ALIKE + 1, LAST)
+    kept = keep(made, LAST)
     del made
     moved_on = [(r - 1) % size for r in range(size)]
     made = go_on(kept, other, world(other, 3), (me + 1) % size, rank.store(), moved_on)
-    out["other"] = _steps(made, STEPS + 1, STEPS + MORE)
+    out["other"] = _steps(made, LAST + 1, LAST + MORE)
     made.close()
     return out
 
@@ -158,7 +158,7 @@ def test_rebuild(name: str) -> None:
         _close(value["curve"], 1, name)
         _close(value["rebuilt"], REBUILT + 1, name)
         _close(value["rest"], ALIKE + 1, name)
-        _close(value["other"], STEPS + 1, name)
+        _close(value["other"], LAST + 1, name)
         assert value["rebuilt"] == value["undisturbed"]  # bit by bit
         assert value["before"][0] != value["after"][0]
     before, after = (dict(value[when] for value in values) for when in ("before", "after"))
@@ -317,7 +317,7 @@ def _again_and_again(rank: RankContext, cycle: list[str], rebuilds: int) -> list
     assert three is not None
     many = _settled(three)
     made.close()
-    return [curve[: STEPS + MORE], three.counts, many.counts, many.megabytes - three.megabytes]
+    return [curve[: LAST + MORE], three.counts, many.counts, many.megabytes - three.megabytes]
 
 
 def _settled(bound: LeftBehind, seconds: float = 10.0) -> LeftBehind:
