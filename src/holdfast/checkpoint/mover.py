@@ -154,6 +154,8 @@ class Server:
                 answer, found = service.holdings(generation, **body)
                 fds += found
                 return answer
+            case "damage":
+                return {"problem": service.damage(generation, **body)}
             case "events":
                 events, mark = service.outcomes.since(body["since"], body["wait"])
                 return {"events": events, "next": mark}

@@ -26,6 +26,8 @@ from holdfast.wire.secret import Secret
 ANSWER_SECONDS = 30.0
 CHOOSE_SECONDS = 600.0
 """For looking through memory, peers and the run store; a mover that dies is noticed at once."""
+READ_SECONDS = 6 * 3600.0
+"""For reading every byte of a checkpoint."""
 SETTLE_SLICE = 5.0
 """Seconds that one question about the end of a save waits, so that who asks can say he is alive."""
 
@@ -139,6 +141,12 @@ class MoverClient:
         if len(fds) != 1:
             raise MoverGoneError("the mover sent no arena")
         return fds[0]
+
+    def damage(self, key: str) -> str | None:
+        """What keeps a durable checkpoint from being restored, for one that no worker will read;
+        None when nothing does. The mover reads every byte of it."""
+        problem = self._call("damage", {"key": key}, READ_SECONDS)["problem"]
+        return None if problem is None else str(problem)
 
     def holdings(self, key: str) -> Holdings:
         """What this node's mover has of a checkpoint in memory. Raises MissingKeyError as text

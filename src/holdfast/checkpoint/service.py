@@ -401,6 +401,11 @@ class Service:
             }  # fmt: skip
         return answer | {"rejected": rejected, "seconds": self._clock() - begun}
 
+    def damage(self, generation: int, key: str) -> str | None:
+        """What keeps the checkpoint from being restored; every byte of it is read."""
+        self._current(generation)
+        return restore.damage(self._store, key)
+
     def holdings(self, generation: int, key: str) -> tuple[dict[str, Any], list[int]]:
         """The commit object under `key`, and which of its blobs lie in this mover's memory, with
         the descriptors of their memory files; the caller closes them. Raises as the store does."""

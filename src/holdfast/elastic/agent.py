@@ -310,8 +310,7 @@ class Agent:
             topology, step, self._config.cluster, self._folder, self._board, self._say, self._ready
         )
         if step >= self._config.train.steps:
-            unsaved = None if newest.durable else await self._mover.made_durable(newest)
-            current.decide(Finished(step, unsaved))
+            current.decide(await self._nothing_to_do(topology.generation, newest))
             return current
         told = boots(
             self._config, topology, folder=self._folder, agent=self._term.address,
@@ -326,6 +325,15 @@ class Agent:
         else:
             await current.fork(self._template, told, self._secret)
         return current
+
+    async def _nothing_to_do(self, generation: int, newest: Newest) -> Verdict:
+        """The last step has been done. No worker will read its checkpoint, so its mover does: a
+        run is not finished with a state that nobody can have back."""
+        unsaved = None if newest.durable else await self._mover.made_durable(newest)
+        problem = None
+        if unsaved is None and newest.key is not None:
+            problem = await self._mover.damage(generation, newest.key)
+        return Finished(newest.step, unsaved) if problem is None else Lost("rot", problem, problem)
 
     async def _ensure_children(self) -> None:
         """A mover and a template that are alive; both start at once."""

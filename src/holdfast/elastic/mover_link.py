@@ -102,6 +102,11 @@ class MoverLink:
         client = MoverClient(self.socket_path, self._secret, newest.generation)
         return await asyncio.to_thread(client.settle, newest.step, DURABLE_SECONDS)
 
+    async def damage(self, generation: int, key: str) -> str | None:
+        """What is wrong with a checkpoint that no worker will read; None when nothing is."""
+        client = MoverClient(self.socket_path, self._secret, generation)
+        return await asyncio.to_thread(client.damage, key)
+
     async def drain(self, generation: int) -> None:
         """Take every event that has happened so far."""
         if self._pump is not None:
