@@ -131,7 +131,6 @@ class Capturer:
         self._lock = threading.Lock()
         self._held: dict[int, tuple[int, SlotHeader]] = {}  # step -> what waits for announce
         self._failed: dict[int, str] = {}  # step -> why its copy is not whole
-        self._kept: frozenset[int] = frozenset()  # slots of the newest snapshot that was announced
 
     @property
     def bytes(self) -> int:
@@ -141,7 +140,7 @@ class Capturer:
     def ready(self) -> bool:
         """Whether a capture begun now would find a free slot. Once it would, it stays so until
         one is begun."""
-        return self._arena.free_slot(self._kept) is not None
+        return self._arena.free_slot() is not None
 
     # --- copying ----------------------------------------------------------------------------
     def begin(self, step: int, wait: float = 0.0) -> Copy | Skipped:
@@ -196,7 +195,7 @@ class Capturer:
     def _take(self, wait: float) -> int | None:
         """A slot, marked dirty and with the blob's header in it."""
         self.fence()
-        slot = self._arena.free_slot(self._kept)
+        slot = self._arena.free_slot()
         if slot is None and wait > 0:
             slot = self._wait(wait)
         if slot is not None:
@@ -243,12 +242,8 @@ class Capturer:
         if held is None:
             return Skipped(step, failed)
         slot, made = held
-        before = self._kept
-        self._kept = before | {slot}  # the mover may free it before it answers
-        taken = False
         try:
             self._hand_over(step, slot, made, meta, durable)
-            taken = True
         except FencedError:
             raise
         except HoldfastError as error:
@@ -256,8 +251,6 @@ class Capturer:
             # fails: better than a slot that nobody gives back.
             self._arena.release(slot)
             return Skipped(step, str(error))
-        finally:
-            self._kept = frozenset({slot}) if taken else before
         return None
 
     def _hand_over(
@@ -288,15 +281,15 @@ class Capturer:
             return str(error)
 
     def _wait(self, seconds: float) -> int | None:
-        """The mover says when a slot is given back; which one is kept changes on this side."""
+        """The mover says when a slot is given back."""
         deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
             try:
-                self._mover.wait_free(self._rank, max(0.0, min(left, WAIT_SLICE)), self._kept)
+                self._mover.wait_free(self._rank, max(0.0, min(left, WAIT_SLICE)))
             except MoverGoneError:
                 return None
-            slot = self._arena.free_slot(self._kept)
+            slot = self._arena.free_slot()
             if slot is not None or left <= 0:
                 return slot
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -139,9 +140,10 @@ class MappedSource:
                 raise CorruptError(f"{key} was overwritten while it was read")
 
     def close(self) -> None:
-        """Give the memory back; no view of it may be in use."""
+        """Give the memory back; what a view still shows goes with the view."""
         for arena in self._arenas.values():
-            arena.close()
+            with suppress(BufferError):
+                arena.close()
         self._arenas = {}
         for fd in {fd for fd, _, _ in self._slots.values()}:
             os.close(fd)
