@@ -81,9 +81,11 @@ def test_without_any_failure_the_rate_falls_as_time_passes() -> None:
     assert found[-1] < 1 / (100 * HOUR)
 
 
-def test_more_nodes_are_at_more_risk_and_a_departure_of_many_is_one_failure() -> None:
+def test_more_nodes_are_at_more_risk_but_some_go_together() -> None:
+    """Twice the rate on four times the nodes."""
     hazard = Hazard.prior().after(HOUR, nodes=8, failures=1)
-    assert hazard.rate(16) == pytest.approx(2 * hazard.rate(8))
+    assert hazard.rate(32) == pytest.approx(2 * hazard.rate(8))
+    assert hazard.rate(8) == pytest.approx(Hazard.prior().after(2 * HOUR, 2, 1).rate(2) * 2)
     assert hazard.failures == 1
 
 

@@ -18,7 +18,8 @@ class WorkerBoot:
     `config` is the RunConfig as JSON (`RunConfig.model_validate` takes it back) and `topology`
     the Topology's. `restore_key` is the commit to begin from; None means initial weights, and
     `start_step` is then 0. `forked` is the node's monotonic clock just before the fork, in
-    seconds, for `WorkerReady.seconds`.
+    seconds, for `WorkerReady.seconds`. `hazard` is what the agent has seen break so far, as
+    Hazard's JSON; None where nobody asks.
     """
 
     config: dict[str, Any]
@@ -37,6 +38,7 @@ class WorkerBoot:
     gloo_interface: str = "lo"
     heartbeat_seconds: float = 0.2
     forked: float = 0.0
+    hazard: dict[str, Any] | None = None
 
     @property
     def world_size(self) -> int:

@@ -8,6 +8,7 @@ from holdfast.config.run import RunConfig
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.layout import Topology, place_replicas
 from holdfast.plan.layouts import layouts_of
+from holdfast.policy.hazard import Hazard
 from holdfast.wire.runstore import spoken_error
 
 
@@ -36,6 +37,7 @@ def boots(
     cores: int,
     restore_key: str | None,
     start_step: int,
+    hazard: Hazard | None = None,
 ) -> list[WorkerBoot]:
     """One WorkerBoot a rank; makes the folder of their logs. Raises RunFolderError."""
     logs = worker_log(folder, topology.generation, 0).parent
@@ -61,6 +63,7 @@ def boots(
             log=str(worker_log(folder, topology.generation, rank)),
             gloo_interface=config.cluster.gloo_interface,
             heartbeat_seconds=config.cluster.heartbeat_seconds,
+            hazard=None if hazard is None else hazard.to_json(),
         )
         for rank in range(topology.world_size)
     ]

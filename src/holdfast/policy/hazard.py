@@ -8,15 +8,16 @@ algorithm of a hidden Markov model (Rabiner, Proceedings of the IEEE 77(2), 1989
 
 - The state is one of 52 rates, each half as high again as the one before. The distribution begins
   as a gamma prior whose mean the run file gives.
-- When nodes x seconds pass without a failure, the weight of rate r is multiplied by the chance of
-  that, exp(-r x nodes x seconds); at a failure, by r.
+- When some time passes without a failure, the weight of rate r is multiplied by the chance of that,
+  exp(-r x time); at a failure, by r.
 - A regime ends as often as every thirtieth failure comes, whatever the rate; the next rate is near,
   and less likely the further off it is. So a burst is believed after two or three failures, a quiet
   week after a few usual gaps, and old evidence is forgotten at the pace of the machines: within
   hours in a spot pool, within months in a cluster.
 
 The lost time is linear in the rate, so what a decision needs is the mean of the distribution, and
-no quantile. Rates are per node and second: a run that grows is at more risk at once.
+no quantile. Rates are those of one node; a run on n nodes fails as often as the square root of n
+says, so a run that grows is at more risk at once.
 
 Pure: a value; `after` gives the next one. Time comes in as seconds that have passed.
 """
@@ -44,6 +45,11 @@ LEAP = 1.0
 """How far the rate goes when it changes: the mean of the absolute change of its logarithm. A factor
 of e is what the hours of a spot trace differ by; a hundredfold change is believed after two or
 three failures all the same, as each of them then tells more than the leap costs."""
+
+TOGETHER = 0.5
+"""A run on n nodes fails n to this power times as often as one on a single node. Machines that fail
+each for itself would make it 1, machines that all go together 0; in public spot traces, where a
+departure takes two nodes in the mean and often many, it lies near the middle."""
 
 SHAPE = 0.25
 """Shape of the gamma prior, in failures that it is worth. The logarithm of such a variable spreads
@@ -85,7 +91,7 @@ class Hazard:
 
     def rate(self, nodes: float = 1.0) -> float:
         """Failures a second of a run on `nodes` nodes."""
-        return nodes * _mean(self.weights)
+        return nodes**TOGETHER * _mean(self.weights)
 
     def after(self, seconds: float, nodes: float = 1.0, failures: int = 0) -> Hazard:
         """`nodes` nodes were at risk for `seconds`; then so many failures came, at one instant.
@@ -93,7 +99,7 @@ class Hazard:
         What was foretold and saved in time is no failure: it loses no work. Nodes that go
         together are one failure.
         """
-        weights, left = list(self.weights), nodes * seconds
+        weights, left = list(self.weights), nodes**TOGETHER * seconds
         while left > 0:
             # Pieces in which hardly anything is expected: what is believed changes between them.
             piece = min(left, _PIECE / _mean(weights))
@@ -133,9 +139,9 @@ def _mean(weights: Sequence[float]) -> float:
 
 
 def _quiet(weights: Sequence[float], passed: float) -> list[float]:
-    """Node-seconds without a failure, in which a regime of rate r may have ended at the rate
-    r / REGIME. Whoever came in meanwhile had to be quiet for the rest of the time only, which is
-    the mean of exp(-r t) over it."""
+    """Seconds of one node without a failure, in which a regime of rate r may have ended at the
+    rate r / REGIME. Whoever came in meanwhile had to be quiet for the rest of the time only, which
+    is the mean of exp(-r t) over it."""
     stayed, moved = [], []
     for weight, rate in zip(weights, RATES, strict=True):
         left = weight * exp(-rate * passed * (1 + 1 / REGIME))

@@ -15,6 +15,7 @@ from holdfast.events import (
     RunFinished,
     RunStarted,
     RunStopped,
+    SaveInterval,
     StepDone,
     WorkerLost,
     WorkerReady,
@@ -130,6 +131,8 @@ class Progress:
                 self.checkpoint = (event, elapsed)
                 text = f"checkpoint of step {event.step} committed ({size(event.bytes)})"
                 return Happening(elapsed, text)
+            case SaveInterval():
+                return Happening(elapsed, event.reason)
             case RunFinished():
                 self.state = "finished"
                 return Happening(elapsed, f"finished after step {event.step}", "good")

@@ -19,10 +19,13 @@ from holdfast.events import (
     CheckpointSkipped,
     Evaluated,
     NonFinite,
+    SaveInterval,
     StepDone,
     StepTraced,
 )
+from holdfast.policy.hazard import Hazard
 from holdfast.policy.save import due
+from holdfast.train.cadence import Cadence
 from holdfast.train.engine import StepEngine
 from holdfast.train.evaluate import Evaluator
 from holdfast.train.protocols import Feed, Membership, Reporter, Saver, StepBatch
@@ -47,10 +50,11 @@ class _Watch:
 
     clock: Callable[[], float]
     phases: dict[str, float] = field(default_factory=dict)
+    before: dict[str, float] = field(default_factory=dict)  # of the step before
     _since: float = 0.0
 
     def start(self) -> None:
-        self.phases = {}
+        self.before, self.phases = self.phases, {}
         self._since = self.clock()
 
     def lap(self, phase: str) -> None:
@@ -63,14 +67,18 @@ def run(
     engine: StepEngine, loader: Feed, membership: Membership, reporter: Reporter, saver: Saver,
     evaluator: Evaluator, config: RunConfig, *, rank: int, start_step: int,
     settle_seconds: float = 600.0, clock: Callable[[], float] = time.monotonic,
+    hazard: Hazard | None = None,
 ) -> Outcome:  # fmt: skip
     """Train from the state after `start_step` to the last step, or until somebody wishes to stop.
 
-    loader: this rank's shares, beginning with step `start_step` + 1.
+    loader: this rank's shares, beginning with step `start_step` + 1. hazard: how often the run has
+    broken so far, where the interval between saves is adaptive.
     Raises PeerLostError when a rank is gone, and NonFiniteError on every rank alike, journalled
     by rank 0; in both cases the step was not applied.
     """
-    loop = _Loop(engine, membership, reporter, saver, evaluator, config, rank, start_step, clock)
+    loop = _Loop(
+        engine, membership, reporter, saver, evaluator, config, rank, start_step, clock, hazard
+    )
     if start_step >= config.train.steps:
         return Outcome("finished", start_step)
     for batch in loader:
@@ -88,7 +96,7 @@ class _Loop:
     def __init__(
         self, engine: StepEngine, membership: Membership, reporter: Reporter, saver: Saver,
         evaluator: Evaluator, config: RunConfig, rank: int, start_step: int,
-        clock: Callable[[], float],
+        clock: Callable[[], float], hazard: Hazard | None,
     ):  # fmt: skip
         self.engine, self.membership, self.reporter = engine, membership, reporter
         self.saver, self.evaluator, self.config, self.rank = saver, evaluator, config, rank
@@ -97,6 +105,8 @@ class _Loop:
         self.watch.start()
         self.recorder = engine.groups.recorder
         self.saved_step, self.saved_at = start_step, clock()
+        nodes = len(set(engine.groups.topology.nodes))
+        self.cadence = Cadence(config.checkpoint, hazard, nodes, clock())
 
     def step(self, batch: StepBatch) -> bool:
         """One step from the arrival of its batch to its boundary; whether to leave after it."""
@@ -145,11 +155,20 @@ class _Loop:
 
     def _due_by_time(self, step: int) -> bool:
         """Seconds are one rank's to judge; its answer travels with the vote."""
-        rules = self.config.checkpoint
-        waited = self.clock() - self.saved_at
+        now, every = self.clock(), self.config.train.evaluate.every
+        # Stood still: from the capture's begin in the step before to the fence in this one.
+        stood = self.watch.before.get("capture", 0.0) + self.watch.phases.get("capture", 0.0)
+        decided = self.cadence.tick(
+            now, stood if self.saved_step == step - 1 else None,
+            usual=not (every and (step - 1) % every == 0),
+        )  # fmt: skip
+        if decided is not None:
+            self.reporter.emit(
+                SaveInterval(decided.tier, decided.seconds, decided.reason, step=step)
+            )
         reason = due(
-            step, self.config.train.steps, every_steps=0, every_seconds=rules.every_seconds,
-            seconds_since_save=waited, last_saved=self.saved_step,
+            step, self.config.train.steps, every_steps=0, every_seconds=self.cadence.seconds,
+            seconds_since_save=now - self.saved_at, last_saved=self.saved_step,
         )  # fmt: skip
         return reason is not None
 
@@ -158,7 +177,7 @@ class _Loop:
         has no room: the same on all ranks."""
         rules = self.config.checkpoint
         reason = due(
-            step, self.config.train.steps, every_steps=rules.every_steps,
+            step, self.config.train.steps, every_steps=rules.by_steps,
             stopping=verdict.wishes.stop, last_saved=self.saved_step,
         )  # fmt: skip
         durable = reason is not None or verdict.wishes.save

@@ -1,0 +1,302 @@
+"""When to save: the adaptive interval against every fixed one, on traces of machines that go.
+
+For every trace, job size and cost of a save: the share of the running time that saves and redone
+work cost, averaged over phases. A phase is another choice of the job's nodes, another moment of
+each departure within its sampling step, and another beginning within the trace; so no interval wins
+by the luck of its phase. The best fixed interval is found by a sweep on that very trace, which no
+policy could know beforehand. Bars: the adaptive policy, which begins with the default prior and
+sees each failure when it happens, costs at most 1.05 of the best fixed interval, and less than 10
+min, 30 min, and Young's interval with a rate that is 10 times too high or too low.
+
+    python -m benchmarks.interval [--traces DIR] [--plot FILE.svg]
+
+DIR: files of the kinds that `holdfast.simulate.traces` reads; others are named and passed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import lzma
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import log10
+from multiprocessing import Pool
+from pathlib import Path
+
+from holdfast.errors import DataError
+from holdfast.policy.hazard import NODE_MTBF, Hazard, duration
+from holdfast.policy.interval import Bounds, young
+from holdfast.report.svg import Scale, line, path, tag, text
+from holdfast.simulate import synthetic
+from holdfast.simulate.intervals import (
+    Waste,
+    adaptive,
+    failure_rate,
+    fixed,
+    rates,
+    rotated,
+    spells,
+)
+from holdfast.simulate.traces import Trace, load, outages
+
+COSTS = (0.005, 0.2, 1.5, 30.0)
+BAR = 1.05
+ENOUGH = 20
+"""Failures that a case needs: with fewer, no policy can know the rate, and the best fixed interval
+is the one that suits those few."""
+LIMITS = Bounds(0.01, 86400.0)
+SWEEP = tuple(1.08**power for power in range(-32, 33))  # times Young's interval with the true rate
+
+
+@dataclass(frozen=True)
+class Row:
+    """One trace, job size and cost. Wastes are shares of the running time."""
+
+    trace: str
+    nodes: int
+    failures: float
+    mtbf: float
+    cost: float
+    best: float  # seconds
+    best_waste: float
+    adaptive: float
+    others: tuple[float, ...]  # 10 min, 30 min, rate x 10, rate / 10
+    recovering: float
+    curve: tuple[tuple[float, float], ...]  # (seconds, waste) of the sweep
+    saves: float  # mean seconds between the adaptive policy's saves
+
+    @property
+    def ratio(self) -> float:
+        return self.adaptive / self.best_waste
+
+    @property
+    def passed(self) -> bool:
+        return self.ratio <= BAR and all(self.adaptive < other for other in self.others)
+
+
+@dataclass(frozen=True)
+class Job:
+    trace: Trace
+    nodes: int
+    phases: int
+    recovery: float
+    mtbf: float
+
+
+def measure(job: Job) -> list[Row]:
+    """One row a cost, or none where too little fails."""
+    histories = [
+        rotated(spells(job.trace, job.nodes, seed), seed / job.phases) for seed in range(job.phases)
+    ]
+    histories = [history for history in histories if history]
+    failures = sum(s.failed for h in histories for s in h) / max(1, len(histories))
+    if failures < ENOUGH:
+        return []
+    rate = sum(map(failure_rate, histories)) / len(histories)
+    beliefs = [rates(history, Hazard.prior(job.mtbf)) for history in histories]
+    rows = []
+    for cost in COSTS:
+
+        def tried(seconds: float, cost: float = cost) -> Waste:
+            return _sum(fixed(h, seconds, cost, job.recovery) for h in histories)
+
+        curve = [(f * young(cost, rate), tried(f * young(cost, rate)).by_policy) for f in SWEEP]
+        best = min(curve, key=lambda point: point[1])
+        mine = _sum(
+            adaptive(h, b, cost, job.recovery, LIMITS)
+            for h, b in zip(histories, beliefs, strict=True)
+        )
+        others = (600.0, 1800.0, young(cost, 10 * rate), young(cost, rate / 10))
+        rows.append(Row(
+            job.trace.source, job.nodes, failures, 1 / rate, cost, *best, mine.by_policy,
+            tuple(tried(seconds).by_policy for seconds in others),
+            mine.total - mine.by_policy, tuple(curve),
+            mine.running / max(1, mine.saves),
+        ))  # fmt: skip
+    return rows
+
+
+def _sum(wastes: Iterator[Waste]) -> Waste:
+    return sum(wastes, Waste())
+
+
+# --- which traces, which jobs ---------------------------------------------------------------------
+def read(path: Path) -> str:
+    if path.suffix == ".xz":
+        return lzma.decompress(path.read_bytes()).decode("latin-1")
+    return path.read_text(errors="replace")
+
+
+def found(folder: Path) -> tuple[list[Trace], list[str]]:
+    """The traces under a folder, and the files that are none. Text files up to 20 MB."""
+    traces: list[Trace] = []
+    passed_over = []
+    for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+        if file.suffix not in (".csv", ".txt", ".json", ".xz") or file.stat().st_size > 20e6:
+            continue
+        name = str(file.relative_to(folder))
+        try:
+            content = read(file)
+            traces += _systems(content, name) or [load(content, name)]
+        except DataError as error:
+            passed_over.append(str(error).split(";")[0])
+    return traces, passed_over
+
+
+def _systems(content: str, name: str, most: int = 2) -> list[Trace]:
+    """A table of outages holds several clusters, which must not be pooled: those with most rows."""
+    head, _, rest = content.partition("\n")
+    header = [cell.strip() for cell in head.split(",")]
+    if "Prob Started" not in header:
+        return []
+    place = header.index("System")
+    count: dict[str, int] = {}
+    for row in csv.reader(rest.splitlines()):
+        if len(row) > place:
+            count[row[place]] = count.get(row[place], 0) + 1
+    systems = sorted(count, key=lambda system: -count[system])[:most]
+    return [outages(content, name, system=system) for system in systems]
+
+
+def made() -> list[Trace]:
+    """The synthetic ones, two seeds of each kind."""
+    return [
+        trace
+        for seed in (1, 2)
+        for trace in (
+            synthetic.spot_pool(seed), synthetic.gang_offers(seed), synthetic.bathtub_lives(seed),
+            synthetic.cluster_failures(seed), synthetic.poisson(seed, mtbf=1800, failures=400),
+        )
+    ]  # fmt: skip
+
+
+def jobs(traces: Sequence[Trace], phases: int, recovery: float, mtbf: float) -> list[Job]:
+    """All nodes that ever are there at a time, a quarter and a sixteenth of them."""
+    out = []
+    for trace in traces:
+        count = peak = 0
+        for _, gone, joined in trace.instants():
+            count += len(joined) - len(gone)
+            peak = max(peak, count)
+        # Long histories are their own average.
+        fewer = max(2, min(phases, round(phases * 2000 / max(1, len(trace.changes)))))
+        sizes = sorted({max(1, peak // part) for part in (1, 4, 16)}, reverse=True)
+        out += [Job(trace, nodes, fewer, recovery, mtbf) for nodes in sizes]
+    return out
+
+
+# --- what is printed, and drawn ----------------------------------------------------------------
+HEAD = (
+    f"{'trace':<52}{'nodes':>6}{'failures':>9}{'MTBF':>10}{'a save':>8}{'best':>10}"
+    f"{'lost':>8}{'adaptive':>9}{'/ best':>8}{'10 min':>8}{'30 min':>8}{'r x 10':>8}{'r / 10':>8}"
+)
+
+
+def shown(row: Row) -> str:
+    others = "".join(f"{other / row.best_waste:>8.2f}" for other in row.others)
+    return (
+        f"{row.trace[-50:]:<52}{row.nodes:>6}{row.failures:>9.0f}{duration(row.mtbf):>10}"
+        f"{duration(row.cost):>8}{duration(row.best):>10}{row.best_waste:>8.2%}"
+        f"{row.adaptive:>9.2%}{row.ratio:>8.3f}{others}{'' if row.passed else '  MISSED'}"
+    )
+
+
+def summary(rows: Sequence[Row]) -> str:
+    good = [row for row in rows if row.passed]
+    ratios = sorted(row.ratio for row in rows)
+    missed = sorted({f"{r.trace} on {r.nodes}" for r in rows if not r.passed})
+    middle, tenth = ratios[len(ratios) // 2], ratios[-max(1, len(ratios) // 10)]
+    text_ = (
+        f"{len(good)} of {len(rows)} cases within {BAR:g} of the best fixed interval and better "
+        f"than the others; adaptive / best: median {middle:.3f}, worst tenth from {tenth:.3f}, "
+        f"worst {ratios[-1]:.3f}"
+    )
+    return text_ + (f"\nmissed: {'; '.join(missed)}" if missed else "")
+
+
+def drawing(rows: Sequence[Row], cost: float = 1.5, across: int = 3) -> str:
+    """Lost time over the interval, a panel per trace (its largest job), both scales by tens; the
+    dot is the adaptive policy at its mean interval, the line its level."""
+    chosen: dict[str, Row] = {}
+    for row in rows:
+        if row.cost == cost and row.nodes >= chosen.get(row.trace, row).nodes:
+            chosen[row.trace] = row
+    wide, high = 300, 200
+    panels = [
+        tag("g", _panel(row, wide, high),
+            transform=f"translate({index % across * wide},{index // across * high + 24})")
+        for index, row in enumerate(chosen.values())
+    ]  # fmt: skip
+    title = text(12, 16, f"time lost to saves of {duration(cost)} and to redone work, over the "
+                 "seconds between saves; dot and line: the adaptive policy",
+                 font_size=12)  # fmt: skip
+    width, height = across * wide, -(-len(panels) // across) * high + 24
+    return tag(
+        "svg", title + "".join(panels), xmlns="http://www.w3.org/2000/svg", width=width,
+        height=height, viewBox=f"0 0 {width} {height}", font_family="sans-serif", font_size=10,
+    )  # fmt: skip
+
+
+def _panel(row: Row, wide: int, high: int) -> str:
+    curve = [(log10(x), log10(y)) for x, y in row.curve]
+    mine = log10(row.adaptive)
+    values = [y for _, y in curve] + [mine]
+    across = Scale(curve[0][0], curve[-1][0], 44, wide - 14)
+    up = Scale(min(values) - 0.03, max(values), high - 30, 26)
+    parts = [
+        text(44, 18, f"{row.trace[-38:]}, {row.nodes} nodes"),
+        path(
+            ((across(x), up(y)) for x, y in curve), fill="none", stroke="#4269d0", stroke_width=1.5
+        ),
+        line(44, up(mine), wide - 14, up(mine), stroke="#ff725c", stroke_dasharray="3 3"),
+    ]
+    place = min(max(log10(row.saves), curve[0][0]), curve[-1][0])
+    parts.append(tag("circle", cx=across(place), cy=up(mine), r=3.5, fill="#ff725c"))
+    for x in (curve[0][0], curve[len(curve) // 2][0], curve[-1][0]):
+        parts.append(text(across(x), high - 14, duration(10**x), text_anchor="middle"))
+    for y in (min(values), max(values)):
+        parts.append(text(40, up(y) + 3, f"{10**y:.1%}", text_anchor="end"))
+    return "".join(parts)
+
+
+def main() -> None:
+    """Print the table; exit 1 where a bar was missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--traces", type=Path, default=os.environ.get("HOLDFAST_DATA"))
+    parser.add_argument("--plot", type=Path, help="an SVG file")
+    parser.add_argument("--phases", type=int, default=16)
+    parser.add_argument("--recovery", type=float, default=60.0, help="seconds a failure costs")
+    parser.add_argument("--node-mtbf", type=float, default=NODE_MTBF, help="the prior, in seconds")
+    parser.add_argument("--only", default="", help="a part of the traces' names")
+    parser.add_argument("--processes", type=int, default=1)
+    given = parser.parse_args()
+    traces, passed_over = found(given.traces) if given.traces else ([], [])
+    if not traces:
+        print("no real traces: set HOLDFAST_DATA or --traces to a folder with, for example, "
+              "Bamboo's p3-trace.csv (github.com/uclasystem/bamboo) or skypilot-org/spot-traces; "
+              "synthetic ones follow")  # fmt: skip
+        traces = made()
+    traces = [trace for trace in traces if given.only in trace.source]
+    print(HEAD)
+    rows: list[Row] = []
+    todo = jobs(traces, given.phases, given.recovery, given.node_mtbf)
+    with Pool(given.processes) as pool:
+        for job, measured in zip(todo, pool.imap(measure, todo), strict=True):
+            rows += measured
+            if not measured:
+                print(f"{job.trace.source[-50:]:<52}{job.nodes:>6}  fewer than {ENOUGH} failures")
+            for row in measured:
+                print(shown(row), flush=True)
+    print(summary(rows))
+    for sentence in passed_over:
+        print(f"passed over: {sentence}")
+    if given.plot:
+        given.plot.write_text(drawing(rows))
+    sys.exit(0 if all(row.passed for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What a journal says about how often its run breaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.events import (
+    Event,
+    GenerationStarted,
+    Record,
+    RunFinished,
+    RunStopped,
+    StepDone,
+    WorkerLost,
+    WorkerReady,
+)
+from holdfast.policy.hazard import Hazard
+from holdfast.policy.seen import Seen
+
+DONE = StepDone(loss=1.0, tokens=1, grad_norm=1.0, learning_rate=0.1, seconds=1.0, step=1)
+TWO_NODES = GenerationStarted({"nodes": ["a", "a", "b"]}, "start")
+
+
+def _seen(generations: list[list[tuple[float, Event]]]) -> Hazard:
+    """What is known when the generation after the last has begun."""
+    seen = Seen(Hazard.prior())
+    for number, found in enumerate([*generations, [(0.0, TWO_NODES)]], start=1):
+        for sequence, (at, event) in enumerate(found):
+            seen.observe(Record(number, "agent", sequence, 1e9 + at, event))
+    return seen.hazard
+
+
+def test_time_at_risk_is_from_ready_to_the_loss_on_all_nodes() -> None:
+    lost = WorkerLost(1, 7, "SIGKILL", "exit")
+    found = _seen([
+        [(0, TWO_NODES), (5, WorkerReady(0, 1.0)), (8, WorkerReady(1, 1.0)), (50, DONE),
+         (108, lost)],
+        [(0, TWO_NODES), (10, WorkerReady(0, 1.0)), (60, DONE), (61, lost), (62, lost)],
+    ])  # fmt: skip
+    assert (found.failures, found.seconds) == (2, pytest.approx(152))
+    want = Hazard.prior().after(100, 2, 1).after(52, 2, 1)
+    assert found.rate() == pytest.approx(want.rate())
+
+
+def test_leaving_is_no_failure_but_a_session_without_a_last_word_is() -> None:
+    begun: list[tuple[float, Event]] = [(0, TWO_NODES), (2, WorkerReady(0, 1.0)), (90, DONE)]
+    assert _seen([[*begun, (91, RunStopped("SIGTERM"))]]).failures == 0
+    assert _seen([[*begun, (91, RunFinished())]]).failures == 0
+    assert _seen([begun]).failures == 1
+
+
+def test_a_generation_that_never_became_ready_says_nothing() -> None:
+    assert _seen([[(0, TWO_NODES), (9, WorkerLost(0, 1, "exit 1", "exit"))]]) == Hazard.prior()
