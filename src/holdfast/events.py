@@ -264,6 +264,23 @@ class CheckpointRemoved(Event):
 
 
 @dataclass(frozen=True)
+class CheckpointUploaded(Event):
+    """The bucket holds a checkpoint too."""
+
+    key: str
+    bytes: int  # sent: what an earlier attempt had sent lay there already
+    seconds: float
+
+
+@dataclass(frozen=True)
+class UploadFailed(Event):
+    """A checkpoint did not get into the bucket; said once until one has."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class SnapshotKept(Event):
     """Another machine's memory holds the state after `step`, as far as this node's ranks own it."""
 

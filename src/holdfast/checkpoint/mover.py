@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint import framing
+from holdfast.checkpoint.cleaning import Keep
 from holdfast.checkpoint.framing import LineReader, Request, answer_line, parse_request
 from holdfast.checkpoint.peer_settings import PeerSettings
 from holdfast.checkpoint.peer_source import PeerMemories
 from holdfast.checkpoint.peers import Peers
 from holdfast.checkpoint.service import Service, Settings
+from holdfast.checkpoint.uploading import Uploader, opened
 from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.events import PeerFailed
 from holdfast.layout import Topology
@@ -191,6 +193,19 @@ def _peers(boot: MoverBoot, service: Service) -> Peers | None:
     return peers
 
 
+def _uploader(boot: MoverBoot, service: Service) -> Uploader | None:
+    """Tier 3: a bucket that gets every checkpoint too."""
+    location = boot.settings.bucket
+    if not location:
+        return None
+    keep = Keep(boot.settings.bucket_keep_last, boot.settings.keep_every)
+    uploader = Uploader(
+        FolderStore(boot.store), lambda: opened(location), keep, service.outcomes.add
+    )
+    service.outcomes.durable.append(uploader.committed)
+    return uploader
+
+
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the agent's
     boot = MoverBoot.from_line(sys.stdin.buffer.readline())
@@ -203,6 +218,7 @@ def main() -> None:
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     server = Server(service, Secret.from_hex(boot.secret), boot.socket, peers)
+    uploader = _uploader(boot, service)
 
     # The signal writes into a pipe: a handler that raises would be too late for an accept that is
     # just about to block.
@@ -216,6 +232,8 @@ def main() -> None:
         if peers is not None:
             peers.close()
         service.close()
+        if uploader is not None:
+            uploader.close()
         Path(boot.socket).unlink(missing_ok=True)
 
 

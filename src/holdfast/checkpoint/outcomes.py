@@ -31,6 +31,8 @@ class Outcomes:
         self._keys: dict[Save, str] = {}
         self._reasons: dict[Save, str] = {}
         self._warnings: deque[str] = deque(maxlen=16)
+        self.durable: list[Callable[[str], None]] = []
+        """Called with the key of each checkpoint that was committed; at once, so must not wait."""
 
     def captured(self, save: Save) -> None:
         with self._change:
@@ -41,6 +43,8 @@ class Outcomes:
             seconds = self._clock() - self._started.get(save, self._clock())
             self._keys[save] = key
             self._put(CheckpointCommitted(key, nbytes, seconds, step=save[1]))
+        for listener in self.durable:
+            listener(key)
 
     def fail(self, save: Save, reason: str) -> None:
         """The first reason counts; one event per save."""

@@ -62,6 +62,8 @@ class Settings:
     keep_last: int = 3
     keep_every: int = 0
     extent_bytes: int = 16 * 2**20
+    bucket: str = ""  # location; "": no tier 3
+    bucket_keep_last: int = 3
 
 
 @dataclass

@@ -79,6 +79,7 @@ def _train(loaded: Loaded, machine: Machine, folder: Path, *, fresh: bool, json:
             render_metrics=views.render_metrics,
             say=views.say,
             dataset_version=dataset.version,
+            fresh=fresh,
         )
     if code == 0 and finished(folder, loaded.config.train.steps) is not None:
         say(f"finished; the report: holdfast report {folder}")

@@ -31,6 +31,10 @@ class CheckpointConfig(Section):
     )
     keep_last: int = Field(3, ge=1, description="newest checkpoints that are kept")
     keep_every: int = Field(0, ge=0, description="also keep each step that this divides; 0: none")
+    bucket: str = Field(
+        "", description="address of a bucket that gets every checkpoint too: s3://bucket/prefix"
+    )
+    bucket_keep_last: int = Field(3, ge=1, description="newest checkpoints kept in the bucket")
     slots: int = Field(
         2, ge=2, le=3, description="snapshots that fit into memory; 3: also while one is written"
     )

@@ -130,6 +130,8 @@ class Agent:
             dataset_version=self._dataset_version, keep_last=self._config.checkpoint.keep_last,
             keep_every=self._config.checkpoint.keep_every,
             extent_bytes=self._config.checkpoint.extent_mb << 20,
+            bucket=self._config.checkpoint.bucket,
+            bucket_keep_last=self._config.checkpoint.bucket_keep_last,
         )  # fmt: skip
         self._mover = MoverLink(
             self._config, self._folder, self._secret, settings, self._take_from_mover

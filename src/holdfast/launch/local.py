@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from holdfast.checkpoint.uploading import bring_back
 from holdfast.config.identity import config_hash
 from holdfast.config.load import Loaded
 from holdfast.data.dataset import Dataset
@@ -28,11 +29,13 @@ def run(
     say: Say = print,
     dataset_version: str | None = None,
     entry: str = DEFAULT_ENTRY,
+    fresh: bool = False,
 ) -> int:
     """Train in the run folder of a planned configuration; the exit code (0, 1, 130).
 
     `observers` see every record of the journal as it is written, `render_metrics` answers
     `/metrics`, `say` prints one line. The dataset's version is read from its folder unless given.
+    `fresh`: this is to be a beginning, whatever a bucket holds.
     Raises UserError: the folder is in use, not writable, holds no trustworthy checkpoint, ...
     """
     config = loaded.config
@@ -46,6 +49,8 @@ def run(
     )
     store: RunStore = FolderStore(folder)
     secret = open_secret(folder)
+    if config.checkpoint.bucket:
+        bring_back(store, config.checkpoint.bucket, config_hash(config), fresh, say)
     # The agent listens before the term names its address: whoever finds the term can ask.
     control = bind(config.cluster.interface, 0, "cluster.interface")
     with control:

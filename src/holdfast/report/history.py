@@ -30,6 +30,7 @@ from holdfast.events import (
     SettingIgnored,
     StepDone,
     StopRequested,
+    UploadFailed,
 )
 from holdfast.report.incidents import Incident, IncidentBook
 from holdfast.report.timeledger import TimeLedger
@@ -310,6 +311,8 @@ def notice(event: Event) -> str:
         return f"checkpoint {event.key} was not trusted: {event.reason}"
     if isinstance(event, PeerFailed):
         return f"{event.peer} keeps no copy of step {event.step}: {event.reason}"
+    if isinstance(event, UploadFailed):
+        return f"the checkpoint of step {event.step} is not in the bucket yet: {event.reason}"
     if isinstance(event, NonFinite):
         return f"step {event.step}: {event.parameter} is not finite on rank {event.rank}"
     if isinstance(event, SettingIgnored):

@@ -19,6 +19,7 @@ from holdfast.events import (
     CheckpointFailed,
     CheckpointRejected,
     CheckpointSkipped,
+    CheckpointUploaded,
     Evaluated,
     GenerationStarted,
     NonFinite,
@@ -27,6 +28,7 @@ from holdfast.events import (
     RunStarted,
     SnapshotKept,
     StepDone,
+    UploadFailed,
 )
 from holdfast.report.incidents import IncidentBook
 from holdfast.report.timeledger import TimeLedger
@@ -34,7 +36,7 @@ from holdfast.report.timeline import in_order
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _BYTES = tuple(float(10**power) for power in range(5, 14))
-_PEERS, _DISK = "1", "2"  # tiers: other machines' memory; a folder on a disk
+_PEERS, _DISK, _BUCKET = "1", "2", "3"  # tiers: others' memory; a folder on a disk; a bucket
 _PHASES = {"compute": "forward_backward", "reduce": "comm", "apply": "optimizer",
            "capture": "checkpoint_block"}  # fmt: skip
 
@@ -156,6 +158,12 @@ class Metrics:
             self._observe(self._size, event.bytes, _PEERS)
         elif isinstance(event, PeerFailed):
             self._count(self._checkpoints, 1, _PEERS, "failed")
+        elif isinstance(event, CheckpointUploaded):
+            self._count(self._checkpoints, 1, _BUCKET, "ok")
+            self._observe(self._saving, event.seconds, _BUCKET, "copy")
+            self._observe(self._size, event.bytes, _BUCKET)
+        elif isinstance(event, UploadFailed):
+            self._count(self._checkpoints, 1, _BUCKET, "failed")
 
     # --- the registry -----------------------------------------------------------------------
     def _make(self, info: dict[str, str]) -> None:

@@ -52,6 +52,10 @@ PROBE = "probe/"
 RACERS = 16
 
 
+class UnfitStoreError(StoreError):
+    """The store answers, and does not keep what a run rests on: it must not be used."""
+
+
 @dataclass(frozen=True)
 class Bucket:
     """A parsed location. `timeout` bounds one request, in seconds; what fails or is not answered
@@ -343,8 +347,9 @@ def _read(path: Path, *, private: bool = True) -> str:
 
 # --- probing --------------------------------------------------------------------------------
 def probe(store: RunStore, where: str) -> None:
-    """Raises StoreError when the store does not keep what a run rests on: exactly one of several
-    creators wins, a created object can be listed at once, and ranges are the bytes asked for."""
+    """Raises UnfitStoreError when the store does not keep what a run rests on (exactly one of
+    several creators wins, what was created is listed at once, ranges are the bytes asked for), and
+    StoreError when it cannot be asked."""
     prefix = f"{PROBE}{secrets.token_hex(8)}/"
     keys = [f"{prefix}{name}" for name in ("twice", "race", "range")]
     try:
@@ -352,13 +357,13 @@ def probe(store: RunStore, where: str) -> None:
         _probe_race(store, keys[1], where)
         _probe_range(store, keys[2], where)
         if store.list(prefix) != sorted(keys):
-            raise StoreError("what was just created is not listed", where=where)
+            raise UnfitStoreError("what was just created is not listed", where=where)
     finally:
         with suppress(StoreError):  # the probe's own verdict counts
             for key in keys:
                 store.delete(key)
     if store.list(prefix):
-        raise StoreError("what was just deleted is still listed", where=where)
+        raise UnfitStoreError("what was just deleted is still listed", where=where)
 
 
 def _probe_create(store: RunStore, key: str, where: str) -> None:
@@ -406,11 +411,11 @@ def _probe_range(store: RunStore, key: str, where: str) -> None:
         with suppress(CorruptError):  # `out` says it
             store.read_into(key, start, memoryview(out))
         if out != content[start:stop] or store.size(key) != len(content):
-            raise StoreError("a range that was read is not the bytes asked for", where=where)
+            raise UnfitStoreError("a range that was read is not the bytes asked for", where=where)
 
 
-def _overwrites(where: str) -> StoreError:
-    return StoreError(
+def _overwrites(where: str) -> UnfitStoreError:
+    return UnfitStoreError(
         "the store overwrites what is there instead of refusing (it ignores If-None-Match), so two "
         "trainers could both win",
         where=where,

@@ -1,0 +1,169 @@
+"""Tier 3 through a real mover: what is committed gets into the bucket, whatever happens there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint.mover_client import MoverClient
+from holdfast.checkpoint.restore import listing, newest_verified, step_of
+from holdfast.checkpoint.uploading import bring_back
+from holdfast.errors import CheckpointError, StoreError
+from holdfast.events import CheckpointCommitted, CheckpointUploaded, Event, UploadFailed
+from holdfast.wire.runstore import FolderStore
+from holdfast.wire.stores import UnfitStoreError, open_store
+from holdfast.wire.term import newest_generation
+from tests.checkpoint.support import Mover, Workers, assert_holds, events_until, topology
+from tests.wire import s3
+from tests.wire.s3 import Fault, Proxy, Request
+
+Start = Callable[..., Mover]
+
+
+@pytest.fixture(autouse=True)
+def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with s3.proxied() as proxy:
+        yield proxy
+
+
+def _uploaded(step: int) -> Callable[[Event], bool]:
+    return lambda event: isinstance(event, CheckpointUploaded) and event.step == step
+
+
+def _workers(mover: Mover) -> tuple[MoverClient, Workers]:
+    topo = topology(1, 3)
+    client = mover.begin(topo)
+    return client, Workers(client, topo)
+
+
+def test_what_is_committed_gets_into_the_bucket_and_old_ones_go(start: Start) -> None:
+    where = s3.location(s3.server())
+    client, workers = _workers(start(bucket=where, bucket_keep_last=2))
+    for step in (1, 2, 3):
+        workers.commit(step)
+        events_until(client, _uploaded(step))
+    bucket = open_store(where)
+    found = newest_verified(bucket)
+    assert found is not None
+    assert_holds(found, 3)
+    workers.commit(4)
+    events_until(client, _uploaded(4))
+    assert 1 not in map(step_of, listing(bucket))  # 2 goes just after 4 has come
+
+
+def test_a_bucket_that_fails_delays_no_commit_and_gets_the_newest_later(
+    start: Start, proxy: Proxy
+) -> None:
+    proxy.rule = lambda request: Fault(503, "SlowDown")
+    client, workers = _workers(
+        start(bucket=s3.location(proxy.address, "slow", timeout=1, retries=0))
+    )
+    for step in (1, 2, 3):
+        workers.commit(step)
+    events = events_until(client, lambda event: isinstance(event, UploadFailed))
+    assert any(isinstance(e, CheckpointCommitted) and e.step == 1 for e in events)
+    failed = [e for e in events if isinstance(e, UploadFailed)]
+    assert len(failed) == 1
+    assert "the store answers with an error (503 SlowDown)" in failed[0].reason
+    proxy.rule = lambda request: None
+    events = events_until(client, _uploaded(3))
+    assert len([e for e in events if isinstance(e, UploadFailed)]) == 1  # said once
+
+
+def test_the_upload_of_a_killed_mover_is_resumed_by_the_next(start: Start, proxy: Proxy) -> None:
+    """Killed when two of three blobs have arrived: those are not sent again."""
+    reached = threading.Event()
+
+    def stall(request: Request) -> Fault | None:
+        if request.method == "PUT" and "rank00002-0.safetensors" in request.key:
+            reached.set()
+            proxy.closing.wait(60)
+        return None
+
+    proxy.rule = stall
+    prefix = f"killed-{id(proxy)}"
+    mover = start(bucket=s3.location(proxy.address, prefix))
+    _, workers = _workers(mover)
+    workers.commit(1)
+    assert reached.wait(60)
+    mover.kill()
+    assert listing(open_store(s3.location(s3.server(), prefix))) == []
+    with s3.proxied() as second:
+        where = s3.location(second.address, prefix)
+        client = start(bucket=where).begin(topology(1, 3, generation=2))
+        events_until(client, _uploaded(1))
+        for rank, again in ((0, False), (1, False), (2, True)):
+            assert (second.sent(f"rank{rank:05d}-0.safetensors") > 0) is again
+        found = newest_verified(open_store(where))
+        assert found is not None
+        assert_holds(found, 1)
+
+
+def test_a_run_whose_folder_is_lost_begins_from_the_bucket(start: Start, tmp_path: Path) -> None:
+    where = s3.location(s3.server())
+    client, workers = _workers(start(bucket=where))
+    workers.commit(7)
+    events_until(client, _uploaded(7))
+    said: list[str] = []
+    folder = FolderStore(tmp_path / "new")
+    bring_back(folder, where, "c", False, said.append)
+    assert said == ["step 7 was brought back from the bucket"]
+    found = newest_verified(folder)
+    assert found is not None
+    assert_holds(found, 7)
+    assert newest_generation(folder) == 1  # so the next one is newer than whatever wrote it
+    bring_back(folder, where, "c", False, said.append)
+    assert len(said) == 1  # it is there
+    for config_hash, fresh, why in (("other", False, "another run"), ("c", True, "set aside")):
+        with pytest.raises(CheckpointError, match=f"checkpoint.bucket: .*{why}.*another prefix"):
+            bring_back(FolderStore(tmp_path / why), where, config_hash, fresh, said.append)
+
+
+def test_a_bucket_that_is_away_at_the_start_stops_only_those_who_need_it(
+    start: Start, proxy: Proxy, tmp_path: Path
+) -> None:
+    _, workers = _workers(start())
+    workers.commit(1)
+    where = s3.location(proxy.address, timeout=1, retries=0)
+    proxy.rule = lambda request: Fault(503, "SlowDown")
+    said: list[str] = []
+    bring_back(FolderStore(tmp_path / "run"), where, "c", False, said.append)
+    assert len(said) == 1
+    assert "goes on without its bucket for now" in said[0]
+    with pytest.raises(StoreError, match="503 SlowDown"):
+        bring_back(FolderStore(tmp_path / "new"), where, "c", False, said.append)
+    proxy.rule = lambda request: None
+    proxy.drop_headers = frozenset({"if-none-match"})
+    with pytest.raises(UnfitStoreError, match="overwrites"):
+        bring_back(FolderStore(tmp_path / "run"), where, "c", False, said.append)
+
+
+def test_a_broken_checkpoint_in_the_bucket_is_passed_over(start: Start, tmp_path: Path) -> None:
+    where = s3.location(s3.server())
+    client, workers = _workers(start(bucket=where))
+    for step in (1, 2):
+        workers.commit(step)
+        events_until(client, _uploaded(step))
+    bucket = open_store(where)
+    blob = next(key for key in bucket.list("data/") if "0000000002-rank00001" in key)
+    data = bytearray(bucket.get(blob))
+    data[-1] ^= 1
+    bucket.delete(blob)
+    bucket.create(blob, data)
+    said: list[str] = []
+    folder = FolderStore(tmp_path / "new")
+    bring_back(folder, where, "c", False, said.append)
+    assert "cannot be trusted" in said[0]
+    assert said[1:] == ["step 1 was brought back from the bucket"]
+    found = newest_verified(folder)
+    assert found is not None
+    assert_holds(found, 1)
