@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from benchmarks import layouts, train_step
@@ -13,6 +17,7 @@ from benchmarks.peers.rebuild import layout_of
 from benchmarks.peers.work import Work
 from benchmarks.peers.worker import NAMES
 from benchmarks.rebuild import LAYOUTS
+from benchmarks.saving import floors
 from benchmarks.turns import Pair, losses
 
 from holdfast.config.load import load
@@ -103,3 +108,19 @@ def test_the_run_file_for_one_gpu_asks_for_what_is_measured() -> None:
     assert (config.model.vocab_size, config.model.layers, config.model.dim) == (128_256, 16, 2048)
     assert (config.data.sequence_length, config.train.precision) == (4096, "bf16")
     assert (config.train.compile, config.device, config.layout.workers) == (True, "auto", 1)
+
+
+def test_ways_of_saving_are_measured_beside_their_floors(tmp_path: Path) -> None:
+    """A little state, in real processes with a real mover: every way ends with a row."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.checkpoint", "--quick", "--ranks", "2",
+         "--folder", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "failed" not in done.stdout, done.stdout
+    rows = [line for line in done.stdout.splitlines() if line.startswith(("DCP async", "ours,"))]
+    assert len(rows) == 4 + 2
+    assert list(tmp_path.iterdir()) == []
+    assert all(wall > 0 for wall, _ in floors.direct_write(tmp_path, 10_000, 2))

@@ -1,0 +1,240 @@
+"""What a save costs, way by way: `python -m benchmarks.checkpoint [--quick] [--peers-python PATH]`.
+
+A state that is whole on every rank is saved again and again. Printed are the pause (seconds in
+which training may not go on: the call, and what it must wait for before the next update; half a
+second of matrix products lies between the two, in place of a step), its CPU seconds on the training
+thread, and the seconds until the save is durable. Floors are measured in the same processes: a
+copy of a rank's share into memory that is there, one xxh3 of it, one direct write of the whole.
+
+Then real steps of 61 M parameters with a save after every update, in turns with steps without: how
+much longer they take, all told. Medians; the first save of each way is not counted. Plain
+torch.save is synced to disk here; torch_checkpointing never syncs, and needs an interpreter that
+has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.saving import floors
+from benchmarks.saving.ranks import Mover, Ranks
+from benchmarks.saving.task import Task
+
+WAYS = ("torch.save", "DCP save", "DCP async", "DCP async, stager kept", "DCP async, process",
+        "torch_checkpointing", "ours, waiting", "ours, hidden", "ours, memory")  # fmt: skip
+FEW = ("torch.save", "DCP save", "DCP async", "ours, waiting", "ours, hidden")
+STEPPING = ("DCP async", "DCP async, stager kept", "ours, waiting", "ours, hidden", "ours, memory")
+COLUMNS = 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """tensors x rows x 1,024 fp32."""
+
+    name: str
+    tensors: int
+    rows: int
+    ways: tuple[str, ...] = WAYS
+
+    @property
+    def bytes(self) -> int:
+        return 4 * COLUMNS * self.tensors * self.rows
+
+
+CASES = (Case("700 MB", 60, 2849), Case("1.3 GB", 60, 5290), Case("3,000 tensors", 3000, 1, FEW))
+QUICK = (Case("4 MB", 4, 256, ("DCP async", "ours, waiting", "ours, hidden", "ours, memory")),)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Medians over saves of the slower rank."""
+
+    pause: float
+    cpu: float
+    durable: float
+
+
+def median(answers: Sequence[dict[str, Any]], key: str) -> float:
+    """Of the slowest rank, save by save."""
+    return statistics.median(map(max, zip(*(answer[key] for answer in answers), strict=True)))
+
+
+def saves(ranks: Ranks, ways: Sequence[str], settings: argparse.Namespace) -> dict[str, Row | str]:
+    rows: dict[str, Row | str] = {}
+    for way in ways:
+        answers = ranks.ask({"way": way, "rounds": settings.rounds, "seconds": settings.seconds,
+                             "beside": 0.02 if settings.quick else 0.5})  # fmt: skip
+        failed = [answer["error"] for answer in answers if "error" in answer]
+        rows[way] = failed[0] if failed else Row(
+            median(answers, "wall"), median(answers, "cpu"), median(answers, "durable")
+        )  # fmt: skip
+    return rows
+
+
+def case(of: Case, world: int, settings: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One state on one number of ranks: floors, and a row for each way."""
+    folder.mkdir()
+    mover = Mover(folder / "run")
+    task = Task(world, str(folder / "meeting"), str(folder), mover.socket, mover.secret.hex(),
+                of.tensors, of.rows, COLUMNS)  # fmt: skip
+    rounds = 3 if settings.quick else 7
+    try:
+        with Ranks(task, sys.executable) as ranks:
+            copies, hashes = (ranks.ask({"floor": f, "rounds": rounds}) for f in ("memcpy", "xxh3"))
+            rows = saves(ranks, [w for w in of.ways if w != "torch_checkpointing"], settings)
+        if "torch_checkpointing" in of.ways and settings.peers_python:
+            theirs = replace(task, meeting=f"{task.meeting}.theirs")
+            with Ranks(theirs, settings.peers_python) as ranks:
+                rows |= saves(ranks, ["torch_checkpointing"], settings)
+        written = floors.direct_write(folder, of.bytes, min(rounds, 3))
+    finally:
+        mover.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return {
+        "memcpy": median(copies, "wall"), "memcpy_cpu": median(copies, "cpu"),
+        "xxh3": median(hashes, "wall"), "xxh3_cpu": median(hashes, "cpu"),
+        "write": statistics.median(wall for wall, _ in written),
+        "write_cpu": statistics.median(cpu for _, cpu in written), "rows": rows,
+    }  # fmt: skip
+
+
+def show(of: Case, world: int, found: dict[str, Any]) -> None:
+    print(
+        f"\n{of.name}, {of.tensors:,} tensors, {world} rank(s). Floors: memcpy of a share "
+        f"{_ms(found['memcpy'])} ms (CPU {_ms(found['memcpy_cpu'])}), xxh3 of it "
+        f"{_ms(found['xxh3'])} (CPU {_ms(found['xxh3_cpu'])}), direct write of all "
+        f"{_ms(found['write'])} (CPU {_ms(found['write_cpu'])})"
+    )
+    print(f"{'':24}{'pause ms':>10}{'x memcpy':>10}{'CPU ms':>9}{'durable s':>11}{'x write':>9}")
+    for way in (way for way in WAYS if way in found["rows"]):
+        row = found["rows"][way]
+        if isinstance(row, str):
+            print(f"{way:24}  failed: {row}")
+            continue
+        in_memory = way == "ours, memory"
+        durable = "" if in_memory else f"{row.durable:11.2f}{row.durable / found['write']:9.2f}"
+        print(f"{way:24}{row.pause * 1e3:10.1f}{row.pause / found['memcpy']:10.2f}"
+              f"{row.cpu * 1e3:9.1f}{durable}")  # fmt: skip
+    for line in verdicts(of, world, found) if of in CASES else []:
+        print(f"  {line}")
+
+
+def verdicts(of: Case, world: int, found: dict[str, Any]) -> list[str]:
+    """The bars that this table can decide."""
+    rows = {way: row for way, row in found["rows"].items() if isinstance(row, Row)}
+    out = []
+    if (waiting := rows.get("ours, waiting")) is not None:
+        bound = 1.25 * found["memcpy_cpu"] + 15e-6 * of.tensors
+        out.append(_bar("waiting, CPU", waiting.cpu, bound, "1.25 memcpy + 15 us a tensor"))
+        out.append(_bar("durable", waiting.durable, 1.5 * found["write"], "1.5 direct writes"))
+    if (hidden := rows.get("ours, hidden")) is not None:
+        out.append(_bar("hidden", hidden.pause, 0.010, "10 ms"))
+        for way, share in (("DCP async", 0.10), ("DCP save", 0.02)):
+            if way in rows:
+                bound = share * rows[way].pause
+                out.append(_bar("hidden", hidden.pause, bound, f"{100 * share:g} % of {way}"))
+    return out
+
+
+def _bar(what: str, value: float, bound: float, meaning: str) -> str:
+    held = "yes" if value <= bound else "NO"
+    return f"{what}: {_ms(value)} of at most {_ms(bound)} ms ({meaning}): {held}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+def steps(world: int, settings: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Real steps with a save after each, over steps without: medians of paired blocks."""
+    folder.mkdir()
+    mover = Mover(folder / "run")
+    task = Task(world, str(folder / "meeting"), str(folder), mover.socket, mover.secret.hex(),
+                train=True, quick=settings.quick)  # fmt: skip
+    found: dict[str, Any] = {}
+    try:
+        with Ranks(task, sys.executable) as ranks:
+            for way in STEPPING[-2:] if settings.quick else STEPPING:
+                answers = ranks.ask({"way": way, "pairs": settings.pairs})
+                failed = [answer["error"] for answer in answers if "error" in answer]
+                if failed:
+                    found[way] = failed[0]
+                    continue
+                slow, plain = ([max(b) for b in zip(*(a[k] for a in answers), strict=True)]
+                               for k in ("with", "without"))  # fmt: skip
+                ratios = [a / b for a, b in zip(slow, plain, strict=True)]
+                found[way] = {
+                    "step": statistics.median(plain), "ratio": statistics.median(ratios),
+                    "ratios": ratios, "blocked": median(answers, "blocked"),
+                }  # fmt: skip
+    finally:
+        mover.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def show_steps(world: int, found: dict[str, Any]) -> None:
+    print(f"\nreal steps on {world} rank(s), a save after every update, over steps without")
+    print(f"{'':24}{'step s':>8}{'x longer':>10}{'lowest':>8}{'highest':>8}{'blocked ms':>12}")
+    for way, row in found.items():
+        if isinstance(row, str):
+            print(f"{way:24}  failed: {row}")
+            continue
+        print(f"{way:24}{row['step']:8.3f}{row['ratio']:10.3f}{min(row['ratios']):8.3f}"
+              f"{max(row['ratios']):8.3f}{row['blocked'] * 1e3:12.1f}")  # fmt: skip
+
+
+def _settings() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("cases", nargs="*", help=", ".join([*(c.name for c in CASES), "steps"]))
+    parser.add_argument("--quick", action="store_true", help="little state, few rounds")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rounds", type=int, default=5, help="saves of each way, at most")
+    parser.add_argument("--seconds", type=float, default=6.0, help="for them; at least two")
+    parser.add_argument("--pairs", type=int, default=3, help="blocks of steps of each way")
+    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary one)")
+    parser.add_argument("--peers-python", default="", help="an interpreter that has the others")
+    parser.add_argument("--json", type=Path, help="also write everything here")
+    settings = parser.parse_args()
+    if settings.quick:
+        settings.rounds, settings.pairs = 2, 1
+    return settings
+
+
+def main() -> None:
+    settings = _settings()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    everything: dict[str, Any] = {}
+    wanted = set(settings.cases)
+    with tempfile.TemporaryDirectory(prefix="holdfast-bench-", dir=settings.folder) as name:
+        for world in settings.ranks:
+            for of in QUICK if settings.quick else CASES:
+                if wanted and of.name not in wanted:
+                    continue
+                found = case(of, world, settings, Path(name, secrets.token_hex(4)))
+                show(of, world, found)
+                rows = {w: r if isinstance(r, str) else asdict(r) for w, r in found["rows"].items()}
+                everything[f"{of.name}, {world}"] = found | {"rows": rows}
+            if not wanted or "steps" in wanted:
+                found = steps(world, settings, Path(name, secrets.token_hex(4)))
+                show_steps(world, found)
+                everything[f"steps, {world}"] = found
+    if settings.json:
+        settings.json.write_text(json.dumps(everything, indent=1))
+
+
+if __name__ == "__main__":
+    main()

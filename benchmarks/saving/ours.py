@@ -1,0 +1,74 @@
+"""Holdfast's captures, with a mover that keeps, hashes, writes and commits them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from benchmarks.saving.task import Task
+from holdfast.checkpoint.capture import Captured, Capturer
+from holdfast.checkpoint.mover_client import MoverClient
+from holdfast.checkpoint.pieces import Copy
+from holdfast.layout import Layout, place
+from holdfast.spec.state import TensorSpec
+from holdfast.wire.secret import Secret
+
+SLOTS = 3
+WAIT = 120.0
+
+
+class Ours:
+    """Every rank is a replica, so each captures its share of what all of them hold."""
+
+    def __init__(self, name: str, task: Task, rank: int, state: Mapping[str, Tensor]) -> None:
+        """name: "ours, waiting"; "ours, hidden": the copy runs beside the next step; "ours,
+        memory": the same, and nothing becomes durable."""
+        topology = place(Layout(dp_replicate=task.world), 1, ("here",) * task.world)
+        table = tuple(TensorSpec(n, "F32", tuple(t.shape), 0) for n, t in state.items())
+        client = MoverClient(task.socket, Secret.from_hex(task.secret), 1)
+        client.expect(topology, table)
+        self._capturer = Capturer(
+            client, topology, table, rank, dict(state), run="bench", slots=SLOTS
+        )
+        self._hidden, self._durable = name != "ours, waiting", name != "ours, memory"
+        self._open: int | None = None
+        self._newest = 0
+        self._teller = ThreadPoolExecutor(1)  # a worker's reporter
+        self._told: Future[None] | None = None
+
+    def begin(self, step: int) -> None:
+        self._newest = self._open = step
+        if self._hidden:
+            begun = self._capturer.begin(step, WAIT)
+            assert isinstance(begun, Copy), begun
+        else:
+            made = self._capturer.capture(step, WAIT)
+            assert isinstance(made, Captured), made
+            self._announce()
+
+    def fence(self) -> None:
+        self._capturer.fence()
+        self._announce()
+
+    def finish(self) -> None:
+        if self._told is not None:
+            self._told.result()
+        if self._durable and self._newest:
+            reason = self._capturer.settle(self._newest, WAIT)
+            assert reason is None, reason
+
+    def close(self) -> None:
+        self.finish()
+        self._capturer.close()
+        self._teller.shutdown()
+
+    def _announce(self) -> None:
+        if self._open is not None:
+            self._told = self._teller.submit(self._tell, self._open)
+            self._open = None
+
+    def _tell(self, step: int) -> None:
+        skipped = self._capturer.announce(step, {"position": 0}, self._durable)
+        assert skipped is None, skipped

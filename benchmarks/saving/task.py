@@ -1,0 +1,51 @@
+"""What a rank of the checkpoint benchmark is told, and what a way of saving is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+TRAINED = {"preset": "medium", "vocabulary": 22_784, "sequence": 256, "batch": 8}
+"""The real training step: 61 M parameters, 2,048 tokens."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A state of `tensors` equal fp32 tensors, whole on every rank; or, with `train`, what a real
+    engine holds."""
+
+    world: int
+    meeting: str
+    folder: str
+    socket: str
+    secret: str
+    tensors: int = 60
+    rows: int = 0
+    columns: int = 1024
+    train: bool = False
+    quick: bool = False
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """Of the model that is trained."""
+        small = {"preset": "tiny", "vocabulary": 512, "sequence": 32, "batch": 4}
+        return small if self.quick else dict(TRAINED)
+
+
+class Way(Protocol):
+    """One way of saving. A save is begun and fenced on the training thread, which stands still in
+    both calls; what lies between may run beside it."""
+
+    def begin(self, step: int) -> None:
+        """Returns when training may compute the next step, which changes nothing."""
+        ...
+
+    def fence(self) -> None:
+        """Returns when the state may change."""
+        ...
+
+    def finish(self) -> None:
+        """Returns when the newest save is durable."""
+        ...
+
+    def close(self) -> None: ...

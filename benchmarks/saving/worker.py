@@ -1,0 +1,136 @@
+"""One rank: `python -m benchmarks.saving.worker RANK TASK`. Orders are JSON lines on standard
+input, one answer each on standard output.
+
+    {"floor": "memcpy" | "xxh3", "rounds": n}
+    {"way": name, "rounds": n, "seconds": s, "beside": s}   saves of a state that stands still
+    {"way": name, "pairs": n}                               real steps, with and without it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.saving import floors
+from benchmarks.saving.task import Task, Way
+
+
+class Rank:
+    def __init__(self, rank: int, task: Task) -> None:
+        self.rank, self.task = rank, task
+        self.step = 0
+        self._trainer: Any = None
+        if task.train:
+            from benchmarks.saving.steps import Trainer
+
+            self._trainer = Trainer(rank, task)
+            self.state: Mapping[str, Tensor] = self._trainer.state
+        else:
+            generator = torch.Generator().manual_seed(1)
+            self.state = {
+                f"t{i}": torch.randn(task.rows, task.columns, generator=generator)
+                for i in range(task.tensors)
+            }
+
+    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        if "floor" in order:
+            size = sum(t.nbytes for t in self.state.values()) // self.task.world
+            found = getattr(floors, order["floor"])(size, order["rounds"])
+            return {"wall": [wall for wall, _ in found], "cpu": [cpu for _, cpu in found]}
+        way = self._make(order["way"])
+        try:
+            if "pairs" in order:
+                return self._trainer.pairs(way, order["pairs"], self._next)
+            return self._saves(way, order["rounds"], order["seconds"], order["beside"])
+        finally:
+            way.close()
+
+    def _next(self) -> int:
+        self.step += 1
+        return self.step
+
+    def _make(self, name: str) -> Way:
+        if name.startswith("ours"):
+            from benchmarks.saving import ours
+
+            return ours.Ours(name, self.task, self.rank, self.state)
+        if name == "torch_checkpointing":
+            from benchmarks.saving.elsewhere import Managed
+
+            return Managed(self.task, self.state)
+        from benchmarks.saving import ways
+
+        return ways.make(name, self.task, self.state)
+
+    def _saves(self, way: Way, rounds: int, seconds: float, beside: float) -> dict[str, Any]:
+        """The first save is not counted: it sets things up."""
+        out: dict[str, list[float]] = {"wall": [], "cpu": [], "durable": []}
+        compute = _matmuls()
+        deadline = time.monotonic() + seconds
+        for number in range(rounds + 1):
+            dist.barrier()
+            step, begun = self._next(), time.perf_counter()
+            first = floors.timed(lambda step=step: way.begin(step))  # type: ignore[misc]
+            compute(beside)
+            second = floors.timed(way.fence)
+            way.finish()
+            durable = time.perf_counter() - begun
+            if number:
+                out["wall"].append(first[0] + second[0])
+                out["cpu"].append(first[1] + second[1])
+                out["durable"].append(durable)
+            late = torch.tensor([float(number > 1 and time.monotonic() > deadline)])
+            dist.all_reduce(late, dist.ReduceOp.MAX)
+            if late.item():
+                break
+        return out
+
+
+def _matmuls() -> Callable[[float], None]:
+    a, b = torch.randn(384, 384), torch.randn(384, 384)
+    out = torch.empty_like(a)
+
+    def compute(seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            torch.mm(a, b, out=out)
+
+    return compute
+
+
+def main() -> None:
+    rank, task = int(sys.argv[1]), Task(**json.loads(sys.argv[2]))
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(task.world),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # fmt: skip
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{task.meeting}", rank=rank, world_size=task.world
+    )
+    me = Rank(rank, task)
+
+    def reply(value: dict[str, Any]) -> None:
+        replies.write(json.dumps(value) + "\n")
+        replies.flush()
+
+    reply({"ready": True})
+    for line in sys.stdin:
+        try:
+            reply(me.answer(json.loads(line)))
+        except Exception as error:
+            said = str(error).strip().splitlines() or [""]
+            reply({"error": f"{type(error).__name__}: {said[-1]}"[:300]})
+    os._exit(0)  # what the ways left running ends here
+
+
+if __name__ == "__main__":
+    main()
