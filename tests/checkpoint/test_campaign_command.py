@@ -1,44 +1,66 @@
 """Torn and rotten checkpoints under the real command.
 
-One run trains to its end. Copies of its folder are damaged, and `holdfast train` is asked to go on
-with another number of workers: it begins from the newest good checkpoint, says which ones it passed
-over, trains the rest again, and its last checkpoint holds the same bytes as that of the run that
-nobody disturbed. Where nothing good is left, it says so in one sentence and begins nothing.
+A run is killed, trainer and all, when it has several checkpoints. One copy of its folder goes on
+undisturbed to the end. Other copies are damaged, and `holdfast train` goes on with another number
+of workers: it begins from the newest good checkpoint, says which ones it passed over, and its last
+checkpoint holds the same bytes as the undisturbed one's. Where nothing good is left, it says so in
+one sentence and begins nothing.
 """
 
 from __future__ import annotations
 
 import random
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore import Checkpoint, listing
+from holdfast.checkpoint.restore import Checkpoint, listing, step_of
 from holdfast.events import CheckpointRejected
 from holdfast.spec.boxes import whole
 from holdfast.wire.journal import read
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import Outcome, apart, write_run_file
+from tests.cli.support import Outcome, apart, start, write_run_file
+from tests.ranks import wait_until
 
-STEPS = 12
+STEPS = 60
 SETTINGS = (
-    f"train.steps={STEPS}", "train.evaluate.every=0", "checkpoint.every_steps=3",
-    "checkpoint.keep_last=4", "cluster.threads_per_worker=1", "train.batch_size=6",
+    f"train.steps={STEPS}", "train.evaluate.every=0", "checkpoint.every_steps=8",
+    "checkpoint.keep_last=9", "cluster.threads_per_worker=1", "train.batch_size=6",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run file, and beside it the folder of its finished run; tests must not change it."""
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run file, and beside it the folder of its killed run; tests must not change it."""
     run_file = write_run_file(tmp_path_factory.mktemp("rotten"))
-    outcome = apart("train", run_file, f"folder={run_file.parent / 'whole'}", *SETTINGS,
-                    "layout.workers=2")  # fmt: skip
-    assert outcome.code == 0, outcome.err
-    store = FolderStore(run_file.parent / "whole")
-    assert [Checkpoint.open(store, key).step for key in listing(store)] == [12, 9, 6, 3]
+    folder = run_file.parent / "killed"
+    process = start("train", run_file, f"folder={folder}", *SETTINGS, "layout.workers=2")
+    try:
+        enough = lambda: folder.is_dir() and len(steps_of(folder)) >= 4  # noqa: E731
+        wait_until(lambda: enough() or process.poll() is not None, 120, "four checkpoints")
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
     return run_file
+
+
+@pytest.fixture(scope="module")
+def undisturbed(killed: Path) -> Path:
+    """The folder of the same run, gone on to its end."""
+    folder = killed.parent / "whole"
+    shutil.copytree(killed.parent / "killed", folder)
+    outcome = go_on(killed, folder, 2)
+    assert outcome.code == 0, outcome.err
+    return folder
+
+
+def steps_of(folder: Path) -> list[int]:
+    """Newest first. On a machine that is busy a run skips some."""
+    return [step_of(key) for key in listing(FolderStore(folder))]
 
 
 def tensors(folder: Path) -> dict[str, bytes]:
@@ -54,8 +76,8 @@ def tensors(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def go_on(finished: Path, folder: Path, workers: int) -> Outcome:
-    return apart("train", finished, f"folder={folder}", *SETTINGS, f"layout.workers={workers}")
+def go_on(run_file: Path, folder: Path, workers: int) -> Outcome:
+    return apart("train", run_file, f"folder={folder}", *SETTINGS, f"layout.workers={workers}")
 
 
 def flip(path: Path, rng: random.Random) -> None:
@@ -82,9 +104,8 @@ def remove(path: Path, rng: random.Random) -> None:
 
 def older(path: Path, rng: random.Random) -> None:
     """The bytes of the same writer's earlier step."""
-    step = int(path.name[:10])
-    before = path.with_name(path.name.replace(f"{step:010d}", f"{step - 3:010d}"))
-    path.write_bytes(before.read_bytes())
+    before = [other for other in sorted(path.parent.glob(f"*{path.name[10:]}")) if other < path]
+    path.write_bytes(before[-1].read_bytes())
 
 
 DAMAGE: dict[str, Callable[[Path, random.Random], None]] = {
@@ -100,45 +121,69 @@ def of_step(folder: Path, step: int, how: str) -> list[Path]:
     return sorted(folder.glob(f"data/*/{step:010d}-rank*"))
 
 
-def damaged(finished: Path, tmp_path: Path, steps: list[int], seed: int, how: str) -> Path:
-    folder = tmp_path / "run"
-    shutil.copytree(finished.parent / "whole", folder)
+def damaged(whole: Path, folder: Path, count: int, seed: int, how: str) -> list[int]:
+    """Make a copy of a run whose newest `count` checkpoints are broken; their steps."""
+    shutil.copytree(whole, folder)
+    steps = steps_of(folder)[:count]
     rng = random.Random(seed)
     for step in steps:
         DAMAGE[how](rng.choice(of_step(folder, step, how)), rng)
-    return folder
+    return steps
+
+
+def rejected(folder: Path) -> list[int]:
+    """The steps that were passed over, newest first."""
+    events = [record.event for record in read(FolderStore(folder))]
+    return sorted({e.step for e in events if isinstance(e, CheckpointRejected)}, reverse=True)
 
 
 CASES = [
-    pytest.param("flip_payload", [12, 9], 3, 1),
+    pytest.param("flip_payload", 2, 3, 1),
     *(
-        pytest.param(how, steps, workers, seed, marks=pytest.mark.slow)
-        for seed, (how, steps, workers) in enumerate(
-            [("cut", [12], 1), ("remove", [12], 3), ("older", [12], 2), ("flip", [12], 3),
-             ("flip_payload", [12], 2), ("cut", [12, 9, 6], 2), ("flip", [12, 9], 1),
-             ("older", [12, 9], 3)],
+        pytest.param(how, count, workers, seed, marks=pytest.mark.slow)
+        for seed, (how, count, workers) in enumerate(
+            [("cut", 1, 1), ("remove", 1, 3), ("older", 1, 2), ("flip", 1, 3),
+             ("flip_payload", 1, 2), ("cut", 3, 2), ("flip", 2, 1), ("older", 2, 3)],
             2,
         )
     ),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("how", "steps", "workers", "seed"), CASES)
+@pytest.mark.parametrize(("how", "count", "workers", "seed"), CASES)
 def test_a_run_goes_on_from_the_newest_good_checkpoint(
-    finished: Path, tmp_path: Path, how: str, steps: list[int], workers: int, seed: int
+    killed: Path, undisturbed: Path, tmp_path: Path, how: str, count: int, workers: int, seed: int
 ) -> None:
-    folder = damaged(finished, tmp_path, steps, seed, how)
-    outcome = go_on(finished, folder, workers)
+    folder = tmp_path / "run"
+    steps = damaged(killed.parent / "killed", folder, count, seed, how)
+    outcome = go_on(killed, folder, workers)
     assert outcome.code == 0, outcome.err
-    assert tensors(folder) == tensors(finished.parent / "whole")
-    events = [record.event for record in read(FolderStore(folder))]
-    rejected = [event.step for event in events if isinstance(event, CheckpointRejected)]
-    assert sorted(set(rejected), reverse=True) == steps
+    assert tensors(folder) == tensors(undisturbed)
+    assert rejected(folder) == steps
+
+
+def test_a_run_is_not_finished_with_a_rotten_last_checkpoint(
+    killed: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """The trainer ended before it could say that the run is finished: no worker would read the
+    last checkpoint any more."""
+    folder = tmp_path / "run"
+    steps = damaged(undisturbed, folder, 1, 9, "flip_payload")
+    for segment in folder.glob("journal/*/*.jsonl"):
+        lines = segment.read_text().splitlines(keepends=True)
+        segment.write_text("".join(line for line in lines if "run_finished" not in line))
+    outcome = go_on(killed, folder, 3)
+    assert outcome.code == 0, outcome.err
+    assert tensors(folder) == tensors(undisturbed)
+    assert rejected(folder) == steps == [STEPS]
 
 
 def test_where_nothing_good_is_left_it_says_so_and_begins_nothing(
-    finished: Path, tmp_path: Path
+    killed: Path, tmp_path: Path
 ) -> None:
-    folder = damaged(finished, tmp_path, [12, 9, 6, 3], 5, "flip_payload")
-    go_on(finished, folder, 2).refuses_last("none of 4 checkpoints can be trusted", "--fresh")
-    assert len(listing(FolderStore(folder))) == 4
+    folder = tmp_path / "run"
+    steps = damaged(killed.parent / "killed", folder, 100, 5, "cut")
+    go_on(killed, folder, 2).refuses_last(
+        f"none of {len(steps)} checkpoints can be trusted", "--fresh"
+    )
+    assert steps_of(folder) == steps

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.checkpoint.choosing import Chooser
-from holdfast.checkpoint.restore import Checkpoint, newest_verified, verify
-from holdfast.errors import CorruptError, HoldfastError
+from holdfast.checkpoint.restore import Checkpoint, listing, newest_verified, verify
+from holdfast.errors import CorruptError, HoldfastError, RunFolderError, StoreError
 from holdfast.layout import Topology
+from holdfast.spec.manifest import Commit
 from holdfast.spec.state import ITEM_BYTES, local_boxes
 from holdfast.wire.runstore import FolderStore, MissingKeyError, RunStore
 from tests.checkpoint.campaign import states
@@ -70,14 +71,28 @@ def restore(store: RunStore, topo: Topology) -> Restored:
             choice = chooser.newest(tried)
             if choice is None:
                 return Restored(None, None, keys())
-            try:
-                compare(Checkpoint(store, choice.commit), topo)
-            except (CorruptError, MissingKeyError) as error:
-                tried[choice.key] = check_sentence(str(error))
+            problem = _read(store, choice.commit, topo)
+            if problem is not None:
+                tried[choice.key] = check_sentence(problem)
                 continue
             return Restored((choice.commit.step, choice.commit.generation), None, keys())
     except HoldfastError as error:
         return Restored(None, check_sentence(str(error)), keys())
+
+
+def _read(store: RunStore, commit: Commit, topo: Topology) -> str | None:
+    """As `elastic/worker/restoring.py`: what is rotten; a store that fails is asked once more."""
+    for again in (False, True):
+        try:
+            compare(Checkpoint(store, commit), topo)
+            return None
+        except (CorruptError, MissingKeyError) as error:
+            return str(error)
+        except (RunFolderError, StoreError) as error:
+            if again:
+                listing(store)  # raises when it is out of reach
+                return f"it cannot be read: {error}"
+    return None
 
 
 def restore_verified(store: RunStore, topo: Topology) -> Restored:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from holdfast.checkpoint.mover_client import MoverClient
 from holdfast.checkpoint.peer_source import PeerBlobs
-from holdfast.checkpoint.restore import Checkpoint
+from holdfast.checkpoint.restore import Checkpoint, listing
 from holdfast.checkpoint.sources import MappedSource, Mixed, Source, StoreSource
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.worker.reporter import Reporter
-from holdfast.errors import CorruptError, HoldfastError
+from holdfast.errors import CorruptError, HoldfastError, RunFolderError, StoreError
 from holdfast.events import CheckpointRestored, SourceRejected
 from holdfast.spec.boxes import Box
 from holdfast.spec.manifest import Commit
@@ -48,7 +48,7 @@ def restore(boot: WorkerBoot, session: Session, reporter: Reporter, secret: Secr
     try:
         with _opened(boot, key, secret) as checkpoint:
             opening = time.monotonic() - begun
-            session.engine.load(_Boxes(checkpoint, boot.start_step, reporter))
+            _load(session, _Boxes(checkpoint, boot.start_step, reporter), boot.run_folder)
             tally = checkpoint.tally
     except (CorruptError, MissingKeyError) as error:
         raise RottenError(str(error)) from error
@@ -61,6 +61,21 @@ def restore(boot: WorkerBoot, session: Session, reporter: Reporter, secret: Secr
             {"open": opening, **tally.seconds}, dict(tally.bytes), step=boot.start_step,
         )
     )  # fmt: skip
+
+
+def _load(session: Session, boxes: _Boxes, run_folder: str) -> None:
+    """Where the store fails, rather than the bytes, it is asked once more. A store that answers,
+    but cannot read this, has a rotten disk; one that does not answer says nothing."""
+    try:
+        session.engine.load(boxes)
+        return
+    except (RunFolderError, StoreError) as error:
+        print(f"asked once more: {error}", flush=True)
+    try:
+        session.engine.load(boxes)
+    except (RunFolderError, StoreError) as error:
+        listing(FolderStore(run_folder))  # raises when it is out of reach
+        raise RottenError(f"it cannot be read: {error}") from error
 
 
 class _Boxes:
