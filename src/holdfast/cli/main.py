@@ -20,7 +20,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "watch": ("watch", "follow a run from another terminal"),
     "report": ("report", "write one HTML page about a run"),
     "generate": ("generate", "sample text from a trained run"),
-    "export": ("export", "write a folder that transformers loads"),
+    "export": ("export", "write a folder that transformers or DCP loads"),
     "data": ("data", "prepare, inspect, verify and audit the training data"),
     "checkpoint": ("checkpoint", "list, show, verify, compare, copy, prune and import checkpoints"),
     "config": ("config", "show a run file with every value's origin; its schema"),
