@@ -15,8 +15,8 @@ class CheckpointConfig(Section):
     every_seconds: float = Field(0, ge=0, description="0: by steps only")
     interval: Literal["fixed", "adaptive"] = Field(
         "fixed",
-        description="adaptive: as often as loses least time, by the measured cost of a save and the "
-        "failures seen; every_steps and every_seconds are not used then",
+        description="adaptive: as often as loses least time, by the measured cost of a save and "
+        "the failures seen; every_steps and every_seconds are not used then",
     )
     min_seconds: float = Field(1.0, gt=0, description="adaptive: no more often")
     max_seconds: float = Field(1800, gt=0, description="adaptive: no less often")
@@ -61,6 +61,15 @@ class CheckpointConfig(Section):
     def by_steps(self) -> int:
         """The rule by steps; an adaptive interval replaces it."""
         return self.every_steps if self.interval == "fixed" else 0
+
+    @model_validator(mode="after")
+    def _bounds(self) -> CheckpointConfig:
+        if self.min_seconds > self.max_seconds:
+            raise ValueError(
+                f"min_seconds {self.min_seconds:g} is more than max_seconds "
+                f"{self.max_seconds:g}; use {self.max_seconds:g} or less"
+            )
+        return self
 
     @model_validator(mode="after")
     def _peers_are_told_apart(self) -> CheckpointConfig:

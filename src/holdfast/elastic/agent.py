@@ -50,9 +50,12 @@ from holdfast.events import (
 )
 from holdfast.layout import Topology
 from holdfast.plan.hardware import usable_cores
+from holdfast.policy.hazard import Hazard
 from holdfast.policy.restart import Restarts, RunState, advance, give_up
+from holdfast.policy.seen import Seen
 from holdfast.wire import lifeline
 from holdfast.wire.auth import Verifier
+from holdfast.wire.journal import read
 from holdfast.wire.runstore import RunStore
 from holdfast.wire.secret import Secret
 from holdfast.wire.server import Guard, Listener, bind
@@ -94,7 +97,10 @@ class Agent:
         self._render_metrics, self._say = render_metrics, say
         self._resume, self._entry = resume, entry
         self._node = platform.node() or "localhost"
-        self._board = Board(store, observers, say)
+        prior = Hazard.prior(config.checkpoint.node_mtbf_hours * 3600)
+        self._seen = Seen(prior) if config.checkpoint.interval == "adaptive" else None
+        seen = [] if self._seen is None else [self._seen.observe]
+        self._board = Board(store, [*seen, *observers], say)
         self._state = RunState.OPENING
         self._number = 0  # of the newest generation; 0 before the first
         self._current: Generation | None = None
@@ -187,6 +193,8 @@ class Agent:
     # --- the run --------------------------------------------------------------------------
     async def _run(self) -> int:
         resumed = await asyncio.to_thread(newest_generation, self._store) > 0
+        if resumed and self._seen is not None:
+            await self._recall(self._seen)
         reason = "resume" if resumed else "start"
         first = True
         while True:
@@ -210,6 +218,16 @@ class Agent:
                 return code
             assert isinstance(verdict, Lost)
             reason = verdict.reason
+
+    async def _recall(self, seen: Seen) -> None:
+        """What older sessions saw break. A journal that cannot be read costs that only."""
+        try:
+            records = await asyncio.to_thread(read, self._store)
+        except HoldfastError as error:
+            self._say(f"how often the run broke before is not known: {error}")
+            return
+        for record in records:
+            seen.observe(record)
 
     async def _act(self, verdict: Verdict) -> int | None:
         """The exit code, or None to open the next generation."""
@@ -318,6 +336,7 @@ class Agent:
             self._config, topology, folder=self._folder, agent=self._term.address,
             mover_socket=self._mover.socket_path, cores=usable_cores(),
             restore_key=newest.key, start_step=step,
+            hazard=None if self._seen is None else self._seen.hazard,
         )  # fmt: skip
         # Either may have died while the restore point was looked for.
         if not self._mover.alive:

@@ -27,6 +27,7 @@ from holdfast.events import (
     RunFinished,
     RunStarted,
     RunStopped,
+    SaveInterval,
     SettingIgnored,
     StepDone,
     StopRequested,
@@ -315,6 +316,8 @@ def notice(event: Event) -> str:
         return f"the checkpoint of step {event.step} is not in the bucket yet: {event.reason}"
     if isinstance(event, NonFinite):
         return f"step {event.step}: {event.parameter} is not finite on rank {event.rank}"
+    if isinstance(event, SaveInterval):
+        return event.reason
     if isinstance(event, SettingIgnored):
         return f"{event.key} is not honoured here: {event.reason}"
     if isinstance(event, StopRequested):
