@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import exp, isfinite, log
+from math import exp, isfinite, log, pow
 from typing import Any
 
 _HOUR = 3600.0
@@ -91,7 +91,7 @@ class Hazard:
 
     def rate(self, nodes: float = 1.0) -> float:
         """Failures a second of a run on `nodes` nodes."""
-        return nodes**TOGETHER * _mean(self.weights)
+        return pow(nodes, TOGETHER) * _mean(self.weights)
 
     def after(self, seconds: float, nodes: float = 1.0, failures: int = 0) -> Hazard:
         """`nodes` nodes were at risk for `seconds`; then so many failures came, at one instant.
@@ -99,7 +99,7 @@ class Hazard:
         What was foretold and saved in time is no failure: it loses no work. Nodes that go
         together are one failure.
         """
-        weights, left = list(self.weights), nodes**TOGETHER * seconds
+        weights, left = list(self.weights), pow(nodes, TOGETHER) * seconds
         while left > 0:
             # Pieces in which hardly anything is expected: what is believed changes between them.
             piece = min(left, _PIECE / _mean(weights))
