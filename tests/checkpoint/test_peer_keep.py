@@ -1,0 +1,122 @@
+"""What a keeper holds through any order of offers, refusals and generations.
+
+The newest step that was complete here never goes before a newer one is, whatever is offered in
+part, rots, or is given up in between; and every byte on the shelf is what its manifest says.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from xxhash import xxh3_128_hexdigest
+
+from holdfast.checkpoint.peer_keep import HELD, Keeper
+from holdfast.checkpoint.peer_settings import PeerSettings
+from holdfast.checkpoint.snapshots import Shelf
+from holdfast.errors import HoldfastError
+from holdfast.spec.manifest import Part
+from tests.checkpoint.peer_process import Node
+from tests.checkpoint.peers import SECRET, TABLE, topology
+
+Step = tuple[int, int]  # generation, step
+
+
+class Play:
+    """One owner, and a keeper that it offers to in a seeded order."""
+
+    def __init__(self, seed: int, room: int) -> None:
+        self.random = random.Random(seed)
+        boot = {
+            "secret": SECRET.hex(), "extent_bytes": 8192, "settings": PeerSettings().to_json(),
+        }  # fmt: skip
+        self.owner = Node(boot)
+        self.shelf = Shelf()
+        self.keeper = Keeper(self.shelf, SECRET, room)
+        self.complete: list[Step] = []  # in the order in which they became so
+        self.held: dict[Step, set[int]] = {}
+
+    def close(self) -> None:
+        self.keeper.close()
+        self.owner.peers.close()
+
+    def generation(self, number: int) -> None:
+        world = self.random.randint(1, 3)
+        topo = topology(number, dp_shard=world)
+        self.owner.begin(topo.to_json(), [spec.to_json() for spec in TABLE])
+        step = 10 * number
+        for _ in range(self.random.randint(1, 5)):
+            step += self.random.randint(1, 3)
+            self.step(number, step, world)
+
+    def step(self, generation: int, step: int, world: int) -> None:
+        assert self.owner.put(step, list(range(world))) == []
+        ranks = list(range(world))
+        self.random.shuffle(ranks)
+        for rank in ranks:
+            fate = self.random.random()
+            if fate < 0.2:
+                break  # the step is superseded, or its offerer is gone
+            if fate < 0.35:
+                self.owner.flip(generation, step, rank)
+            self.offer(generation, step, rank, world)
+            self.check()
+
+    def offer(self, generation: int, step: int, rank: int, world: int) -> None:
+        assert self.owner.topology is not None
+        plan = {
+            "topology": self.owner.topology.to_json(), "table": [s.to_json() for s in TABLE],
+        }  # fmt: skip
+        body: dict[str, Any] = {
+            "part": self.owner.shelf.get(generation, step, rank).stored.decode(), "run": "test",
+            "source": self.owner.peers.address, "ranks": list(range(world)), "plan": plan,
+        }  # fmt: skip
+        try:
+            state = self.keeper.offer(generation, body)["state"]
+        except HoldfastError:
+            return
+        assert state == HELD
+        self.held.setdefault((generation, step), set()).add(rank)
+        if len(self.held[generation, step]) == world:
+            self.complete.append((generation, step))
+
+    def check(self) -> None:
+        here: dict[Step, set[int]] = {}
+        for line in self.shelf.inventory():
+            part = Part.from_bytes(line.stored, "test")
+            here.setdefault((line.generation, line.step), set()).add(line.rank)
+            for extent in part.blob.extents():
+                out = memoryview(bytearray(extent.length))
+                self.shelf.read_into(line.generation, line.step, line.rank, extent.offset, out)
+                assert xxh3_128_hexdigest(out) == extent.xxh3
+        if self.complete:
+            newest = self.complete[-1]
+            assert here.get(newest) == self.held[newest], (newest, here)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_newest_complete_step_stays_until_a_newer_one_is(seed: int) -> None:
+    play = Play(seed, room=1 << 28)
+    try:
+        for number in range(1, 5):
+            play.generation(number)
+        assert play.complete
+        # Older generations have gone with the first complete step of a newer one.
+        newest = play.complete[-1][0]
+        assert all(line.generation >= newest for line in play.shelf.inventory())
+    finally:
+        play.close()
+
+
+def test_a_keeper_never_takes_more_than_its_room() -> None:
+    size = sum(spec.nbytes for spec in TABLE)
+    play = Play(3, room=3 * size)
+    try:
+        for number in range(1, 6):
+            play.complete.clear()  # with so little room an older generation goes for a newer one
+            play.generation(number)
+            status = play.keeper.status()
+            assert status["used"] <= status["room"]
+    finally:
+        play.close()
