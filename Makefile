@@ -3,6 +3,7 @@
 # make test         every check that a change has to pass
 # make test-torch   the tests on another release of torch: make test-torch TORCH=2.11
 # make campaign     the long tests (marker slow)
+# make rotten       of these, the faults of checkpoints: torn, rotten, killed at every point
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +14,7 @@ JOBS ?= auto
 # A worker gets the cores that the agent gives it; tests get one each.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: install install-dev quickstart test lint pytest test-torch campaign docs clean
+.PHONY: install install-dev quickstart test lint pytest test-torch campaign rotten docs clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -51,6 +52,10 @@ pytest: $(VENV)/.installed-dev
 
 campaign: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slow
+
+rotten: $(VENV)/.installed-dev
+	$(ONE_THREAD) $(BIN)/python -m pytest tests/checkpoint/test_campaign.py \
+	  tests/checkpoint/test_campaign_command.py tests/checkpoint/test_dcp_failures.py
 
 # Another release of torch gets an environment of its own and every other constraint.
 test-torch: $(VENV)-torch$(TORCH)/.installed

@@ -178,6 +178,7 @@ def test_a_run_is_not_finished_with_a_rotten_last_checkpoint(
     assert rejected(folder) == steps == [STEPS]
 
 
+@pytest.mark.slow
 def test_where_nothing_good_is_left_it_says_so_and_begins_nothing(
     killed: Path, tmp_path: Path
 ) -> None:

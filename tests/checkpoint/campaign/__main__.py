@@ -32,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", type=int, help="this one alone, with --only")
     parser.add_argument("--only", nargs="+", choices=FAULTS, metavar="FAULT", default=None)
     parser.add_argument("--skip", nargs="+", choices=FAULTS, metavar="FAULT", default=())
+    parser.add_argument("--every-point", action="store_true", help="kill at every single point")
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th case, from the I-th on")
     parser.add_argument("--list", action="store_true", help="print every case")
     parser.add_argument("--json", action="store_true", help="print every case as a line of JSON")
     parser.add_argument("--folder", help="where run stores are made (default: a temporary folder)")
@@ -42,10 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [name for name in options.only or FAULTS if name not in options.skip]
     if options.case is not None:
         chosen = [Case(options.seed, name, options.case) for name in names]
-    elif options.only or options.skip:
-        chosen = list(cases(options.seed, options.cases, names))
     else:
-        chosen = list(cases(options.seed, options.cases))
+        chosen = list(cases(options.seed, options.cases, names, options.every_point))
+    part, _, parts = options.part.partition("/")
+    chosen = chosen[int(part) :: int(parts)]
     outcomes = []
     with TemporaryDirectory(prefix="campaign-", dir=options.folder or _memory()) as root:
         for case in chosen:

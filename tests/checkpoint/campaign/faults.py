@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -164,7 +164,7 @@ _SHARES = {
     "flip-data": 30, "flip-header": 10, "flip-part": 12, "flip-commit": 20, "truncate": 16,
     "extend": 10, "delete": 16, "zeros": 10, "swap-blobs": 10, "swap-parts": 8, "swap-commits": 6,
     "swap-extents": 14, "replay": 16, "replay-commit": 14, "strange-files": 6,
-    "folder-instead": 6, "none-left": 24,
+    "folder-instead": 6, "none-left": 36,
 }  # fmt: skip
 
 FAULTS: dict[str, Fault] = {
@@ -189,13 +189,18 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def cases(seed: int, count: int, only: list[str] | None = None) -> Iterator[Case]:
-    """About `count` cases, dealt over the faults by their shares; at least one of each."""
+def cases(
+    seed: int, count: int, only: Sequence[str] = (), every_point: bool = False
+) -> Iterator[Case]:
+    """About `count` cases, dealt over the faults by their shares; at least one of each.
+
+    every_point: as many kills, and losses of power, as the protocol has points.
+    """
     names = only or list(FAULTS)
     total = sum(FAULTS[name].share for name in names)
     for name in names:
         share = max(1, -(-FAULTS[name].share * count // total))
-        if name in ("kill", "power") and count >= 500 and not only:
+        if every_point and name in ("kill", "power"):
             share = max(share, len(interrupted.points_of(_round(seed, name, 0))))
         for number in range(share):
             yield Case(seed, name, number)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from holdfast.spec.manifest import BLOB_ALIGNMENT
 from holdfast.wire.runstore import FolderStore, spoken_error
 from tests.checkpoint.campaign import states
 from tests.checkpoint.campaign.judge import (
@@ -64,7 +65,10 @@ def unreadable(folder: Path, rng: random.Random) -> tuple[str, Restored]:
     """The disk cannot read one file any more: as good as not there."""
     made = history(*rng.choice(LAYOUTS))
     made.pour(folder)
-    newest = [key for key in made.files if f"{NEWEST[0]:010d}-rank" in key and "data" in key]
+    newest = [  # those that hold data: of the others only the header is read
+        key for key, data in made.files.items()
+        if f"{NEWEST[0]:010d}-rank" in key and "data" in key and len(data) > BLOB_ALIGNMENT
+    ]  # fmt: skip
     commits = [key for key in made.files if key.startswith("commits/")]
     bad = rng.choice(rng.choice([newest, commits[:1]]))
     names = rng.choice([("get", "read"), ("get", "data")])  # all of it, or all but a blob's header

@@ -289,6 +289,7 @@ def _case(player: Player, kind: str, layout: int, rng: random.Random) -> list[An
     player.equip()
     reason = player.save(6)  # and the run goes on from there
     assert reason is None, reason
+    player.meet("done")  # then the mover may go
     return [kind, what + (", its memory is there" if survives else ""), step, due]
 
 
