@@ -15,14 +15,16 @@ import pytest
 
 from holdfast.checkpoint import restore, sources
 from tests.checkpoint.campaign import bucket, workers
-from tests.checkpoint.campaign.faults import FAULTS, Case, cases, run
+from tests.checkpoint.campaign.faults import FAULTS, FULL_DISK, Case, cases, run
+from tests.checkpoint.test_disk import namespaces
 from tests.ranks import rank_values
 
 PARTS = 3
 CHILDREN = ("kill", "power", "failing", "zombie", "race", "mover-point", "mover-failing",
             "mover-sigkill", "slot-header", "slot-rewritten", "two-movers")  # fmt: skip
 BUCKET = tuple(bucket.KINDS)
-TORCH_FREE = [name for name in FAULTS if name not in BUCKET]
+TORCH_FREE = [name for name in FAULTS if name not in (*BUCKET, FULL_DISK)]
+MOUNT = 'mount -t tmpfs -o size=2560k none "$0" && exec "$@"'
 
 
 def campaign(*arguments: str | int, deadline: float = 120) -> list[dict[str, str]]:
@@ -54,6 +56,18 @@ def test_it_is_five_hundred_cases_of_every_fault() -> None:
     assert planned.total() >= 500
     assert set(planned) == set(TORCH_FREE)
     assert planned["none-left"] >= 20
+
+
+@pytest.mark.skipif(not namespaces(), reason="no user and mount namespaces here")
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_disk_that_is_really_full(tmp_path: Path, count: int) -> None:
+    done = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", MOUNT, str(tmp_path), sys.executable, "-m",
+         "tests.checkpoint.campaign", "--only", FULL_DISK, "--cases", str(count),
+         "--folder", str(tmp_path)],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_bucket_over_real_http() -> None:

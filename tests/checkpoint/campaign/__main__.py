@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.checkpoint.campaign.faults import FAULTS, Case, Outcome, cases, run
+from tests.checkpoint.campaign.faults import FAULTS, FULL_DISK, Case, Outcome, cases, run
 
 VERDICTS = ("newest", "older", "sentence", "nothing", "FAILED")
 WORKER_CASES = 40
@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.workers:
         return _with_workers(options)
-    names = [name for name in options.only or FAULTS if name not in options.skip]
+    every = [name for name in FAULTS if name != FULL_DISK]
+    names = [name for name in options.only or every if name not in options.skip]
     if options.case is not None:
         chosen = [Case(options.seed, name, options.case) for name in names]
     else:

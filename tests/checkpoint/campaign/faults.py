@@ -167,6 +167,9 @@ _SHARES = {
     "folder-instead": 6, "none-left": 36,
 }  # fmt: skip
 
+FULL_DISK = "full-disk"
+"""Only by name: it needs a small file system of its own."""
+
 FAULTS: dict[str, Fault] = {
     **{name: Fault(partial(at_rest, (name,)), _SHARES[name]) for name in rest.DAMAGE},
     "two-faults": Fault(partial(at_rest, ()), 24),
@@ -176,6 +179,7 @@ FAULTS: dict[str, Fault] = {
     "kill": Fault(partial(killed, False), 60),
     "power": Fault(partial(killed, True), 60),
     "failing": Fault(partial(of_setting, interrupted.failing), 40),
+    FULL_DISK: Fault(partial(of_setting, interrupted.full_disk), 20),
     "zombie": Fault(partial(of_setting, interrupted.zombie), 30),
     "race": Fault(partial(of_setting, interrupted.race), 14),
     "mover-point": Fault(partial(at_mover_point, movers.die_at), 30),
@@ -196,7 +200,7 @@ def cases(
 
     every_point: as many kills, and losses of power, as the protocol has points.
     """
-    names = only or list(FAULTS)
+    names = only or [name for name in FAULTS if name != FULL_DISK]
     total = sum(FAULTS[name].share for name in names)
     for name in names:
         share = max(1, -(-FAULTS[name].share * count // total))

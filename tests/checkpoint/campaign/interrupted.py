@@ -11,6 +11,7 @@ import os
 import random
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -167,11 +168,42 @@ def failing(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Re
     with points.watching():
         protocol.run()
     what = f"{name} {'from' if lasting else 'at'} point {at} ({names[at]})"
+    return what, _healed(folder, setting, protocol, what, rng)
+
+
+def full_disk(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
+    """A disk that is really full, after so many bytes more; then it has room again. The folder
+    must lie on a small file system of its own."""
+    setting.pour(folder)
+    usage = os.statvfs(folder)
+    if usage.f_bavail * usage.f_frsize > 64 * 2**20:
+        raise RuntimeError("this fault fills the disk: give a small one with --folder")
+    room = rng.choice([0, rng.randrange(8192), rng.randrange(120_000)])
+    filler = leave_free(folder.parent, room)
+    protocol = setting.protocol(folder)
+    protocol.run()
+    filler.unlink()
+    what = f"the disk is full after {room} bytes, {protocol.failed} failed"
+    return what, _healed(folder, setting, protocol, what, rng)
+
+
+def leave_free(folder: Path, room: int) -> Path:
+    """Fill the disk until about `room` bytes are left."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        usage = os.statvfs(folder)
+        file.write(bytes(max(0, usage.f_bavail * usage.f_frsize - room)))
+    return filler
+
+
+def _healed(
+    folder: Path, setting: Setting, protocol: Protocol, what: str, rng: random.Random
+) -> Restored:
+    """The verdict over what failing saves have left, and whether the disk, well again, serves."""
     topo = states.topology(rng.randrange(8), 5)
     found, _ = judge_folder(folder, setting.written, topo)
     if found.position is None or found.position[0] < max(protocol.said, default=8):
         raise WrongError(f"{what}: {protocol.said} were committed, {found} is restored")
-    # The disk is well again: the next step is saved, in a newer generation if one was begun.
     healed = plan(states.topology(setting.third, 7))
     store = FolderStore(folder)
     open_generation(store, 7, {})
@@ -181,7 +213,7 @@ def failing(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Re
     last = restore(store, topo)
     if last.position != (20, 7):
         raise WrongError(f"{what}: step 20 was saved after it, {last} is restored")
-    return what, found
+    return found
 
 
 def zombie(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
