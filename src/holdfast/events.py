@@ -287,6 +287,8 @@ class SnapshotKept(Event):
     peer: str
     bytes: int
     seconds: float  # from its turn to the last answer
+    spared: int = 0  # of `bytes`: what the peer held already, so that it did not travel
+    skipped: int = 0  # steps that waited for this peer and gave way since it last kept one
 
 
 @dataclass(frozen=True)

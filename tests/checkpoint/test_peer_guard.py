@@ -196,8 +196,9 @@ def test_offers_that_make_no_sense(nodes: tuple[Node, Node], offer: dict[str, An
         for missing in ("part", "run", "source", "ranks"):
             with pytest.raises(PeerError, match="KeyError"):
                 client.offer({k: v for k, v in offer.items() if k != missing})
-        assert client.offer(offer) == {"state": "held"}
-        assert client.offer(offer) == {"state": "held"}  # asked again: nothing more is done
+        held = {"state": "held", "reused": 0}
+        assert client.offer(offer) == held
+        assert client.offer(offer) == held  # asked again: nothing more is done
         assert keeper.do("status")["keeps"]["pulled"] == part.blob.size
     finally:
         keeper.close()

@@ -155,6 +155,8 @@ def test_unchanged_extents_are_not_sent_again(start: Start) -> None:
     assert frozen - 2 * 4096 <= second["reused"] <= frozen + 2 * 4096
     assert second["pulled"] - first["pulled"] <= first["pulled"] - second["reused"]
     assert owner.do("status")["sent"] == second["pulled"]
+    events = until(lambda: owner.do("events") if len(owner.do("events")) == 2 else None)
+    assert [event["spared"] for event in events] == [0, second["reused"]]
     assert assert_holds(restored(source_of(keeper, 1), 1, 2), topology(2, dp_shard=2), 2)
 
 
@@ -184,7 +186,8 @@ def test_a_receiver_that_is_killed_costs_a_copy_and_nothing_else(start: Start) -
     assert owner.put(2) == []  # the pull hangs, the capture does not
     keeper.kill()
     until(lambda: owner.do("status")["sends"]["keeper"]["counts"]["failed"])
-    assert [e["kind"] for e in owner.do("events")] == ["snapshot_kept", "peer_failed"]
+    events = until(lambda: owner.do("events") if len(owner.do("events")) == 2 else None)
+    assert [event["kind"] for event in events] == ["snapshot_kept", "peer_failed"]
     port = int(keeper.address.rpartition(":")[2])
     again = start(name="keeper", port=port)
     steps = iter(range(3, 10_000))
@@ -209,6 +212,8 @@ def test_a_newer_step_takes_the_place_of_one_that_waits(start: Start) -> None:
     until(lambda: owner.kept("keeper") == (1, 4))
     counts = owner.do("status")["sends"]["keeper"]["counts"]
     assert counts == {"kept": 2, "superseded": 2, "failed": 0}
+    events = until(lambda: owner.do("events") if len(owner.do("events")) == 2 else None)
+    assert sum(event["skipped"] for event in events) == 2
     assert keeper.has() == [(1, 4, 0), (1, 1, 0)]
 
 

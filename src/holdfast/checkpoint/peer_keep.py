@@ -95,6 +95,7 @@ class Keeper:
         self._pulls: dict[int, tuple[_Name, Future[None]]] = {}  # rank -> what is under way
         self._writing: set[int] = set()  # ids of the memory files that are pulled into
         self._broken: dict[int, _Name] = {}  # rank -> the pull that broke off last
+        self._spared: dict[_Name, int] = {}  # bytes of ours that did not travel
         self._threads = ThreadPoolExecutor(PULLS, "pull")
         self.pulled = 0  # bytes that came over the network
         self.reused = 0  # bytes that lay here already
@@ -112,7 +113,7 @@ class Keeper:
         with self._lock:
             self._ranks[generation] = self._ranks.get(generation, frozenset()) | offered.ranks
             if offered.name in self._names and self._on_shelf(offered.name):
-                return {"state": HELD}
+                return self._held(offered.name)
             name, future = self._pull_of(offered)
         try:
             future.result(ANSWER_SECONDS)
@@ -120,7 +121,10 @@ class Keeper:
             if name != offered.name or (isinstance(error, NotYetError) and not future.done()):
                 return {"state": PULLING}  # or another step's pull, whose end is told to its offer
             raise
-        return {"state": HELD if self._on_shelf(offered.name) else PULLING}
+        return self._held(offered.name) if self._on_shelf(offered.name) else {"state": PULLING}
+
+    def _held(self, name: _Name) -> dict[str, Any]:
+        return {"state": HELD, "reused": self._spared.get(name, 0)}
 
     def status(self) -> dict[str, Any]:
         with self._lock:
@@ -170,7 +174,8 @@ class Keeper:
             memory.arena.begin(slot)
             view = memory.arena.data(slot, part.blob.size)
             try:
-                self._fill(part, view, client, again=self._broken.get(part.rank) == offered.name)
+                again = self._broken.get(part.rank) == offered.name
+                self._spared[offered.name] = self._fill(part, view, client, again)
                 head = bytes(view[: part.blob.data_start])
             finally:
                 view.release()
@@ -188,16 +193,18 @@ class Keeper:
             if client is not None:
                 client.close()
 
-    def _fill(self, part: Part, view: memoryview, client: PeerClient, again: bool) -> None:
-        """Every extent of the blob, from what lies here or over the network, and checked. `again`:
-        the slot may hold some of them, from a pull that broke off."""
+    def _fill(self, part: Part, view: memoryview, client: PeerClient, again: bool) -> int:
+        """Every extent of the blob, from what lies here or over the network, and checked; bytes
+        that lay here. `again`: the slot may hold some of them, from a pull that broke off."""
         here = self._extents_here(part)
+        spared = 0
         for extent in part.blob.extents():
             out = view[extent.offset : extent.offset + extent.length]
             twin = here.get(extent.xxh3)
             if again and _right(out, extent.xxh3):
                 continue
             if twin is not None and self._copy(*twin, out) and _right(out, extent.xxh3):
+                spared += extent.length
                 self.reused += extent.length
                 continue
             for attempt in range(ATTEMPTS):
@@ -210,6 +217,7 @@ class Keeper:
                         f"{part.blob.key}: {client.address} sent other bytes than it announced in "
                         f"[{extent.offset}, {extent.offset + extent.length})"
                     )
+        return spared
 
     def _extents_here(self, part: Part) -> dict[str, tuple[_Name, int]]:
         """checksum -> where an extent of the same rank lies that has it: snapshot, offset."""
@@ -308,6 +316,7 @@ class Keeper:
 
     def _drop(self, name: _Name) -> None:
         del self._names[name]
+        self._spared.pop(name, None)
         self._shelf.drop(*name)
 
     def _on_shelf(self, name: _Name) -> bool:

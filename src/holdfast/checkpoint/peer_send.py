@@ -70,6 +70,8 @@ class _Line:
     busy: bool = False
     told: set[int] = field(default_factory=set)  # generations whose plan it has been sent
     kept: tuple[int, int] = (0, -1)
+    skipped: int = 0  # steps that gave way to newer ones since the last that was kept
+    spared: int = 0  # bytes of the step under way that need not travel
     failures: int = 0  # in a row
     back: float = 0.0  # passed over until then
     counts: dict[str, int] = field(
@@ -176,6 +178,7 @@ class Copies:
             line = self._lines[name]
             if line.waiting is not None:
                 line.counts["superseded"] += 1
+                line.skipped += 1
                 self._let_go(line.waiting)
             line.waiting = offered
             offered.users += 1
@@ -232,6 +235,7 @@ class Copies:
 
     def _send(self, line: _Line, offered: _Step) -> str:
         """Offer every rank's part until all are held; why that failed, or ""."""
+        spared: dict[int, int] = {}
         deadline = self._clock() + STEP_SECONDS
         client = PeerClient(
             line.peer.address, self._secret, offered.generation, timeout=ASK_SECONDS
@@ -240,7 +244,10 @@ class Copies:
             for attempt in range(ATTEMPTS):
                 try:
                     for snapshot in offered.snapshots:
-                        self._offer(line, client, offered, snapshot, deadline)
+                        spared[snapshot.part.rank] = self._offer(
+                            line, client, offered, snapshot, deadline
+                        )
+                    line.spared = sum(spared.values())
                     return ""
                 except FencedError as error:
                     return str(error)
@@ -254,8 +261,9 @@ class Copies:
 
     def _offer(
         self, line: _Line, client: PeerClient, offered: _Step, snapshot: Snapshot, deadline: float
-    ) -> None:
-        """Until the holder has one rank's part. Raises HoldfastError."""
+    ) -> int:
+        """Until the holder has one rank's part; bytes of it that did not travel. Raises
+        HoldfastError."""
         body: dict[str, Any] = {
             "part": snapshot.stored.decode(), "run": self._run, "source": self._source,
             "ranks": [s.part.rank for s in offered.snapshots],
@@ -263,10 +271,11 @@ class Copies:
         if offered.generation not in line.told:
             body["plan"] = self._plan_of(offered.generation)
         while True:
-            state = client.offer(body)["state"]
+            answer = client.offer(body)
+            state = answer["state"]
             line.told.add(offered.generation)
             if state == HELD:
-                return
+                return int(answer.get("reused", 0))
             if state == PLAN:  # it has been started anew since it was told
                 body["plan"] = self._plan_of(offered.generation)
             if self._closed or self._clock() > deadline:
@@ -288,11 +297,15 @@ class Copies:
         with self._change:
             self._let_go(offered)
             line.busy = False
-            fate = self._account(line, offered, reason)
+            fate, skipped = self._account(line, offered, reason), line.skipped
+            if fate == "kept":
+                line.skipped = 0
         self._unpin()
         if fate == "kept":
             size = sum(s.part.blob.size for s in offered.snapshots)
-            self._add(SnapshotKept(line.peer.name, size, seconds, step=offered.step))
+            self._add(SnapshotKept(
+                line.peer.name, size, seconds, line.spared, skipped, step=offered.step
+            ))  # fmt: skip
         elif fate == "failed" and line.failures == 1:  # the counts tell how it goes on
             self._add(PeerFailed(line.peer.name, reason, step=offered.step))
 

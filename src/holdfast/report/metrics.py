@@ -154,6 +154,7 @@ class Metrics:
             self._count(self._checkpoints, 1, _DISK, "corrupt")
         elif isinstance(event, SnapshotKept):
             self._count(self._checkpoints, 1, _PEERS, "ok")
+            self._count(self._checkpoints, event.skipped, _PEERS, "skipped")
             self._observe(self._saving, event.seconds, _PEERS, "copy")
             self._observe(self._size, event.bytes, _PEERS)
         elif isinstance(event, PeerFailed):
