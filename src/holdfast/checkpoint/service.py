@@ -125,7 +125,7 @@ class Service:
         self._hashers = ThreadPoolExecutor(HASH_THREADS, "hash")
         self._saves = Saves(
             store, self.shelf, self.outcomes, self._change,
-            cleaning.Keep(settings.keep_last, settings.keep_every),
+            cleaning.Keep(settings.keep_last, settings.keep_every), self.memories,
         )  # fmt: skip
 
     # --- generations ------------------------------------------------------------------------
@@ -208,7 +208,10 @@ class Service:
         already, and the slot of the newest complete snapshot stays held."""
         for memory in self.shelf.memory_of(rank):
             fits = memory.arena.capacity == capacity and memory.arena.slots == slots
-            if fits and memory.deserted:
+            if fits and memory.deserted and not self._hashing:
+                for slot in range(slots):  # captured, and its worker died before it said so
+                    if not self.shelf.keeps(memory, slot):
+                        memory.arena.release(slot)
                 return memory
         return None
 

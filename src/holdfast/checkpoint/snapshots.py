@@ -274,6 +274,11 @@ class Shelf:
             own = [s for name, s in self._snapshots.items() if name[2] == rank and s.own]
         return list({id(s.memory): s.memory for s in own}.values())
 
+    def keeps(self, memory: MemoryFile, slot: int) -> bool:
+        """Whether a slot may not be written again yet."""
+        with self._lock:
+            return (id(memory), slot) in self._kept
+
     # --- what is kept -----------------------------------------------------------------------
     def _is_complete(self, generation: int, step: int) -> bool:
         plan = self._plans.get(generation)

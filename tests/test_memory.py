@@ -1,0 +1,118 @@
+"""Tier 0 from outside: a killed worker's state comes back from its node's memory.
+
+The run saves durably only at its end, and keeps a snapshot of every step in the mover's memory.
+Workers get SIGKILL; each time the next generation goes on from the newest snapshot, and the end is
+that of a run that was left alone, to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint.restore import Checkpoint, listing
+from holdfast.events import (
+    CheckpointCommitted,
+    CheckpointRestored,
+    GenerationStarted,
+    RestorePointFound,
+    RunFinished,
+    StepDone,
+    WorkerStarted,
+)
+from holdfast.spec.boxes import whole
+from holdfast.spec.state import ITEM_BYTES
+from holdfast.wire.journal import follow, read
+from holdfast.wire.runstore import FolderStore
+from tests.cli.support import Outcome, apart, start, write_run_file
+
+STEPS = 60
+KILLS = (15, 35)
+SETTINGS = (
+    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
+    "checkpoint.every_steps=1000", "checkpoint.memory_every_steps=1",
+    "cluster.threads_per_worker=1", "layout.workers=2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_run_file(tmp_path_factory.mktemp("memory"))
+    prepared = apart("data", "prepare", path)
+    assert prepared.code == 0, prepared.err
+    return path
+
+
+def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Path) -> None:
+    alone, killed = run_file.parent / "alone", run_file.parent / "killed"
+    undisturbed = apart("train", run_file, f"folder={alone}", *SETTINGS, deadline=120)
+    assert undisturbed.code == 0, undisturbed.err
+    hit = _killed(run_file, killed)
+    assert hit.code == 0, hit.err
+
+    records = read(FolderStore(killed))
+    events = [record.event for record in records]
+    assert sum(isinstance(event, RunFinished) for event in events) == 1
+    begun = [event for event in events if isinstance(event, GenerationStarted)]
+    assert [event.reason for event in begun] == ["start", "worker_lost", "worker_lost"]
+    for event, at in zip(begun[1:], KILLS, strict=True):
+        assert event.step >= at - 3, "the newest snapshot is a step or two behind"
+    found = [event for event in events if isinstance(event, RestorePointFound)]
+    assert [event.durable for event in found] == [False, False]
+    restored = [event for event in events if isinstance(event, CheckpointRestored)]
+    assert len(restored) == 4
+    for event in restored:
+        assert set(event.sources) == {"memory"}, "no byte came from the disk"
+        assert {"open", "plan", "read", "verify", "copy"} <= set(event.phases)
+    durable = {event.step for event in events if isinstance(event, CheckpointCommitted)}
+    assert durable >= {STEPS}
+
+    assert _final(alone) == _final(killed)
+    audit = apart("data", "audit", killed)
+    assert audit.code == 0, audit.out
+    assert f"{6 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
+
+
+def _killed(run_file: Path, folder: Path) -> Outcome:
+    """Train in `folder`, and SIGKILL a worker when the journal shows each step of KILLS."""
+    process = start("train", run_file, f"folder={folder}", *SETTINGS)
+    output: list[str] = []
+    collector = threading.Thread(target=lambda: output.extend(process.communicate(timeout=180)))
+    collector.start()
+    done = threading.Event()
+    threading.Thread(target=lambda: (process.wait(180), done.set()), daemon=True).start()
+    due, pids, seen = list(KILLS), dict[int, int](), 0
+    for records in follow(FolderStore(folder), stop=done):
+        for record in records:
+            event = record.event
+            if isinstance(event, WorkerStarted):
+                pids[event.rank] = event.pid
+            # Late reports of a generation that was already hit do not count.
+            if not isinstance(event, StepDone) or record.generation <= seen or not due:
+                continue
+            if event.step >= due[0]:
+                due.pop(0)
+                seen = record.generation
+                os.kill(pids[len(due) % 2], signal.SIGKILL)
+    collector.join(180)
+    assert not due, output
+    return Outcome(process.wait(1), *output)
+
+
+def _final(folder: Path) -> dict[str, bytes]:
+    """Every tensor of the newest checkpoint, which is that of the last step."""
+    store = FolderStore(folder)
+    checkpoint = Checkpoint.open(store, listing(store)[0])
+    assert checkpoint.step == STEPS
+    out = {}
+    for spec in checkpoint.tensors:
+        box = whole(spec.name, spec.shape)
+        data = bytearray(box.size * ITEM_BYTES[spec.dtype])
+        checkpoint.read(box, memoryview(data))
+        assert any(data), f"{spec.name} is all zeros"
+        out[spec.name] = bytes(data)
+    return out
