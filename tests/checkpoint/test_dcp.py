@@ -3,13 +3,13 @@ anything that is not on the list; and refused in one sentence where they are not
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
 import subprocess
 import sys
 import zipfile
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from holdfast.checkpoint.dcp import DcpFolder
 from holdfast.checkpoint.dcp_import import import_dcp
-from holdfast.checkpoint.dcp_metadata import METADATA, Listed, RefusedError
+from holdfast.checkpoint.dcp_metadata import DESCRIBED, METADATA, Listed, RefusedError
 from holdfast.checkpoint.restore import Checkpoint, verify
 from holdfast.config.model import ModelConfig
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, CorruptError
+from holdfast.model.dcp import Outgoing, write_dcp
 from holdfast.spec.boxes import Box, whole
 from holdfast.spec.flat_names import SCHEMES, FlatName
 from holdfast.wire.runstore import MemoryStore
@@ -236,8 +237,7 @@ def test_an_archive_that_calls_something_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [os.getcwd, eval, torch.load, subprocess.run, OrderedDict.fromkeys, Path.home, open,
-     sys.exit, getattr, json.loads],
+    [os.getcwd, eval, torch.load, subprocess.run, Path, open, sys.exit, setattr, json.loads],
 )  # fmt: skip
 def test_nothing_beyond_the_list_is_known(value: Any) -> None:
     from holdfast.checkpoint.dcp_metadata import ARCHIVED, DESCRIBED
@@ -245,6 +245,35 @@ def test_nothing_beyond_the_list_is_known(value: Any) -> None:
     for known in (DESCRIBED, ARCHIVED):
         with pytest.raises(RefusedError, match="no DCP checkpoint of tensors needs"):
             Listed(pickle.dumps(value), known, "x").read()
+
+
+class Reaching:
+    """An attribute of something: how some releases of Python write a member of an enum."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, ("x", "upper")
+
+
+def test_a_stand_in_reaches_nothing() -> None:
+    assert pickle.loads(pickle.dumps(Reaching()))() == "X"
+    assert Listed(pickle.dumps(Reaching()), DESCRIBED, "x").read() is None
+    assert Listed(pickle.dumps(getattr), DESCRIBED, "x").read() is not getattr
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [CheckpointError("gone"), CorruptError("rotten"), OSError(errno.ENOSPC, "full")],
+)
+def test_what_goes_wrong_while_dcp_writes_is_told_as_it_is(
+    tmp_path: Path, failure: Exception
+) -> None:
+    def read(box: Box, out: memoryview) -> None:
+        raise failure
+
+    with pytest.raises(type(failure)) as caught:
+        write_dcp(tmp_path / "x", [Outgoing("w", ("w",), "model.w", "F32", (4,))], [], read)
+    assert caught.value is failure
+    assert not (tmp_path / "x" / METADATA).exists()
 
 
 def edit(folder: Path, change: Any) -> None:

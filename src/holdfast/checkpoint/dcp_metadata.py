@@ -85,6 +85,7 @@ def _nothing(*_: Any) -> None:
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _FILES = "torch.distributed.checkpoint.filesystem"
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.2 had two of them
 DESCRIBED: dict[tuple[str, str], Any] = {
     (_DCP, "Metadata"): Metadata,
     (_DCP, "TensorStorageMetadata"): TensorStorageMetadata,
@@ -94,6 +95,9 @@ DESCRIBED: dict[tuple[str, str], Any] = {
     (_DCP, "TensorProperties"): Other,
     (_DCP, "StorageMeta"): Other,
     (_DCP, "_MEM_FORMAT_ENCODING"): _nothing,
+    (_OLD, "TensorProperties"): Other,
+    (_OLD, "MEM_FORMAT_ENCODING"): _nothing,
+    ("builtins", "getattr"): _nothing,  # how some releases of Python write a member of an enum
     (_FILES, "_StorageInfo"): Other,
     ("torch", "Size"): _sizes,
     ("torch.serialization", "_get_layout"): _nothing,

@@ -61,7 +61,7 @@ def show(
     step: Annotated[str, typer.Argument(help="a number, or newest")] = "newest",
     json: Json = False,
 ) -> None:
-    """Show one checkpoint: its layout, its tensors, and which rank wrote which part of them.
+    """Show one checkpoint: its layout, its tensors, who wrote what.
 
     Reads the commit object alone, so it is as quick for a terabyte. A part is written as the
     range of each dim: [0:128, 0:64] are 128 rows of 64.

@@ -94,11 +94,12 @@ def copy(
     step: Annotated[str, typer.Argument(help="a number, or newest")] = "newest",
     json: Json = False,
 ) -> None:
-    """Copy one checkpoint to another run folder or a bucket, checking every byte on the way.
+    """Copy one checkpoint to another run folder or a bucket.
 
-    The commit object comes last, so a copy that is cut short is no checkpoint; the same command
-    again copies only what is not whole there. A new folder gets the run's description too, so that
-    every command works on it, and 'holdfast train RUN.yaml folder=...' goes on from it.
+    Every byte is checked on the way. The commit object comes last, so a copy that is cut short is
+    no checkpoint; the same command again copies only what is not whole there. A new folder gets the
+    run's description too, so that every command works on it, and 'holdfast train RUN.yaml
+    folder=...' goes on from it.
 
     \b
     Example:

@@ -34,7 +34,7 @@ def import_(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Begin a run from the weights of a Hugging Face folder, or from a DCP checkpoint.
+    """Begin a run from a Hugging Face folder or a DCP checkpoint.
 
     The folder's weights become the state after step 0; 'holdfast train' then starts from it.
     The dataset must have been tokenised with the folder's tokenizer.

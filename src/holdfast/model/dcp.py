@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -75,7 +76,8 @@ Read = Callable[[Box, memoryview], None]
 def write_dcp(
     folder: Path, tensors: Iterable[Outgoing], objects: Iterable[Plain], read: Read
 ) -> None:
-    """Write the folder; it must not hold a checkpoint yet. Raises OSError as the disk does."""
+    """Write the folder; it must not hold a checkpoint yet. Raises what `read` raises, and OSError
+    as the disk does. (DCP hands on what went wrong in an exception of its own.)"""
     folder.mkdir(parents=True, exist_ok=True)
     writer = FileSystemWriter(
         folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0
@@ -83,7 +85,10 @@ def write_dcp(
     planner = _Planner(tuple(tensors), tuple(objects), read)
     with warnings.catch_warnings():  # that one process saves is what is meant
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        save({}, storage_writer=writer, planner=planner, no_dist=True)
+        try:
+            save({}, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as failed:
+            raise next(cause for cause, _ in failed.failures.values()) from None
 
 
 class _Planner(DefaultSavePlanner):

@@ -1,0 +1,30 @@
+"""The benchmarks of this room run, at a size that takes no time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.manifest import measure
+
+from holdfast.config.model import ModelConfig
+from holdfast.layout import Layout
+
+
+def test_the_manifest_is_measured() -> None:
+    model = ModelConfig(preset=None, layers=4, dim=16, heads=4, kv_heads=2, ffn_dim=24,
+                        vocab_size=64)  # fmt: skip
+    found = measure(Layout(2, pp=2, dp_shard=3, tp=2, stages=(2, 2)), model, 4)
+    assert found["ranks"] == 24
+    assert found["stored_boxes_it_reads"] >= found["boxes_of_one_rank"] > 0  # type: ignore[operator]
+    assert found["commit_object_bytes"] > 1000  # type: ignore[operator]
+
+
+def test_exports_are_measured(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.export", "--megabytes", "4",
+               "--shard-megabytes", "2", "--folder", str(tmp_path)]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == ["hf", "dcp"]
+    assert list(tmp_path.iterdir()) == []
