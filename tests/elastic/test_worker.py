@@ -14,8 +14,9 @@ from holdfast.checkpoint.capture import Capturer
 from holdfast.checkpoint.write import Source, write_single
 from holdfast.config.load import load
 from holdfast.elastic.boot import WorkerBoot
-from holdfast.elastic.worker.main import ArenaSaver, _restore
+from holdfast.elastic.worker.main import ArenaSaver
 from holdfast.elastic.worker.reporter import Reporter
+from holdfast.elastic.worker.restoring import restore
 from holdfast.events import CheckpointRestored, Event
 from holdfast.spec.boxes import Box
 from holdfast.train.build import Session
@@ -86,7 +87,7 @@ def test_who_restores_reports_progress_tensor_by_tensor(tmp_path: Path) -> None:
         engine = Engine()
 
     heard = Heard()
-    _restore(boot, cast(Session, Built()), cast(Reporter, heard))
+    restore(boot, cast(Session, Built()), cast(Reporter, heard), None)
     assert heard.said == [(5, "restore")] * 3
     (event,) = heard.events
     assert isinstance(event, CheckpointRestored)

@@ -15,28 +15,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from holdfast.checkpoint.capture import Capturer, Skipped
 from holdfast.checkpoint.mover_client import SETTLE_SLICE, MoverClient
 from holdfast.checkpoint.pieces import Cost
-from holdfast.checkpoint.restore import Checkpoint
 from holdfast.config.run import RunConfig
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
 from holdfast.elastic import exits
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.worker.reporter import Reporter
+from holdfast.elastic.worker.restoring import RottenError, restore
 from holdfast.elastic.worker.store import HttpStore
 from holdfast.errors import FencedError, NonFiniteError, PeerLostError
 from holdfast.events import (
     CheckpointCaptured,
-    CheckpointRestored,
     CheckpointSkipped,
     WorkerReady,
 )
 from holdfast.layout import Topology
-from holdfast.spec.boxes import Box
+from holdfast.policy.hazard import Hazard
 from holdfast.spec.order import BatchSchedule
 from holdfast.spec.state import state_table
 from holdfast.train.adopt import adopt
@@ -48,7 +46,6 @@ from holdfast.train.runner import run as train
 from holdfast.train.state import LocalTensor
 from holdfast.train.vote import Wishes
 from holdfast.wire.client import Client
-from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
 
 _LAST_WORDS = 2.0
@@ -73,6 +70,8 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
         return _end(worker.reporter, exits.FENCED, error)
     except NonFiniteError as error:
         return _end(worker.reporter, exits.NON_FINITE, error)
+    except RottenError as error:
+        return _end(worker.reporter, exits.ROTTEN, error)
     if outcome.unsaved is not None:
         print(f"the state after step {outcome.step} is not durable: {outcome.unsaved}", flush=True)
     worker.reporter.outcome(outcome.kind, outcome.step, outcome.unsaved)
@@ -106,7 +105,7 @@ class Worker:
         self._session = build(
             config, batches, self._topology, self._rank, self._store, torch.device(boot.device)
         )
-        _restore(boot, self._session, self.reporter)
+        restore(boot, self._session, self.reporter, self._secret)
         self._equip(boot.forked)
 
     def adopt(self, topology: Topology, rank: int, came_from: Sequence[int | None]) -> None:
@@ -132,11 +131,13 @@ class Worker:
         too, and the state is whole unless a replica was sharded over a process that is gone."""
         session, saver = self._present, self._saver
         assert saver is not None, "the capturer is made with the session"
+        told = self._boot.hazard
         try:
             with session.loader(self.step) as loader:
                 return train(
                     session.engine, loader, AgentMembership(self.reporter), self.reporter, saver,
                     session.evaluator, self._config, rank=self._rank, start_step=self.step,
+                    hazard=None if told is None else Hazard.from_json(told),
                 )  # fmt: skip
         finally:
             saver.fence()  # the snapshot of a step that is complete is worth having in any case
@@ -185,31 +186,6 @@ class Worker:
         self._saver = ArenaSaver(capturer, self.reporter, self._rank, config)
         seconds = time.monotonic() - begun
         self.reporter.emit(WorkerReady(self._rank, seconds, step=self.step))
-
-
-def _restore(boot: WorkerBoot, session: Session, reporter: Reporter) -> None:
-    """The state after `boot.start_step`: read by boxes from the commit, or made from the seed.
-
-    Raises CorruptError when a byte has changed since the checkpoint was verified: the next
-    generation then begins from an older one.
-    """
-    if boot.restore_key is None:
-        session.engine.initialise(session.config.seed)
-        return
-    begun = time.monotonic()
-    checkpoint = Checkpoint.open(FolderStore(boot.run_folder), boot.restore_key)
-
-    def read(box: Box, out: Tensor) -> None:
-        reporter.progress(boot.start_step, "restore")
-        checkpoint.read(box, out.view(-1).view(torch.uint8).numpy().data)
-
-    session.engine.load(read)
-    reporter.emit(
-        CheckpointRestored(
-            boot.rank, boot.restore_key, checkpoint.bytes_read, time.monotonic() - begun,
-            step=boot.start_step,
-        )
-    )  # fmt: skip
 
 
 class AgentMembership:
