@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from holdfast.config.base import Section
-from holdfast.config.peers import MachineConfig, PeerConfig
+from holdfast.config.peers import MachineConfig, PeerConfig, unreachable
 
 
 class CheckpointConfig(Section):
@@ -83,4 +83,8 @@ class CheckpointConfig(Section):
                 f"{' and '.join(stable)} are both stable: say so of one, and use peer_copies: "
                 f"{len(stable)} for a copy on each"
             )
+        others = [peer for peer in self.peers if peer.name != self.machine.name]
+        refused = unreachable(others, self.peer_interface, self.peer_advertise)
+        if refused is not None:
+            raise ValueError(refused)
         return self

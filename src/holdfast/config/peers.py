@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from pydantic import Field, field_validator
 
@@ -10,6 +11,8 @@ from holdfast.config.base import Section
 
 ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):([0-9]{1,5})")
 """host:port, the host in brackets for IPv6."""
+EVERYWHERE = ("0.0.0.0", "::", "[::]")
+"""Addresses that stand for all of a machine: fit to be listened on, and not to be told."""
 
 
 class MachineConfig(Section):
@@ -44,3 +47,24 @@ class PeerConfig(MachineConfig):
         if found is None or not 0 < int(found[2]) < 65536:
             raise ValueError(f"{value} is not an address: use host:port, such as 10.0.0.7:7600")
         return value
+
+
+def unreachable(peers: Sequence[PeerConfig], interface: str, advertise: str) -> str | None:
+    """Why a peer could not read from this machine, as a sentence with a remedy; None if it can."""
+    told = advertise or interface
+    if peers and told in EVERYWHERE:
+        return (
+            f"peers cannot be told to read from {told}: name an address of this machine in "
+            "peer_advertise, such as 10.0.0.5"
+        )
+    away = [peer for peer in peers if not _loopback(peer.address.rpartition(":")[0])]
+    if away and _loopback(told.rpartition(":")[0] if told.count(":") == 1 else told):
+        return (
+            f"{away[0].name} at {away[0].address} cannot read from {told}: name an address of this "
+            "machine in peer_interface, such as 10.0.0.5"
+        )
+    return None
+
+
+def _loopback(host: str) -> bool:
+    return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
