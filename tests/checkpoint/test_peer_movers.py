@@ -14,7 +14,7 @@ import pytest
 from holdfast.checkpoint.mover_client import MoverClient
 from holdfast.checkpoint.peer_settings import Peer, PeerSettings
 from holdfast.checkpoint.peer_source import PeerBlobs
-from holdfast.checkpoint.restore import Checkpoint, listing
+from holdfast.checkpoint.restore import Checkpoint, listing, verify
 from holdfast.checkpoint.sources import Mixed
 from holdfast.policy.placement import Machine
 from holdfast.wire.term import open_generation
@@ -97,6 +97,12 @@ def test_a_lost_node_goes_on_from_the_staging_machine(start: Start, stage: Stage
     assert not found.slots
     sources = [PeerBlobs(p["name"], p["address"], p["keys"], SECRET, 2) for p in found.peers]
     assert_holds(Checkpoint(Mixed(sources), found.commit), 3, workers.table)
+
+    # What memory alone held becomes durable behind that, from where it lies.
+    assert second.client(1).settle(3, 20) is None
+    durable = Checkpoint.open(second.store, newest.key)
+    assert_holds(durable, 3, workers.table)
+    assert verify(second.store, newest.key) == []
 
     # It goes on from there, and its own snapshots take the place of the old ones at the stage.
     after = Workers(asking, topology(2, generation=2), slots=3)
