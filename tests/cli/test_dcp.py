@@ -11,12 +11,20 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from holdfast.checkpoint.dcp import DcpFolder
 from holdfast.checkpoint.restore import Checkpoint, listing
 from holdfast.cli.runs import open_run
+from holdfast.config.model import ModelConfig
+from holdfast.model.decoder import Decoder
 from holdfast.spec.boxes import whole
 from holdfast.spec.flat_names import SCHEMES
+from holdfast.spec.parameters import decoder_parameters
 from tests.cli.conftest import Trained
 from tests.cli.support import here
 
@@ -80,6 +88,78 @@ def test_the_optimizers_settings_are_there(
     assert state["optimizer.param_groups.norm.weight.weight_decay"] == 0.0
     assert state["optimizer.param_groups.embed.weight.weight_decay"] == 0.1
     assert state["optimizer.param_groups.embed.weight.betas"] == (0.9, 0.95)
+
+
+def trainer(model: ModelConfig) -> tuple[Decoder, torch.optim.AdamW]:
+    """Anybody's training program around the same decoder: torch's own AdamW, in two groups."""
+    torch.manual_seed(3)
+    decoder = Decoder(model)
+    for parameter in decoder.parameters():  # a decoder is made without values
+        torch.nn.init.normal_(parameter)
+    decays = {p.name: p.decay for p in decoder_parameters(model)}
+    groups = [
+        {"params": [p for n, p in decoder.named_parameters() if decays[n] is decay],
+         "weight_decay": 0.1 * decay}
+        for decay in (True, False)
+    ]  # fmt: skip
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+    for _ in range(2):
+        for parameter in decoder.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return decoder, optimizer
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def test_a_torch_optimizer_goes_on_from_an_export(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    """The state dictionaries are torch's own, flattened as torchtitan saves them."""
+    here(capsys, "export", trained.folder, "--to", tmp_path / "dcp", "--format", "dcp")
+    decoder, optimizer = trainer(open_run(trained.folder).config.model)
+    flat = get_optimizer_state_dict(decoder, optimizer, options=FLAT)
+    state = {**decoder.state_dict(), "optimizer": flat}
+    dcp.load(state, storage_reader=FileSystemReader(tmp_path / "dcp"), no_dist=True)
+    decoder.load_state_dict({name: state[name] for name in decoder.state_dict()})
+    set_optimizer_state_dict(decoder, optimizer, optim_state_dict=state["optimizer"], options=FLAT)
+    due = ours(trained.folder)
+    for name, parameter in decoder.named_parameters():
+        assert torch.equal(parameter, due[f"model.{name}"])
+        held = optimizer.state[parameter]
+        assert torch.equal(held["exp_avg"], due[f"optimizer.exp_avg.{name}"])
+        assert torch.equal(held["exp_avg_sq"], due[f"optimizer.exp_avg_sq.{name}"])
+        assert held["step"] == 6
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.1, 0.0}
+
+
+def test_a_torch_trainers_checkpoint_is_imported(
+    trained: Trained, tmp_path: Path, capsys: Capture
+) -> None:
+    decoder, optimizer = trainer(open_run(trained.folder).config.model)
+    flat = get_optimizer_state_dict(decoder, optimizer, options=FLAT)
+    state = {**decoder.state_dict(), "optimizer": flat, "train_state": {"step": 2}}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    run = tmp_path / "run"
+    done = here(
+        capsys,
+        "checkpoint",
+        "import",
+        trained.run_file,
+        "--from",
+        tmp_path / "dcp",
+        f"folder={run}",
+    )
+    assert done.code == 0, done.err
+    assert "weights and AdamW's moments after step 2" in done.err
+    found = ours(run)
+    for name, parameter in decoder.named_parameters():
+        held = optimizer.state[parameter]
+        assert torch.equal(found.pop(f"model.{name}"), parameter)
+        assert torch.equal(found.pop(f"optimizer.exp_avg.{name}"), held["exp_avg"])
+        assert torch.equal(found.pop(f"optimizer.exp_avg_sq.{name}"), held["exp_avg_sq"])
+    assert not found
 
 
 @pytest.mark.parametrize("names", ["holdfast", "torchtitan", "huggingface"])
