@@ -63,6 +63,7 @@ class Row:
     best: float  # seconds
     best_waste: float
     adaptive: float
+    known: float  # Young's interval with the true rate: what a policy could know at best
     others: tuple[float, ...]  # 10 min, 30 min, rate x 10, rate / 10
     recovering: float
     curve: tuple[tuple[float, float], ...]  # (seconds, waste) of the sweep
@@ -112,6 +113,7 @@ def measure(job: Job) -> list[Row]:
         others = (600.0, 1800.0, young(cost, 10 * rate), young(cost, rate / 10))
         rows.append(Row(
             job.trace.source, job.nodes, failures, 1 / rate, cost, *best, mine.by_policy,
+            tried(young(cost, rate)).by_policy,
             tuple(tried(seconds).by_policy for seconds in others),
             mine.total - mine.by_policy, tuple(curve),
             mine.running / max(1, mine.saves),
@@ -191,7 +193,8 @@ def jobs(traces: Sequence[Trace], phases: int, recovery: float, mtbf: float) -> 
 # --- what is printed, and drawn ----------------------------------------------------------------
 HEAD = (
     f"{'trace':<52}{'nodes':>6}{'failures':>9}{'MTBF':>10}{'a save':>8}{'best':>10}"
-    f"{'lost':>8}{'adaptive':>9}{'/ best':>8}{'10 min':>8}{'30 min':>8}{'r x 10':>8}{'r / 10':>8}"
+    f"{'lost':>8}{'adaptive':>9}{'/ best':>8}{'r known':>8}{'10 min':>8}{'30 min':>8}"
+    f"{'r x 10':>8}{'r / 10':>8}"
 )
 
 
@@ -200,7 +203,8 @@ def shown(row: Row) -> str:
     return (
         f"{row.trace[-50:]:<52}{row.nodes:>6}{row.failures:>9.0f}{duration(row.mtbf):>10}"
         f"{duration(row.cost):>8}{duration(row.best):>10}{row.best_waste:>8.2%}"
-        f"{row.adaptive:>9.2%}{row.ratio:>8.3f}{others}{'' if row.passed else '  MISSED'}"
+        f"{row.adaptive:>9.2%}{row.ratio:>8.3f}"
+        f"{row.known / row.best_waste:>8.3f}{others}{'' if row.passed else '  MISSED'}"
     )
 
 
@@ -234,9 +238,10 @@ def drawing(rows: Sequence[Row], cost: float = 1.5, across: int = 3) -> str:
                  "seconds between saves; dot and line: the adaptive policy",
                  font_size=12)  # fmt: skip
     width, height = across * wide, -(-len(panels) // across) * high + 24
+    background = tag("rect", width=width, height=height, fill="white")
     return tag(
-        "svg", title + "".join(panels), xmlns="http://www.w3.org/2000/svg", width=width,
-        height=height, viewBox=f"0 0 {width} {height}", font_family="sans-serif", font_size=10,
+        "svg", background + title + "".join(panels), xmlns="http://www.w3.org/2000/svg",
+        width=width, height=height, viewBox=f"0 0 {width} {height}", font_family="sans-serif", font_size=10,
     )  # fmt: skip
 
 

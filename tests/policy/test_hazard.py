@@ -127,4 +127,4 @@ def test_evidence_is_said_in_words() -> None:
     assert [duration(s) for s in (0.004, 16.53, 200, 9000, 4e5, float("inf"))] == [
         "4 ms", "16.5 s", "3.33 min", "2.5 h", "4.63 days", "ever",
     ]  # fmt: skip
-    assert NODE_MTBF == 6 * HOUR
+    assert NODE_MTBF == 1.5 * HOUR

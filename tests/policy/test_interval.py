@@ -195,6 +195,15 @@ def test_the_cost_is_what_the_steps_around_a_save_took_longer() -> None:
     assert cost.seconds == pytest.approx(0.31, abs=0.02)
 
 
+def test_no_tier_is_asked_to_save_before_it_is_done_with_the_last() -> None:
+    cost = SaveCost().after(1.0).after(1.01, blocked=0.01)
+    busy, bounds = Hazard.prior().after(600, failures=30), Bounds(0.1, 3600)
+    assert decide_now(3, cost, busy, 1, bounds, None).seconds < 5
+    slow = decide_now(3, cost.was_durable(40.0).was_durable(44.0), busy, 1, bounds, None)
+    assert slow.seconds == 42
+    assert "but a save is durable after 42 s only" in slow.reason
+
+
 def test_noise_and_one_hiccup_do_not_hide_that_a_save_is_cheap() -> None:
     draw = random.Random(4)
     cost = SaveCost()

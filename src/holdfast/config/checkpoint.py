@@ -21,7 +21,7 @@ class CheckpointConfig(Section):
     min_seconds: float = Field(1.0, gt=0, description="adaptive: no more often")
     max_seconds: float = Field(1800, gt=0, description="adaptive: no less often")
     node_mtbf_hours: float = Field(
-        6, gt=0, description="adaptive: expected hours between failures of one node, before any"
+        1.5, gt=0, description="adaptive: expected hours between failures of one node, before any"
     )
     memory_every_steps: int = Field(
         0, ge=0, description="snapshots that stay in memory; 0: only what is saved durably"

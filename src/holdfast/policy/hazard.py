@@ -54,11 +54,13 @@ departure takes two nodes in the mean and often many, it lies near the middle.""
 SHAPE = 0.25
 """Shape of the gamma prior, in failures that it is worth. The logarithm of such a variable spreads
 by 4.1 either way (the root of the trigamma function), a factor of 60: published rates lie between
-4 failures in 1,000 node-days (a large cluster) and 15 in one (a spot pool): that far."""
+4 failures in 1,000 node-days (a large cluster) and 15 in one (a spot pool)."""
 
-NODE_MTBF = 6 * _HOUR
-"""Seconds between failures of one node before anything is known: the mean of the gamma prior whose
-middle (of the logarithm) lies between the two published extremes named above."""
+NODE_MTBF = 1.5 * _HOUR
+"""Seconds between failures of one node before anything is known, the mean of the prior: as in the
+worst published spot pool. Hope would be dearer than fear: what fails often is learnt by losing
+work, and from the few failures of a short run; what fails rarely is learnt by waiting, while saves
+are a little too frequent for some hours of a long run."""
 
 _PIECE = 0.25  # failures expected within a piece of time that is taken in one go
 

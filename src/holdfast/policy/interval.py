@@ -208,6 +208,7 @@ class SaveCost:
     and the step after it took than usual steps, and never less than training stood still.
 
     prior: seconds that are assumed before a save was seen. Begin with SaveCost(prior).
+    durables: seconds from the save to its commit, where somebody tells them.
     """
 
     prior: float = 0.2
@@ -215,6 +216,16 @@ class SaveCost:
     excesses: tuple[float, ...] = ()
     blocked: tuple[float, ...] = ()
     pending: float | None = None
+    durables: tuple[float, ...] = ()
+
+    @property
+    def until_durable(self) -> float:
+        """Seconds until a save is done; 0 as long as none was told."""
+        return median(self.durables) if self.durables else 0.0
+
+    def was_durable(self, seconds: float) -> SaveCost:
+        """A save was committed so long after its capture."""
+        return replace(self, durables=(*self.durables, seconds)[-_SAVES:])
 
     @property
     def seconds(self) -> float:
@@ -246,5 +257,6 @@ def decide_now(
     """What rank 0 asks at every step: the interval by what it has measured and seen."""
     evidence = f"{hazard.evidence} on {nodes:g} {'node' if nodes == 1 else 'nodes'}"
     return decide(
-        TierCost(tier, cost.seconds), hazard.rate(nodes), bounds, evidence=evidence, kept=kept
-    )
+        TierCost(tier, cost.seconds, cost.until_durable), hazard.rate(nodes), bounds,
+        evidence=evidence, kept=kept,
+    )  # fmt: skip
