@@ -175,6 +175,17 @@ def test_a_kill_in_the_middle_of_a_pull_leaves_the_older_one_whole(start: Start)
     assert assert_holds(restored(source_of(keeper, 2), 1, 1), topology(2), 1)
 
 
+def test_a_receiver_that_is_told_to_end_does_so_in_the_middle_of_a_pull(start: Start) -> None:
+    keeper = start(name="keeper")
+    slow = start(keeper, name="owner", bytes_per_second=5_000.0)
+    slow.begin(topology(), TABLE[:1])
+    slow.put(1)
+    until(lambda: slow.do("status")["sent"])
+    assert keeper.process.stdin is not None
+    keeper.process.stdin.close()  # its orderly end
+    assert keeper.process.wait(10) == 0
+
+
 def test_a_receiver_that_is_killed_costs_a_copy_and_nothing_else(start: Start) -> None:
     """The owner goes on capturing, says so once, and sends to the new one when it is there."""
     keeper = start(name="keeper", port=free_port())

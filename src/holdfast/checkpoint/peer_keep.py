@@ -96,6 +96,8 @@ class Keeper:
         self._writing: set[int] = set()  # ids of the memory files that are pulled into
         self._broken: dict[int, _Name] = {}  # rank -> the pull that broke off last
         self._spared: dict[_Name, int] = {}  # bytes of ours that did not travel
+        self._clients: set[PeerClient] = set()  # of the pulls under way
+        self._closed = False
         self._threads = ThreadPoolExecutor(PULLS, "pull")
         self.pulled = 0  # bytes that came over the network
         self.reused = 0  # bytes that lay here already
@@ -136,7 +138,12 @@ class Keeper:
             }  # fmt: skip
 
     def close(self) -> None:
+        """Give up what is being pulled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._closed, clients = True, list(self._clients)
+        for client in clients:
+            client.abort()
 
     # --- one offer --------------------------------------------------------------------------
     def _opened(self, generation: int, plan: Any) -> bool:
@@ -170,6 +177,10 @@ class Keeper:
             client = PeerClient(
                 offered.source, self._secret, part.generation, timeout=SILENCE_SECONDS
             )
+            with self._lock:
+                if self._closed:
+                    raise HoldfastError("this mover is ending")
+                self._clients.add(client)
             memory, slot = self._slot(part)
             memory.arena.begin(slot)
             view = memory.arena.data(slot, part.blob.size)
@@ -190,6 +201,7 @@ class Keeper:
         finally:
             with self._lock:
                 self._writing.discard(id(memory))
+                self._clients -= {client}
             if client is not None:
                 client.close()
 

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlencode
 
@@ -63,6 +64,8 @@ class PeerClient:
         self._timeout = timeout
         self._clock = clock
         self._idle: list[http.client.HTTPConnection] = []
+        self._busy: set[http.client.HTTPConnection] = set()
+        self._aborted = False
         self._lock = threading.Lock()
 
     def inventory(self) -> dict[str, Any]:
@@ -104,6 +107,17 @@ class PeerClient:
         for connection in idle:
             connection.close()
 
+    def abort(self) -> None:
+        """End what is under way, in other threads, and refuse anything more."""
+        with self._lock:
+            self._aborted = True
+            busy = [connection.sock for connection in self._busy]
+        for sock in busy:
+            if sock is not None:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
+        self.close()
+
     # --- the exchange -----------------------------------------------------------------------
     def _json(
         self, method: str, path: str, body: bytes, timeout: float | None = None
@@ -135,10 +149,11 @@ class PeerClient:
         for fresh in (False, True):
             connection, used = self._connection(fresh, bound)
             try:
+                self._begin(connection)
                 nonce = self._send(connection, method, path, body)
                 response = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
-                connection.close()
+                self._drop(connection)
                 if used and not isinstance(error, TimeoutError):
                     continue
                 raise PeerError(f"{self.address} does not answer: {_words(error)}") from error
@@ -146,10 +161,10 @@ class PeerClient:
                 self._judge(response, nonce, path)
                 take(response, nonce, response.getheader(PROOF, "") or "")
             except (OSError, http.client.HTTPException) as error:
-                connection.close()
+                self._drop(connection)
                 raise PeerError(f"{self.address} broke off: {_words(error)}") from error
             except BaseException:
-                connection.close()
+                self._drop(connection)
                 raise
             self._keep(connection, response)
             return
@@ -198,10 +213,22 @@ class PeerClient:
         self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
     ) -> None:
         if response.will_close or not response.isclosed():
-            connection.close()
+            self._drop(connection)
             return
         with self._lock:
+            self._busy.discard(connection)
             self._idle.append(connection)
+
+    def _begin(self, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            if self._aborted:
+                raise ConnectionAbortedError("this end was closed")
+            self._busy.add(connection)
+
+    def _drop(self, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+        connection.close()
 
 
 def split_address(address: str, least: int = 1) -> tuple[str, int]:
