@@ -4,11 +4,11 @@ A real mover process holds the state of a run (by default 1 GB) in memory and ha
 Then the state is read by boxes, onto the layout that wrote it and onto another one (shards of 8
 ranks onto 3), from memory, from the disk, and from a store where every request takes 20 ms. Every
 byte is checked. Floors are measured in the same run, in turn with the cases: one copy of the bytes
-between warm memory, and one out of the mover's memory by a process that maps it first, as a new
-worker must (a page fault for every 64 KiB or so, dearer in a virtual machine); xxh3 over them, a plain read of the files one after another, and one object of
-the same bytes from the slow store. CPU seconds are those of the process that restores; `read` is
-bytes read per byte needed. Files are in the page cache in both: what is measured is the path, not
-the disk. No torch.
+between warm memory; one out of the mover's memory by a process that maps it first, as a new worker
+must (page faults, dearer in a virtual machine); xxh3 over them; a plain read of the files one after
+another; one object of the same bytes from the slow store. CPU seconds are those of the process that
+restores; `read` is bytes read per byte needed. The kernel is told to forget the files before
+each read from the disk. No torch.
 
 "killed worker" is what stands between a worker's death and its successor's state: find the newest
 step, ask for the memory, map it, read and check; without the start of a process.
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 import statistics
 import subprocess
@@ -51,7 +52,7 @@ from holdfast.wire.term import open_generation
 
 STEP = 1
 REQUEST_SECONDS = 0.02
-SLOW_THREADS = 16
+SLOW_THREADS = 48
 RANGE_BYTES = 8 * 2**20
 NOTHING = memoryview(b"")
 
@@ -195,7 +196,7 @@ class Bench:
             plans = [wanted(topology, self.table, rank) for rank in range(ranks)]
             name = f"{len(self.commit.writers)} ranks onto {ranks}"
             found[f"memory, {name}"] = (self._memory(name, plans), "copy from mapped memory")
-            disk = self._stored(f"disk, {name}", plans, StoreSource(store), 4)
+            disk = self._stored(f"disk, {name}", plans, StoreSource(store), None)
             found[f"disk, {name}"] = (disk, "sequential read")
             slow = StoreSource(SlowStore(store), "slow store")
             case = self._stored(f"slow store, {name}", plans, slow, SLOW_THREADS)
@@ -205,23 +206,27 @@ class Bench:
     def _memory(self, name: str, plans: list[list[tuple[Box, memoryview]]]) -> Callable[[], None]:
         def run() -> None:
             with mapped(self.mover, self.generation, self.key) as (commit, mixed):
-                self._fill(f"memory, {name}", commit, mixed, plans, 4)
+                self._fill(f"memory, {name}", commit, mixed, plans, None)
 
         return run
 
     def _stored(
-        self, name: str, plans: list[list[tuple[Box, memoryview]]], source: Source, threads: int
+        self,
+        name: str,
+        plans: list[list[tuple[Box, memoryview]]],
+        source: Source,
+        threads: int | None,
     ) -> Callable[[], None]:
         return lambda: self._fill(name, self.commit, Mixed([source]), plans, threads)
 
     def _fill(
         self, name: str, commit: Commit, mixed: Mixed, plans: list[list[tuple[Box, memoryview]]],
-        threads: int,
+        threads: int | None,
     ) -> None:  # fmt: skip
         # Each rank is another process; here they go one after the other, except where they would
         # only wait side by side.
         with ThreadPoolExecutor(len(plans) if threads == SLOW_THREADS else 1) as ranks:
-            share = max(1, threads // len(plans)) if threads == SLOW_THREADS else threads
+            share = SLOW_THREADS // len(plans) if threads == SLOW_THREADS else None
             list(ranks.map(lambda p: Checkpoint(mixed, commit).read_all(p, threads=share), plans))
         needed = sum(out.nbytes for plan in plans for _, out in plan)
         self.read[name] = sum(mixed.tally.bytes.values()) / needed
@@ -237,6 +242,15 @@ class Bench:
             at += len(data)
         del data
         memory.close()
+
+    def drop_cache(self) -> None:
+        """Let the kernel forget the files, as far as it does: they are read from the disk then."""
+        for writer in self.commit.writers:
+            fd = os.open(self.mover.store.folder / writer.blob.key, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
 
     def _sequential(self) -> None:
         buffer = memoryview(bytearray(RANGE_BYTES))
@@ -294,9 +308,10 @@ def measure(folder: Path, megabytes: int, rounds: int) -> list[Row]:
         ])  # fmt: skip
         costs: dict[str, list[Cost]] = {name: [] for name in (*floors, *cases)}
         for _ in range(rounds):
-            for name, work in floors.items():
-                costs[name].append(timed(work))
-            for name, (work, _) in cases.items():
+            everything = {**floors, **{name: work for name, (work, _) in cases.items()}}
+            for name, work in everything.items():
+                if name.startswith(("disk", "sequential")):
+                    bench.drop_cache()
                 costs[name].append(timed(work))
         rows = [Row(name, _median(costs[name]), "", None) for name in floors]
         rows += [

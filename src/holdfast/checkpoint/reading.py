@@ -23,7 +23,7 @@ from holdfast.spec.boxes import Box, runs
 from holdfast.spec.manifest import Blob, Extent, Placed
 
 STRETCH_BYTES = 8 * 2**20
-THREADS = 4
+THREADS = 2
 ALIVE_SECONDS = 1.0
 
 Bytes = npt.NDArray[np.uint8]

@@ -119,15 +119,20 @@ class Checkpoint:
         self,
         wanted: Iterable[tuple[Box, memoryview]],
         alive: Callable[[], None] = lambda: None,
-        threads: int = THREADS,
+        threads: int | None = None,
     ) -> None:
         """Fill every `out` with its box's elements: each extent that holds some of them is read
         once, checked, and copied to its places. Memory beside the targets is a few megabytes a
-        thread. `alive` is called every second or so. Raises as `read` does."""
+        thread. By default there are two where a source is waited for, and one for what lies in
+        mapped memory: several would hand the interpreter lock to and fro. `alive` is called every
+        second or so. Raises as `read` does."""
         begun = time.perf_counter()
         moves = [move for box, out in wanted for move in self._moves(box, out)]
         work = stretches(moves)
         self._mixed.spent("plan", time.perf_counter() - begun)
+        if threads is None:
+            mapped = all(self._mixed.mapped(stretch.blob.key) for stretch in work)
+            threads = 1 if mapped else THREADS
         Reader(self._mixed, time.perf_counter, threads).read(work, alive)
 
     def _moves(self, box: Box, out: memoryview) -> list[tuple[Blob, Move]]:

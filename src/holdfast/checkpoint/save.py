@@ -38,7 +38,7 @@ CHUNK_BYTES = 4 * 2**20
 """Bytes hashed and then written at a time: small enough to stay in cache between the two."""
 
 
-SMALLEST_EXTENT = 128 * 2**10
+SMALLEST_EXTENT = 64 * 2**10
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,10 @@ class Mixed:
         with self._lock:
             self.tally.seconds[phase] += seconds
 
+    def mapped(self, key: str) -> bool:
+        """Whether a blob lies in memory of this process, to be read in place."""
+        return any(isinstance(s, MappedSource) and s.has(key) for s in self._sources)
+
     def confirm(self) -> None:
         """To be called after the last byte was copied. Raises CorruptError when memory that was
         read in place has been written again meanwhile."""

@@ -1,0 +1,122 @@
+"""Arenas and older snapshots where memory is short, and who may write into memory again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint import memory
+from holdfast.checkpoint.arena import Arena, digest, slot_capacity
+from holdfast.checkpoint.blob import header, total_size
+from holdfast.checkpoint.service import Service, Settings
+from holdfast.checkpoint.snapshots import MemoryFile
+from holdfast.events import SnapshotDropped
+from holdfast.layout import Topology
+from holdfast.spec.manifest import placed
+from holdfast.spec.ownership import owned_boxes
+from holdfast.wire.runstore import FolderStore
+from holdfast.wire.term import open_generation
+from tests.checkpoint.support import TABLE, topology
+
+
+def blob_of(topo: Topology, rank: int) -> tuple[bytes, int]:
+    tensors = placed(owned_boxes(topo, TABLE, rank), TABLE)
+    head = header(tensors)
+    return head, total_size(head, tensors)
+
+
+def ask(service: Service, topo: Topology, rank: int, process: int | None) -> Arena:
+    size = slot_capacity(blob_of(topo, rank)[1])
+    fd = service.arena(topo.generation, rank, size, 2, process)
+    try:
+        return Arena(fd)
+    finally:
+        os.close(fd)
+
+
+def remember(service: Service, arena: Arena, topo: Topology, rank: int, step: int) -> None:
+    head, size = blob_of(topo, rank)
+    slot = arena.free_slot()
+    assert slot is not None
+    arena.begin(slot)
+    arena.data(slot, len(head))[:] = head
+    made = arena.finish(slot, digest("test"), topo.generation, step, size, digest(head))
+    service.captured(topo.generation, rank, step, slot, made.sequence, {}, durable=False)
+    assert service.drain(20)
+
+
+def begin(service: Service, folder: Path, topo: Topology) -> int:
+    """Open a generation, ask for its restore point, begin it; the step."""
+    open_generation(FolderStore(folder), topo.generation, {})
+    step = int(service.newest(topo.generation, 20)["step"])
+    service.expect(topo.generation, topo, TABLE, step)
+    return step
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Service:
+    return Service(FolderStore(tmp_path), Settings("test", "c", "d", extent_bytes=1024))
+
+
+def test_without_room_for_both_the_older_snapshot_goes_when_all_have_restored(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = topology(), topology(generation=2)
+    begin(service, tmp_path, first)
+    arena = ask(service, first, 0, os.getpid())
+    remember(service, arena, first, 0, 3)
+    assert begin(service, tmp_path, second) == 3
+    # As if one of the two fitted: there is room once nothing is on the shelf any more.
+    monkeypatch.setattr(memory, "available", lambda: 0 if service.shelf.complete() else 2**30)
+    new = ask(service, second, 0, os.getpid())
+    assert service.shelf.complete() == []
+    events, _ = service.outcomes.since(0, 0)
+    dropped = [fields for kind, fields in events if kind == SnapshotDropped.kind]
+    assert [fields["step"] for fields in dropped] == [3]
+    assert "no memory for an arena" in dropped[0]["reason"]
+    remember(service, new, second, 0, 4)
+    assert service.shelf.complete() == [(2, 4)]
+
+
+def test_memory_of_a_worker_that_has_ended_is_used_again(service: Service, tmp_path: Path) -> None:
+    """Its newest snapshot stays; what it captured and never announced does not block a slot."""
+    first, second = topology(), topology(generation=2)
+    begin(service, tmp_path, first)
+    worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    arena = ask(service, first, 0, worker.pid)
+    remember(service, arena, first, 0, 3)
+    head, size = blob_of(first, 0)
+    slot = arena.free_slot()
+    assert slot is not None
+    arena.begin(slot)
+    arena.finish(slot, digest("test"), 1, 4, size, digest(head))  # killed before it said so
+    worker.kill()
+    worker.wait()
+    if worker.stdin is not None:
+        worker.stdin.close()
+    assert begin(service, tmp_path, second) == 3
+    again = ask(service, second, 0, os.getpid())
+    assert again.free_slot() == slot
+    kept = service.shelf.get(1, 3, 0)
+    assert kept.slot != slot
+    assert again.header(kept.slot) == kept.header  # the same memory
+    remember(service, again, second, 0, 5)
+    assert service.shelf.complete() == [(2, 5)]
+
+
+def test_memory_is_deserted_when_every_writer_has_ended_and_not_before() -> None:
+    made = MemoryFile(Arena.create("test", 2, 4096))
+    made.given_to(os.getpid())
+    assert not made.deserted
+    ended = MemoryFile(Arena.create("test", 2, 4096))
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    ended.given_to(child.pid)
+    assert not ended.deserted
+    child.communicate(b"\n")
+    assert ended.deserted
+    ended.given_to(None)  # somebody unknown
+    assert not ended.deserted
