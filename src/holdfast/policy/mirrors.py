@@ -9,6 +9,7 @@ its owner captures has one holder, whatever the live tensors of others are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 
 from holdfast.layout import Topology
 from holdfast.policy.placement import Machine, shared
@@ -22,35 +23,33 @@ def held_apart(
 ) -> frozenset[int]:
     """The ranks whose every owned box is held, too, by ranks that stand apart from them.
 
-    `machines` by the names in `topology.nodes`; one that is missing there stands alone.
+    `machines` by the names in `topology.nodes`; one that is missing there stands alone. Where a
+    rank that stands apart has the same place in a replica of the same kind, it holds all that this
+    one holds, and no box needs to be looked at.
     """
-    places = [machines.get(node, Machine(node)) for node in topology.nodes]
-    apart = [
-        [other for other, there in enumerate(places) if not shared(here, there)] for here in places
-    ]
-    boxes: dict[int, dict[str, Box]] = {}
 
+    @cache
+    def apart(one: str, other: str) -> bool:
+        return not shared(
+            machines.get(one, Machine(one)), machines.get(other, Machine(other))
+        )  # fmt: skip
+
+    @cache
     def local(rank: int) -> dict[str, Box]:
-        if rank not in boxes:
-            boxes[rank] = {box.name: box for box in local_boxes(topology, table, rank)}
-        return boxes[rank]
+        return {box.name: box for box in local_boxes(topology, table, rank)}
 
-    return frozenset(
-        rank
-        for rank in range(topology.world_size)
-        if _twin(topology, rank, apart[rank])
-        or all(_covered(box, apart[rank], local) for box in owned_boxes(topology, table, rank))
-    )
+    def covered(rank: int) -> bool:
+        others = [r for r, node in enumerate(nodes) if apart(nodes[rank], node)]
+        return all(_covered(box, others, local) for box in owned_boxes(topology, table, rank))
 
-
-def _twin(topology: Topology, rank: int, apart: Iterable[int]) -> bool:
-    """Whether a rank that stands apart has the same place in a replica of the same kind: it then
-    holds all that this one holds, and no box needs to be looked at."""
-    replica, place = topology.replica_of(rank), topology.coordinate(rank).mesh_rank
-    others = set(apart)
-    return any(
-        other.kind == replica.kind and other.ranks[place] in others for other in topology.replicas
-    )
+    nodes = topology.nodes
+    found: set[int] = set()
+    for replica in topology.replicas:
+        twins = [other for other in topology.replicas if other.kind == replica.kind]
+        for place, rank in enumerate(replica.ranks):
+            if any(apart(nodes[rank], nodes[t.ranks[place]]) for t in twins) or covered(rank):
+                found.add(rank)
+    return frozenset(found)
 
 
 def _covered(box: Box, ranks: Iterable[int], local: Callable[[int], dict[str, Box]]) -> bool:
