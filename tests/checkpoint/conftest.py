@@ -14,8 +14,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Mover]]:
     """Start a mover on the test's run folder; every one is ended with the test."""
     movers: list[Mover] = []
 
-    def make(**settings: Any) -> Mover:
-        movers.append(Mover(tmp_path / "run", **settings))
+    def make(at: str | None = None, **settings: Any) -> Mover:
+        movers.append(Mover(at or tmp_path / "run", **settings))
         return movers[-1]
 
     (tmp_path / "run").mkdir()

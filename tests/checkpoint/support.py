@@ -27,6 +27,7 @@ from holdfast.spec.boxes import Box, whole
 from holdfast.spec.state import StateTable, TensorSpec, local_boxes
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
+from holdfast.wire.stores import open_store
 from holdfast.wire.term import newest_generation, open_generation
 
 TABLE: StateTable = (
@@ -100,12 +101,12 @@ class Mover:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | str,
         secret: Secret | None = None,
         peers: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        self.store = FolderStore(folder)
+        self.store: Any = open_store(folder)
         self.secret = secret or Secret(secrets.token_bytes(32))
         self.private = tempfile.mkdtemp(prefix="hf-")
         options: dict[str, Any] = {

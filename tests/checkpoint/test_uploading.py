@@ -13,6 +13,7 @@ from holdfast.checkpoint.restore import listing, newest_verified, step_of
 from holdfast.checkpoint.uploading import bring_back
 from holdfast.errors import CheckpointError, StoreError
 from holdfast.events import CheckpointCommitted, CheckpointUploaded, Event, UploadFailed
+from holdfast.spec.state import TensorSpec
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.stores import UnfitStoreError, open_store
 from holdfast.wire.term import newest_generation
@@ -167,3 +168,45 @@ def test_a_broken_checkpoint_in_the_bucket_is_passed_over(start: Start, tmp_path
     found = newest_verified(folder)
     assert found is not None
     assert_holds(found, 1)
+
+
+def test_a_mover_whose_run_store_is_the_bucket(start: Start) -> None:
+    """No folder at all: what a rank captured goes straight there, and the next mover finds it."""
+    where = s3.location(s3.server())
+    mover = start(at=where)
+    _, workers = _workers(mover)
+    for step in (1, 2):
+        workers.commit(step)
+    mover.kill()
+    again = start(at=where)
+    topo = topology(2, 1, generation=2)
+    client = again.begin(topo)
+    newest = client.newest()
+    assert (newest.step, newest.generation) == (2, 1)
+    others = Workers(client, topo)
+    others.commit(3)
+    found = newest_verified(open_store(where))
+    assert found is not None
+    assert_holds(found, 3)
+
+
+def test_an_upload_that_is_tried_again_reads_nothing_back(start: Start, proxy: Proxy) -> None:
+    """A large blob that has arrived is known by the checksum that lies beside it."""
+    table = (TensorSpec("model.embed.weight", "F32", (3000, 1000), 0),)
+    proxy.rule = lambda request: (
+        Fault(503) if request.method == "PUT" and "/commits/" in request.key else None
+    )
+    mover = start(bucket=s3.location(proxy.address, "again", timeout=5, retries=0))
+    topo = topology()
+    client = mover.begin(topo, table)
+    workers = Workers(client, topo, table)
+    workers.commit(1)
+    events_until(client, lambda event: isinstance(event, UploadFailed))
+    sent = proxy.sent("rank00000-0.safetensors")
+    assert sent > 12_000_000
+    proxy.rule = lambda request: None
+    events = events_until(client, _uploaded(1))
+    assert [e.bytes for e in events if isinstance(e, CheckpointUploaded)] == [0]
+    assert proxy.sent("rank00000-0.safetensors") == sent
+    reads = [r for r in proxy.log if r.kind == "GET" and "/data/" in r.key]
+    assert all("/.sum-" in r.key for r in reads)

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_hexdigest
 from holdfast.checkpoint.restore import listing
 from holdfast.errors import CheckpointError, CorruptError, FencedError
 from holdfast.spec.manifest import Blob, Commit, Writer, part_key, writer_name
-from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
+from holdfast.wire.runstore import AlreadyExistsError, Matching, MissingKeyError, RunStore
 from holdfast.wire.term import generation_key, newest_generation, open_generation
 
 DESCRIPTION = ("run.yaml", "environment.json", "resolved.json")
@@ -39,9 +39,11 @@ class Copied:
 
 
 def copy_checkpoint(
-    source: RunStore, key: str, target: RunStore, progress: Progress = lambda done, total: None
-) -> Copied:
-    """Copy one checkpoint; done again, it copies nothing.
+    source: RunStore, key: str, target: RunStore, progress: Progress = lambda done, total: None,
+    *, read_back: bool = True,
+) -> Copied:  # fmt: skip
+    """Copy one checkpoint; done again, it copies nothing. Without `read_back`, a large blob that a
+    bucket has is known by the checksum that the bucket keeps beside it, and not read.
 
     Raises CheckpointError when the source is broken or the target belongs to another run, and
     what the stores raise. An object in the target that is not what it should be is replaced.
@@ -51,7 +53,8 @@ def copy_checkpoint(
     _refuse_other(target, commit, raw)
     copied = there = 0
     for writer in commit.writers:
-        if _whole(target, writer.blob):
+        arrived = not read_back and _matches(source, target, writer.blob)
+        if arrived or _whole(target, writer.blob):
             there += writer.blob.size
         else:
             _replace(target, writer.blob.key, partial(_checked, source, writer.blob))
@@ -94,6 +97,12 @@ def _whole(store: RunStore, blob: Blob) -> bool:
     except (MissingKeyError, CorruptError, CheckpointError):
         return False
     return True
+
+
+def _matches(source: RunStore, target: RunStore, blob: Blob) -> bool:
+    if not isinstance(target, Matching):
+        return False
+    return target.matches(blob.key, _checked(source, blob))
 
 
 def _checked(store: RunStore, blob: Blob) -> Iterator[memoryview]:

@@ -34,8 +34,8 @@ from holdfast.layout import Topology
 from holdfast.spec.state import TensorSpec
 from holdfast.wire import lifeline
 from holdfast.wire.auth import AuthError, Verifier
-from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
+from holdfast.wire.stores import open_store
 from holdfast.wire.term import newest_generation
 
 IDLE_SECONDS = 60.0
@@ -44,7 +44,8 @@ IDLE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class MoverBoot:
-    """The line on stdin. `lifeline` is an inherited descriptor, -1 for none (tests)."""
+    """The line on stdin. `store` is the run store's location, `lifeline` an inherited descriptor,
+    -1 for none (tests)."""
 
     store: str
     socket: str
@@ -181,7 +182,7 @@ def _peers(boot: MoverBoot, service: Service) -> Peers | None:
     if boot.peers is None:
         return None
     settings = PeerSettings.from_json(boot.peers)
-    store, secret = FolderStore(boot.store), Secret.from_hex(boot.secret)
+    store, secret = open_store(boot.store), Secret.from_hex(boot.secret)
     peers = Peers(settings, service.shelf, secret, boot.settings.run, service.outcomes.add)
     service.shelved.append(peers.shelved)
     memories = PeerMemories(
@@ -200,7 +201,7 @@ def _uploader(boot: MoverBoot, service: Service) -> Uploader | None:
         return None
     keep = Keep(boot.settings.bucket_keep_last, boot.settings.keep_every)
     uploader = Uploader(
-        FolderStore(boot.store), lambda: opened(location), keep, service.outcomes.add
+        open_store(boot.store), lambda: opened(location), keep, service.outcomes.add
     )
     service.outcomes.durable.append(uploader.committed)
     return uploader
@@ -211,7 +212,7 @@ def main() -> None:
     boot = MoverBoot.from_line(sys.stdin.buffer.readline())
     if boot.lifeline >= 0:
         lifeline.watch(boot.lifeline)
-    service = Service(FolderStore(boot.store), boot.settings)
+    service = Service(open_store(boot.store), boot.settings)
     try:
         peers = _peers(boot, service)
     except UserError as error:  # an address that cannot be listened on

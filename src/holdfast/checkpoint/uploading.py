@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from holdfast.checkpoint import cleaning
 from holdfast.checkpoint.copying import copy_checkpoint
@@ -59,9 +60,11 @@ class Uploader:
             self._change.notify_all()
 
     def close(self, wait: float = CLOSE_SECONDS) -> None:
-        """Let end what is on its way, for a while."""
+        """Let end what is on its way, for a while; a bucket that fails is not waited for."""
         with self._change:
-            self._change.wait_for(lambda: not self._busy and self._wanted is None, wait)
+            self._change.wait_for(
+                lambda: not self._busy and (self._wanted is None or self._failed), wait
+            )
             self._closing = True
             self._change.notify_all()
 
@@ -111,11 +114,12 @@ class Uploader:
         try:
             if self._target is None:
                 self._target = self._open_target()
-            copied = copy_checkpoint(self._source, key, self._target)
+            copied = copy_checkpoint(self._source, key, self._target, read_back=False)
             self._failed = False
             seconds = self._clock() - begun
             self._tell(CheckpointUploaded(key, copied.copied, seconds, step=copied.step))
-            cleaning.retain(self._target, self._keep, (), ())
+            with suppress(HoldfastError):  # then the next upload removes what is too old
+                cleaning.retain(self._target, self._keep, (), ())
         except (MissingKeyError, CheckpointError) as error:
             # Removed meanwhile, as a newer one is there; or broken, and to be found out elsewhere.
             self._say(key, error)

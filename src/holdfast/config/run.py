@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from holdfast.config.base import Section
 from holdfast.config.checkpoint import CheckpointConfig
@@ -37,6 +37,13 @@ class RunConfig(Section):
     layout: LayoutConfig = LayoutConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     cluster: ClusterConfig = ClusterConfig()
+
+    @field_validator("folder")
+    @classmethod
+    def _is_a_folder(cls, folder: str) -> str:
+        if "://" in folder:
+            raise ValueError("the run folder is a folder: name a bucket in checkpoint.bucket")
+        return folder
 
     @model_validator(mode="after")
     def _cross_section(self) -> RunConfig:

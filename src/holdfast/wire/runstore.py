@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from holdfast.errors import CorruptError, HoldfastError, OutOfSpaceError, RunFolderError
 from holdfast.wire.direct import DirectWriter
@@ -76,6 +76,15 @@ class RunStore(Protocol):
     def sweep(self, prefix: str, keep: str = "") -> int:
         """Remove the unfinished objects that killed creators left below the folder `prefix`, save
         for those below the folder `keep`; how many. Whoever is still creating one there fails."""
+
+
+@runtime_checkable
+class Matching(Protocol):
+    """A store that keeps a checksum of each large blob."""
+
+    def matches(self, key: str, data: Iterable[Buffer]) -> bool:
+        """Whether the blob is there and has these bytes; nothing is sent, nor read there. False
+        where that cannot be told."""
 
 
 def check_key(key: str) -> str:

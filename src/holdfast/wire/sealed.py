@@ -29,7 +29,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -38,7 +37,14 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from holdfast.errors import CorruptError, StoreError
 from holdfast.wire.parts import in_parts
-from holdfast.wire.runstore import AlreadyExistsError, Buffer, MissingKeyError, RunStore, chunks
+from holdfast.wire.runstore import (
+    AlreadyExistsError,
+    Buffer,
+    Matching,
+    MissingKeyError,
+    RunStore,
+    chunks,
+)
 
 SEALED = ("data/", "parts/", "commits/")
 EXTENT_BYTES = 256 * 2**10
@@ -52,12 +58,6 @@ _EXTENT, _INDEX = 0, 1  # kinds of nonce
 _TAIL_BYTES = 64 * 2**10
 _READ_BYTES = 8 * 2**20
 _REMEMBERED = 4096
-
-
-class Resumable(Protocol):
-    """A store that can tell by a checksum whether an object has these bytes (a bucket)."""
-
-    def matches(self, key: str, data: Iterable[Buffer]) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -116,16 +116,19 @@ class SealedStore:
         if not key.startswith(SEALED):
             self.inner.create(key, data)
             return
-        matches = getattr(self.inner, "matches", None)
-        if matches is not None and not isinstance(data, bytes | bytearray | memoryview):
-            # Sealed anew, a blob that is there would look like another one. Under the salt that it
-            # has the same bytes come out, and they are compared only: never sent.
-            footer = self._footer_of(key)
-            if footer is not None:
-                if not matches(key, self._seal(key, chunks(data), footer)):
-                    raise AlreadyExistsError(f"{key} exists already")
-                return
+        if not isinstance(data, bytes | bytearray | memoryview) and self._there(key):
+            if not self.matches(key, data):
+                raise AlreadyExistsError(f"{key} exists already")
+            return
         self.inner.create(key, self._seal(key, chunks(data), self._new_footer()))
+
+    def matches(self, key: str, data: Iterable[Buffer]) -> bool:
+        """Sealed anew, a blob that is there would look like another one. Under the salt that it has
+        the same bytes come out; they are compared, and never sent."""
+        footer = self._footer_of(key) if key.startswith(SEALED) else None
+        if footer is None or not isinstance(self.inner, Matching):
+            return False
+        return self.inner.matches(key, self._seal(key, chunks(data), footer))
 
     def get(self, key: str) -> bytes:
         data = self.inner.get(key)
@@ -244,8 +247,15 @@ class SealedStore:
             raise CorruptError(f"{key} has {total} bytes, {offsets[-1] + need} were written")
         return _Opened(sealer, extent_bytes, bool(flags & _COMPRESSED), size, lengths, offsets)
 
+    def _there(self, key: str) -> bool:
+        try:
+            self.inner.size(key)
+        except MissingKeyError:
+            return False
+        return True
+
     def _footer_of(self, key: str) -> bytes | None:
-        """What an object that is there was sealed under; None when there is none."""
+        """What an object that is there was sealed under; None when none is, or it is not sealed."""
         try:
             total = self.inner.size(key)
             footer = bytearray(_FOOTER.size)
@@ -255,7 +265,7 @@ class SealedStore:
         except CorruptError:
             footer = bytearray()
         if not footer.startswith(_MAGIC):
-            raise AlreadyExistsError(f"{key} exists already, and is not sealed")
+            return None
         *known, _ = _FOOTER.unpack(footer)
         return _FOOTER.pack(*known, 0)
 
