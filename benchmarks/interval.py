@@ -241,7 +241,8 @@ def drawing(rows: Sequence[Row], cost: float = 1.5, across: int = 3) -> str:
     background = tag("rect", width=width, height=height, fill="white")
     return tag(
         "svg", background + title + "".join(panels), xmlns="http://www.w3.org/2000/svg",
-        width=width, height=height, viewBox=f"0 0 {width} {height}", font_family="sans-serif", font_size=10,
+        width=width, height=height, viewBox=f"0 0 {width} {height}", font_family="sans-serif",
+        font_size=10,
     )  # fmt: skip
 
 

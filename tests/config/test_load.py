@@ -66,6 +66,8 @@ def test_unknown_key_names_line_and_nearest_name() -> None:
         ("model:\n  preset: [1]\n", "run.yaml:2: model.preset is [1], not text; 'tiny' would work"),
         ("model:\n  heads: 3\n",
          "run.yaml:2: model.kv_heads 2 does not divide heads 3; use one of [1, 3]"),
+        ("checkpoint:\n  min_seconds: 30\n  max_seconds: 10\n",
+         "run.yaml:2: checkpoint.min_seconds 30 is more than max_seconds 10; use 10 or less"),
         ("model:\n  dim: 130\n", "run.yaml:2: model.heads 4 does not divide dim 130; use dim 128"),
         ("train:\n  batch_size: 7\n",
          "run.yaml:2: train.batch_size 7 is not a multiple of microbatch_size 2; use 8"),

@@ -70,12 +70,13 @@ def emergency(deadline: float, nbytes: int, routes: Sequence[Route]) -> Emergenc
     if not surviving:
         return Emergency((), (), "nothing can be saved: no tier survives what is about to go")
     told = f"of the {duration(deadline)} left, {duration(usable)} are planned with"
+    others = ", ".join(late)
     if not tiers:
         return Emergency(
-            (), (), f"nothing can be complete in time: {told}, and for {size} {', '.join(late)}"
+            (), (), f"nothing can be complete in time: {told}, and for {size} {others}"
         )
     saved = ", then ".join(f"tier {t} by {duration(d)}" for t, d in zip(tiers, done, strict=True))
-    reason = f"{size} into {saved}: {told}{f'; {chr(44).join(late)}' if late else ''}"
+    reason = f"{size} into {saved}: {told}{f'; {others}' if others else ''}"
     return Emergency(tuple(tiers), tuple(done), reason)
 
 
