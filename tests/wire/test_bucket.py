@@ -438,8 +438,9 @@ def test_wrong_credentials_and_a_missing_bucket_are_one_sentence_each(tmp_path: 
 
 def test_a_missing_key_is_not_a_missing_bucket() -> None:
     store = _open(s3.server())
-    with pytest.raises(MissingKeyError, match="there is no a in s3://runs/"):
-        store.get("a")
+    for key in ("a", "NoSuchBucket/Container"):
+        with pytest.raises(MissingKeyError, match=f"there is no {key} in s3://runs/"):
+            store.get(key)
 
 
 def test_only_journal_segments_can_be_appended_to() -> None:

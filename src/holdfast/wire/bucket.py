@@ -37,7 +37,7 @@ from obstore.exceptions import BaseError
 from xxhash import xxh3_128
 
 from holdfast.errors import CorruptError
-from holdfast.wire.bucket_errors import spoken
+from holdfast.wire.bucket_errors import bucket_is_missing, spoken
 from holdfast.wire.journal import PREFIX as SEGMENTS
 from holdfast.wire.parts import in_parts
 from holdfast.wire.runstore import (
@@ -378,7 +378,7 @@ class BucketStore:
             raise AlreadyExistsError(f"{key} exists already") from None
         except FileNotFoundError as error:
             # Where a key is made, or a folder listed, only the bucket itself can be missing.
-            if writing or listing or "Bucket" in str(error) or "Container" in str(error):
+            if writing or listing or bucket_is_missing(str(error)):
                 raise spoken(error, self.where, missing=True) from None
             raise self._missing(key) from None
         except (BaseError, OSError) as error:

@@ -27,7 +27,7 @@ _KINDS = tuple(
     for pattern, said in (
         (r"kind: Timeout|TimedOut|deadline has elapsed", "the endpoint does not answer in time"),
         (
-            r"InvalidCertificate|UnknownIssuer|certificate",
+            r"InvalidCertificate|UnknownIssuer|invalid peer",
             "the endpoint's certificate is not trusted",
         ),
         (r"dns error|failed to lookup", "the endpoint's name cannot be found"),
@@ -48,7 +48,7 @@ def spoken(error: Exception, where: str, *, missing: bool = False) -> HoldfastEr
     kind = type(error).__name__
     code = match[1] if (match := _CODE.search(text)) else ""
     status = match[1] if (match := _STATUS.search(text)) else ""
-    if missing or code in ("NoSuchBucket", "ContainerNotFound"):
+    if missing or bucket_is_missing(text):
         return StoreError(
             "there is no such bucket", where=where, remedy="create it, or name another"
         )
@@ -65,6 +65,12 @@ def spoken(error: Exception, where: str, *, missing: bool = False) -> HoldfastEr
             "the bucket is full", where=where, remedy="free some space, or use another bucket"
         )
     return _unreachable(text, code, status, where)
+
+
+def bucket_is_missing(text: str) -> bool:
+    """Whether a store's "not there" is about the bucket (S3, Azure; Google says it in words)."""
+    code = match[1] if (match := _CODE.search(text)) else ""
+    return code in ("NoSuchBucket", "ContainerNotFound") or "specified bucket does not" in text
 
 
 def _unreachable(text: str, code: str, status: str, where: str) -> StoreError:
