@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from holdfast.events import (
+    CheckpointRestored,
     GenerationStarted,
     NonFinite,
     Record,
+    RestorePointFound,
     RunFailed,
     RunFinished,
     RunStarted,
@@ -48,6 +50,8 @@ class Incident:
     ready: float | None = None  # its last worker had restored its state
     recovered: float | None = None  # its first step was done
     restart_step: int | None = None  # it began from the state after this step
+    found: float = 0.0  # seconds to find and open that state
+    state: CheckpointRestored | None = None  # how its slowest rank read it
 
     @property
     def seconds(self) -> float | None:
@@ -68,6 +72,15 @@ class Incident:
             if mark is not None:
                 out[name], last = mark - last, mark
         return out
+
+    @property
+    def source(self) -> str:
+        """Where the state came from and what that took, in one phrase; "" before it was read."""
+        if self.state is None:
+            return ""
+        times = {"find": self.found, **self.state.phases}
+        spent = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times.items())
+        return f"from {' and '.join(self.state.sources) or 'the run store'}: {spent}"
 
     @property
     def title(self) -> str:
@@ -114,6 +127,12 @@ class IncidentBook:
             self._in_session = False
         elif isinstance(event, GenerationStarted):
             self._restart(record.generation, event, elapsed)
+        elif isinstance(event, RestorePointFound):
+            self._update(found=event.seconds)
+        elif isinstance(event, CheckpointRestored):
+            slowest = self._open.state if self._open is not None else None
+            if slowest is None or event.seconds > slowest.seconds:
+                self._update(state=event)
         elif isinstance(event, WorkerReady):
             self._update(ready=elapsed)
         elif isinstance(event, StepDone):

@@ -49,7 +49,8 @@ def summary(
         "incidents": [
             asdict(i)
             | {"losses": [asdict(loss) for loss in i.losses], "title": i.title}
-            | {"seconds": i.seconds, "steps_lost": i.steps_lost, "phases": i.phases}
+            | {"seconds": i.seconds, "steps_lost": i.steps_lost, "phases": i.phases,
+               "restored": i.source}
             for i in history.incidents
         ],
         "checkpoints": [asdict(c) for c in history.checkpoints],

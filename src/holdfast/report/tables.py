@@ -79,7 +79,7 @@ def incidents(history: History) -> str:
         rows.append((
             duration(i.began), escape(i.title), count(i.reached), count(i.steps_lost),
             duration(i.seconds) if i.seconds is not None else "never",
-            f'<span class="soft">{phases}</span>',
+            f'<span class="soft">{phases}<br>{escape(i.source)}</span>',
         ))  # fmt: skip
     head = ("at", "what broke", "after step", "steps done again", "until a new step", "of which")
     return table(head, rows, (0, 2, 3, 4))
