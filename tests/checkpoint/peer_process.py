@@ -29,8 +29,6 @@ from holdfast.spec.ownership import owned_boxes
 from holdfast.spec.state import ITEM_BYTES, StateTable, TensorSpec
 from holdfast.wire.secret import Secret
 
-SLOTS = 3
-
 
 def content(step: int, box: Box, item: int, shape: tuple[int, ...]) -> bytes:
     """A box's bytes: byte i of the whole tensor is a function of i, the name and the step; what is
@@ -48,7 +46,7 @@ class Node:
 
     def __init__(self, boot: Mapping[str, Any]) -> None:
         self.secret = Secret.from_hex(boot["secret"])
-        self.extent_bytes = int(boot["extent_bytes"])
+        self.extent_bytes, self.slots = int(boot["extent_bytes"]), int(boot.get("slots", 3))
         self.shelf = Shelf()
         self.events: list[dict[str, Any]] = []
         self.peers = Peers(
@@ -83,7 +81,7 @@ class Node:
         size = total_size(head, tensors)
         memory = self.arenas.get((generation, rank))
         if memory is None:
-            memory = MemoryFile(Arena.create("own", SLOTS, slot_capacity(size)))
+            memory = MemoryFile(Arena.create("own", self.slots, slot_capacity(size)))
             self.arenas[generation, rank] = memory
         slot = memory.arena.free_slot()
         if slot is None:

@@ -40,7 +40,7 @@ class Node:
 
     def __init__(
         self, *peers: Node | Peer, secret: Secret = SECRET, extent_bytes: int = EXTENT,
-        name: str = "self", room: int = 1 << 28, **settings: Any,
+        name: str = "self", room: int = 1 << 28, slots: int = 3, **settings: Any,
     ) -> None:  # fmt: skip
         known = tuple(
             peer if isinstance(peer, Peer) else Peer(Machine(peer.name), peer.address)
@@ -53,7 +53,8 @@ class Node:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         boot = {
-            "secret": secret.hex(), "extent_bytes": extent_bytes, "settings": told.to_json(),
+            "secret": secret.hex(), "extent_bytes": extent_bytes, "slots": slots,
+            "settings": told.to_json(),
         }  # fmt: skip
         self.address = str(self._exchange(boot)["address"])
         self.world = 0

@@ -228,6 +228,28 @@ def test_a_newer_step_takes_the_place_of_one_that_waits(start: Start) -> None:
     assert keeper.has() == [(1, 4, 0), (1, 1, 0)]
 
 
+@pytest.mark.parametrize("slots", [2, 3])
+def test_a_slow_holder_holds_up_no_capture(start: Start, slots: int) -> None:
+    """It has taken next to nothing, and every step finds a slot."""
+    keeper = start(name="keeper")
+    owner = start(keeper, name="owner", bytes_per_second=1_000.0, slots=slots)
+    owner.begin(topology(dp_shard=2), TABLE[:1])
+    assert [owner.put(step) for step in range(1, 13)] == [[]] * 12
+    assert keeper.has() == []
+    status = owner.do("status")["sends"]["keeper"]
+    assert status["counts"]["superseded"] > 0
+    assert status["counts"]["failed"] == 0
+
+
+def test_two_slots_and_a_holder_in_time(start: Start) -> None:
+    keeper = start(name="keeper")
+    owner = start(keeper, name="owner", slots=2)
+    owner.begin(topology(dp_shard=2))
+    for step in (1, 2, 3):
+        assert owner.put(step) == []
+        until(lambda s=step: owner.kept("keeper") == (1, s))
+
+
 def test_a_rotten_byte_of_the_owner_is_not_kept(start: Start) -> None:
     keeper = start(name="keeper")
     owner = start(keeper, name="owner", every_steps=2)

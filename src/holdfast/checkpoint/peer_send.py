@@ -38,6 +38,8 @@ ATTEMPTS = 3
 """Offers of one step that may fail before it is given up."""
 PAUSES = (0.5, 2.0)
 """Seconds between them."""
+PINNED_SLOTS = 3
+"""Slots of an arena from which on one is kept for what is being sent."""
 STEP_SECONDS = 600.0
 """A holder that has not taken a step within this time has failed."""
 ASK_SECONDS = 30.0
@@ -163,10 +165,17 @@ class Copies:
         return {other for other, node in enumerate(nodes) if node == nodes[rank]}
 
     def _pinned(self, generation: int, step: int, ranks: Iterable[int]) -> _Step | None:
-        """A step with its slots kept; None when one has been given back already."""
+        """A step with its slots kept; None when one has been given back already.
+
+        Of two slots none is kept: a holder that is slow would keep the next capture waiting. A copy
+        that is overtaken then breaks off, and a newer step is sent.
+        """
         pins = ExitStack()
         try:
-            found = [pins.enter_context(self._shelf.pin(generation, step, r)) for r in ranks]
+            found = [self._shelf.get(generation, step, rank) for rank in ranks]
+            for snapshot in found:
+                if snapshot.memory.arena.slots >= PINNED_SLOTS:
+                    pins.enter_context(self._shelf.pin(generation, step, snapshot.part.rank))
         except MissingKeyError:
             pins.close()
             return None
@@ -253,6 +262,8 @@ class Copies:
                     return str(error)
                 except HoldfastError as error:
                     reason = str(error)
+                if not all(snapshot.whole for snapshot in offered.snapshots):
+                    return reason  # overtaken: there is nothing left to send
                 if attempt < ATTEMPTS - 1 and not self._pause(PAUSES[attempt]):
                     break
             return reason
@@ -311,8 +322,10 @@ class Copies:
 
     def _account(self, line: _Line, offered: _Step, reason: str) -> str:
         fate = "failed" if reason else "kept"
-        if reason and (self._plan is None or self._plan[0].generation > offered.generation):
-            fate = "superseded"  # by a generation: that is nobody's fault
+        over = self._plan is None or self._plan[0].generation > offered.generation
+        if reason and (over or not all(s.whole for s in offered.snapshots)):
+            fate = "superseded"  # by a generation, or by later captures: that is nobody's fault
+            line.skipped += 1
         line.counts[fate] += 1
         if fate == "kept":
             line.failures, line.kept, line.reason = 0, offered.name, ""

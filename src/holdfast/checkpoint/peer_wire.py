@@ -33,6 +33,9 @@ PROOF = "holdfast-hmac"
 ANSWER_LIMIT = 1 << 30
 """Bytes of an answer in JSON at most: the inventory of a large run."""
 
+CONNECT_SECONDS = 5.0
+"""A machine that is there takes a connection within this time."""
+
 OK, REFUSED, UNKNOWN, MISSING, FENCED, TOO_LONG, FAILED = 200, 400, 401, 404, 409, 413, 500
 
 
@@ -200,9 +203,12 @@ class PeerClient:
         if found is not None and found.sock is not None:
             found.sock.settimeout(timeout)
             return found, True
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        connection = http.client.HTTPConnection(
+            self._host, self._port, timeout=min(timeout, CONNECT_SECONDS)
+        )
         try:
             connection.connect()
+            connection.sock.settimeout(timeout)
         except OSError as error:
             connection.close()
             raise PeerError(f"{self.address} cannot be reached: {_words(error)}") from error
