@@ -103,13 +103,14 @@ class Request(NamedTuple):
 @dataclass(frozen=True)
 class Fault:
     """What happens instead of an answer. `status` answers with an error, 0 with nothing at all:
-    the connection is closed, after `after` bytes of the true answer where that is above 0. With
-    `forward` the server has done what it was asked for."""
+    the connection is closed, after `after` bytes of the true answer where that is above 0, or with
+    `hold` left open and silent. With `forward` the server has done what it was asked for."""
 
     status: int = 0
     code: str = "InternalError"
     after: int = 0
     forward: bool = False
+    hold: bool = False
 
 
 Rule = Callable[[Request], Fault | None]
@@ -223,6 +224,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return
         if fault.after:
             self._answer(status, headers, data[: fault.after])
+        if fault.hold:
+            self.owner.closing.wait(60)
         self.close_connection = True
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815

@@ -390,6 +390,27 @@ def test_an_answer_that_breaks_off_is_asked_for_again(proxy: Proxy) -> None:
     assert len(broken) == 2
 
 
+def test_an_answer_that_stops_in_the_middle_ends_in_time(proxy: Proxy) -> None:
+    store = _open(proxy.address, **QUICK)
+    store.create("a", bytes(MIB))
+    proxy.rule = lambda request: Fault(after=1000, forward=True, hold=True)
+    for use in (store.get, lambda key: store.read_into(key, 5, memoryview(bytearray(9000)))):
+        with pytest.raises(StoreError, match=r"does not answer in time|broke off"):
+            use("a")
+
+
+def test_a_slow_endpoint_is_waited_for(proxy: Proxy) -> None:
+    def rule(request: Request) -> Fault | None:
+        proxy.closing.wait(0.2)
+        return None
+
+    proxy.rule = rule
+    store = _open(proxy.address, timeout=5, retries=0)
+    content = secrets.token_bytes(LARGE)
+    store.create("data/1/blob", iter([content]))
+    assert store.get("data/1/blob") == content
+
+
 def test_nobody_listens_at_the_endpoint() -> None:
     with s3.proxied() as proxy:
         address = proxy.address
