@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.checkpoint.ahead import ReadAhead
 from holdfast.checkpoint.restore import Checkpoint
 from holdfast.cli.runs import Run
 from holdfast.errors import CheckpointError, OutOfSpaceError
@@ -34,9 +35,10 @@ def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) ->
     rows = SCHEMES[scheme](run.config.model)
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+        tensors = list(_tensors(rows, checkpoint))
         write_dcp(
-            partial, _tensors(rows, checkpoint), _objects(rows, run, checkpoint.step),
-            checkpoint.read,
+            partial, tensors, _objects(rows, run, checkpoint.step),
+            ReadAhead(checkpoint, [tensor.source for tensor in tensors]).read,
         )  # fmt: skip
         partial.rename(folder)
     except OSError as error:

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from holdfast.checkpoint.ahead import ReadAhead
 from holdfast.checkpoint.restore import Checkpoint, listing, newest_verified, verify
 from holdfast.cli.output import say
 from holdfast.cli.runs import Run
@@ -92,6 +93,8 @@ class Weights:
         from holdfast.spec.parameters import decoder_parameters
 
         self._checkpoint = checkpoint
+        names = [spec.name for spec in checkpoint.tensors if spec.name.startswith("model.")]
+        self._ahead = ReadAhead(checkpoint, names)
         self._shapes = {p.name: p.shape for p in decoder_parameters(run.config.model)}
 
     @property
@@ -113,7 +116,7 @@ class Weights:
 
         array = np.empty(tuple(lengths), _NUMPY[self._stored(name)])
         box = Box(f"model.{name}", tuple(offsets), tuple(lengths))
-        self._checkpoint.read(box, array.reshape(-1).data)
+        self._ahead.read(box, array.reshape(-1).data)
         return torch.from_numpy(array)
 
     def _stored(self, name: str) -> str:
