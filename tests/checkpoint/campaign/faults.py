@@ -14,7 +14,16 @@ from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.checkpoint.campaign import bucket, interrupted, memory, movers, reading, rest, states
+from tests.checkpoint.campaign import (
+    bucket,
+    interrupted,
+    memory,
+    movers,
+    reading,
+    rest,
+    sealed,
+    states,
+)
 from tests.checkpoint.campaign.interrupted import Setting
 from tests.checkpoint.campaign.judge import Restored, WrongError, judge_folder
 from tests.checkpoint.campaign.scenes import history
@@ -173,6 +182,7 @@ FULL_DISK = "full-disk"
 FAULTS: dict[str, Fault] = {
     **{name: Fault(partial(at_rest, (name,)), _SHARES[name]) for name in rest.DAMAGE},
     "two-faults": Fault(partial(at_rest, ()), 24),
+    "sealed": Fault(partial(of_setting, sealed.at_rest), 24),
     "unreadable": Fault(partial(of_reading, reading.unreadable), 8),
     "hiccup": Fault(partial(of_reading, reading.hiccup), 8),
     "dropped": Fault(partial(of_reading, reading.dropped), 14),

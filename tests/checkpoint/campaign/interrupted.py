@@ -178,7 +178,7 @@ def full_disk(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, 
     usage = os.statvfs(folder)
     if usage.f_bavail * usage.f_frsize > 64 * 2**20:
         raise RuntimeError("this fault fills the disk: give a small one with --folder")
-    room = rng.choice([0, rng.randrange(8192), rng.randrange(120_000)])
+    room = rng.choice([0, rng.randrange(8192), rng.randrange(60_000), rng.randrange(60_000)])
     filler = leave_free(folder.parent, room)
     protocol = setting.protocol(folder)
     protocol.run()
