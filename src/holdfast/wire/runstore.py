@@ -1,9 +1,9 @@
 """The run store: the one durable thing a run needs, as keys and bytes.
 
-Two drivers stand here: a folder, and memory (for tests and dry runs). A bucket needs only what
-the protocol promises: an object appears whole or not at all, `create` lets exactly one of several
-racing writers win, and `list` is sorted. Everything else Holdfast fences with (terms, generations,
-commits) is built from create-if-absent alone.
+Two drivers stand here: a folder, and memory (for tests and dry runs); `bucket.py` has a third. A
+bucket needs only what the protocol promises: an object appears whole or not at all, `create` lets
+exactly one of several racing writers win, and `list` is sorted. Everything else Holdfast fences
+with (terms, generations, commits) is built from create-if-absent alone.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class RunStore(Protocol):
         """Store `data` under `key`, durable on return, whole or not at all.
 
         Raises AlreadyExistsError when the key is taken, OutOfSpaceError when the disk is full
-        (nothing is left behind), RunFolderError when the store may not be written.
+        (nothing is left behind), RunFolderError when the store may not be written, StoreError (one
+        of those) when a bucket is out of reach. A bucket takes a large blob that is there, with
+        these very bytes, for the one to create: that is how the upload of a killed mover goes on.
         """
 
     def get(self, key: str) -> bytes:
@@ -69,8 +71,8 @@ class RunStore(Protocol):
     def append(self, key: str, data: Buffer, sync: bool = False) -> None:
         """Add `data` to the end of a journal segment, which one writer alone appends to.
 
-        With `sync` it is durable on return. Object stores cannot append: a bucket driver rolls a
-        segment into numbered objects instead, which readers list and concatenate.
+        With `sync` it is durable on return. Object stores cannot append: a bucket's driver makes a
+        segment of numbered objects and joins them for its readers; only keys below `journal/`.
         """
 
     def sweep(self, prefix: str, keep: str = "") -> int:
