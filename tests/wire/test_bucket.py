@@ -256,7 +256,7 @@ def test_checksums_that_a_killed_uploader_left_are_swept(proxy: Proxy) -> None:
     proxy.rule = lambda request: (
         Fault(500) if request.method == "POST" and "uploadId" in request.query else None
     )
-    store = _open(proxy.address, **QUICK)
+    store = _open(proxy.address, timeout=20, retries=1)
     with pytest.raises(StoreError):
         store.create("data/1/blob", bytes(LARGE))
     proxy.rule = lambda request: None
@@ -343,8 +343,9 @@ USES: dict[str, Callable[[BucketStore], object]] = {
 def test_a_failing_endpoint_is_one_sentence_within_a_bound(
     proxy: Proxy, use: str, fault: Fault | None, said: str
 ) -> None:
-    store = _open(proxy.address, **QUICK)
-    store.create("a/there", b"0123456789")
+    prefix = secrets.token_hex(8)
+    _open(s3.server(), prefix).create("a/there", b"0123456789")
+    store = _open(proxy.address, prefix, timeout=0.4, retries=1)
 
     def rule(request: Request) -> Fault | None:
         if fault is None:
@@ -362,7 +363,7 @@ def test_a_failing_endpoint_is_one_sentence_within_a_bound(
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(30)  # 1 s a request, asked once more, two requests at most: and much slack
+    thread.join(30)  # 0.4 s a request, asked once more, two requests at most: and much slack
     assert caught, "still waiting"
     (error,) = caught
     assert isinstance(error, StoreError), repr(error)
