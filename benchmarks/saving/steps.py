@@ -1,4 +1,4 @@
-"""Real training steps with a save after every update, and without: in turns, in one process.
+"""Real training steps right after a save, and without one: in turns, in one process.
 
 The step is plain PyTorch for every way of saving: our decoder under DistributedDataParallel and
 `torch.optim.AdamW`. The state is parameters and both moments.
@@ -17,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.peers.work import MeanLoss, Work
 from benchmarks.saving.task import Task, Way
-
-STEPS_OF_BLOCK = 2
 
 
 class Trainer:
@@ -42,22 +40,21 @@ class Trainer:
         }
 
     def pairs(self, way: Way, pairs: int, number: Callable[[], int]) -> dict[str, Any]:
-        """Wall seconds of a step: with a save after every update, and without; block by block.
-        `blocked`: of the former, seconds a save in which training stood still."""
+        """Wall seconds of a step with the save before it, and of one without, in turns.
+        `blocked`: of the former, seconds in which training stood still."""
         found: dict[str, Any] = {"with": [], "without": [], "blocked": []}
         for turn in range(pairs + 1):
             for saves in (turn % 2 == 0, turn % 2 == 1):
                 dist.barrier()
-                begun, blocked = time.perf_counter(), 0.0
-                for _ in range(STEPS_OF_BLOCK):
-                    blocked += self._saved_step(way, number) if saves else self._train(None)
+                begun = time.perf_counter()
+                blocked = self._saved_step(way, number) if saves else self._train(None)
                 wall = time.perf_counter() - begun
-                way.finish()  # its end must not fall into the next block
+                way.finish()  # its end must not fall into the next step
                 if not turn:
                     continue  # the first save sets things up
-                found["with" if saves else "without"].append(wall / STEPS_OF_BLOCK)
+                found["with" if saves else "without"].append(wall)
                 if saves:
-                    found["blocked"].append(blocked / STEPS_OF_BLOCK)
+                    found["blocked"].append(blocked)
         return found
 
     def _saved_step(self, way: Way, number: Callable[[], int]) -> float:

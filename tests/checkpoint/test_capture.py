@@ -193,16 +193,6 @@ def test_the_newest_snapshot_that_the_mover_knows_is_not_overwritten_before_a_ne
     assert capturer._arena.header(kept).step == 7  # type: ignore[union-attr]
 
 
-def test_who_waits_for_a_slot_does_not_wait_for_the_one_that_is_kept(start: Start) -> None:
-    mover = start()
-    topo = topology()
-    client = mover.begin(topo)
-    Workers(client, topo).commit(1)
-    assert client.wait_free(0, 0.0)
-    assert client.wait_free(0, 0.0, [0])
-    assert not client.wait_free(0, 0.0, [0, 1])
-
-
 def test_a_refused_announcement_keeps_the_snapshot_before(start: Start) -> None:
     mover = start()
     topo = topology()

@@ -88,10 +88,12 @@ class Cloning(ArenaSaver):
         self._open: tuple[int, dict[str, torch.Tensor]] | None = None
         self.checked: list[int] = []
         self.hold: threading.Event | None = None
-        self.full_at = 0
+        self.full: Sequence[int] = ()
+        self._votes = 0
 
     def ready(self) -> bool:
-        return len(self.checked) + 1 != self.full_at and super().ready()
+        self._votes += 1
+        return self._votes not in self.full and super().ready()
 
     def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
         if self.hold is not None:
@@ -134,10 +136,10 @@ class Cloning(ArenaSaver):
 
 def loop(
     rank: RankContext, name: str, socket: str, secret: str, held: bool = False, lost_at: int = 0,
-    full_at: int = 0, hidden: bool = True,
+    full: Sequence[int] = (), changes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     of = case(name)
-    config = config_of(of.changes | CHANGES | {"checkpoint__hidden": hidden})
+    config = config_of(of.changes | CHANGES | (changes or {}))
     topology = topology_of(of, config)
     engine = engine_of(config, topology, rank.rank, rank.store())
     client = MoverClient(socket, Secret(bytes.fromhex(secret)), 1)
@@ -147,7 +149,7 @@ def loop(
     capturer = Capturer(client, topology, table, rank.rank, tensors, run="test")
     saver = Cloning(capturer, world, rank.rank, config)
     saver.hold = threading.Event() if held else None
-    saver.full_at = full_at if rank.rank == 1 else 0
+    saver.full = full if rank.rank == 1 else ()
     unsaved: str | None = "lost"
     try:
         unsaved = run(
@@ -163,6 +165,7 @@ def loop(
     engine.close()
     return {
         "settled": settled, "checked": saver.checked, "captured": [e.step for e in captured],
+        "durable": [e.step for e in captured if e.durable],
         "fences": [e.fence_seconds > 0 for e in captured],
         "sums": all(e.seconds >= e.fence_seconds for e in captured),
         "skipped": [[e.step, e.rank, e.reason] for e in world.events
@@ -209,7 +212,7 @@ def test_what_is_captured_is_the_state_right_after_the_update(
 
 
 def test_without_hiding_training_waits_for_the_copy(settings: Settings) -> None:
-    for found in rank_values(loop, 2, settings("dp2") | {"hidden": False}):
+    for found in rank_values(loop, 2, settings("dp2") | {"changes": {"checkpoint__hidden": False}}):
         assert found["settled"] is None
         assert found["checked"] == found["captured"]
         assert all(found["fences"])
@@ -217,12 +220,27 @@ def test_without_hiding_training_waits_for_the_copy(settings: Settings) -> None:
 
 def test_a_rank_without_room_keeps_all_from_capturing(settings: Settings) -> None:
     """Rank 1 says so with every vote after the first capture; the last one waits instead."""
-    first, second = rank_values(loop, 2, settings("dp2") | {"full_at": 2})
+    first, second = rank_values(loop, 2, settings("dp2") | {"full": [*range(2, STEPS + 1)]})
     assert first["captured"] == second["captured"] == [1, STEPS]
     assert first["settled"] is second["settled"] is None
     assert [step for step, _, _ in first["skipped"]] == list(range(2, STEPS))
     assert all("a rank has no free slot" in reason for _, _, reason in first["skipped"])
     assert second["skipped"] == []
+
+
+def test_a_save_that_found_no_room_is_made_with_the_next_snapshot_in_memory(
+    settings: Settings,
+) -> None:
+    arguments = settings("dp2") | {
+        "full": [4], "changes": {"checkpoint__every_steps": 4, "checkpoint__memory_every_steps": 1},
+    }  # fmt: skip
+    first, second = rank_values(loop, 2, arguments)
+    assert first["captured"] == second["captured"] == first["checked"] == second["checked"]
+    assert [step for step, _, _ in first["skipped"]] == [4]
+    owed = min(step for step in first["captured"] if step > 4)
+    assert first["durable"] == second["durable"] == sorted({owed, STEPS})
+    assert first["captured"][0] == 1
+    assert first["settled"] is second["settled"] is None
 
 
 def test_the_snapshot_of_a_complete_step_is_saved_though_the_next_one_failed(

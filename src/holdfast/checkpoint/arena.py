@@ -11,10 +11,9 @@ middle of a copy therefore leaves a slot that reads as dirty, and the other slot
     FREE --begin--> WRITING (odd) --finish--> HELD (even) --release--> FREE
 
 The worker alone takes a slot from FREE to HELD; the mover alone gives it back, when its bytes are
-durable or given up, and at once when they are to stay in memory only. So a slot that is being
-read is never overwritten: a capture that finds no free slot is skipped, and counted. A free
-slot's bytes stay as they are until the worker takes it again, and it never takes the one whose
-snapshot is the newest that the mover knows of.
+neither being read nor part of the newest complete step (`snapshots.py`). So a slot that is needed
+is never overwritten: a capture that finds no free slot is skipped, and counted. A free slot's bytes
+stay as they are until the worker takes it again.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -125,10 +124,9 @@ class Arena:
         return memoryview(self.memory)[start : start + length]
 
     # --- the worker's side ------------------------------------------------------------------
-    def free_slot(self, keep: Collection[int] = ()) -> int | None:
-        """A slot that nobody reads and that is not to be kept; the one whose bytes are oldest.
-        None when there is none."""
-        free = [s for s in range(self.slots) if s not in keep and not self.held(s)]
+    def free_slot(self) -> int | None:
+        """A slot that nobody needs; the one whose bytes are oldest. None when all are held."""
+        free = [s for s in range(self.slots) if not self.held(s)]
         return min(free, key=lambda s: (self._sequence(s), s), default=None)
 
     def begin(self, slot: int) -> None:

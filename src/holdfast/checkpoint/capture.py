@@ -43,9 +43,6 @@ from holdfast.spec.manifest import Placed, placed
 from holdfast.spec.ownership import owned_boxes
 from holdfast.spec.state import StateTable, local_boxes
 
-WAIT_SLICE = 0.25
-"""Seconds that one question about a free slot waits."""
-
 TORCH_DTYPE = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -256,8 +253,9 @@ class Capturer:
     def _hand_over(
         self, step: int, slot: int, made: SlotHeader, meta: Mapping[str, Any], durable: bool
     ) -> None:
-        where: dict[str, bool] = {} if durable else {"durable": False}
-        tell = partial(self._mover.captured, self._rank, step, slot, made.sequence, meta, **where)
+        tell = partial(
+            self._mover.captured, self._rank, step, slot, made.sequence, meta, durable=durable
+        )
         try:
             tell()
         except MoverGoneError:
@@ -282,16 +280,11 @@ class Capturer:
 
     def _wait(self, seconds: float) -> int | None:
         """The mover says when a slot is given back."""
-        deadline = time.monotonic() + seconds
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                self._mover.wait_free(self._rank, max(0.0, min(left, WAIT_SLICE)))
-            except MoverGoneError:
-                return None
-            slot = self._arena.free_slot()
-            if slot is not None or left <= 0:
-                return slot
+        try:
+            self._mover.wait_free(self._rank, seconds)
+        except MoverGoneError:
+            return None
+        return self._arena.free_slot()
 
     # --- layout -----------------------------------------------------------------------------
     def _lay_out(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,10 +183,9 @@ class MoverClient:
         }  # fmt: skip
         self._call("captured", body)
 
-    def wait_free(self, rank: int, timeout: float, keep: Collection[int] = ()) -> bool:
-        """Whether a slot of the rank's arena, none of `keep`, became free within `timeout`
-        seconds."""
-        body = {"rank": rank, "wait": timeout, "keep": list(keep)}
+    def wait_free(self, rank: int, timeout: float) -> bool:
+        """Whether a slot of the rank's arena became free within `timeout` seconds."""
+        body = {"rank": rank, "wait": timeout}
         return bool(self._call("wait_free", body, timeout + ANSWER_SECONDS)["free"])
 
     def settle(

@@ -230,17 +230,15 @@ class Service:
                 self.outcomes.add(SnapshotDropped(str(error), step=step))
         return MemoryFile(Arena.create(name, slots, capacity))
 
-    def wait_free(
-        self, generation: int, rank: int, wait: float, keep: Collection[int] = ()
-    ) -> bool:
-        """Whether a slot of the rank, none of `keep`, became free in time."""
+    def wait_free(self, generation: int, rank: int, wait: float) -> bool:
+        """Whether a slot of the rank became free in time."""
         self._current(generation)
         with self._change:
             found = self._ranks.get(rank)
             if found is None:
                 return False
             arena = found.arena
-            return self._change.wait_for(lambda: arena.free_slot(keep) is not None, wait)
+            return self._change.wait_for(lambda: arena.free_slot() is not None, wait)
 
     def _slots_came_free(self) -> None:
         with self._change:

@@ -105,6 +105,7 @@ class _Loop:
         self.watch.start()
         self.recorder = engine.groups.recorder
         self.saved_step, self.saved_at = start_step, clock()
+        self.owed = False  # a save was skipped: the next snapshot in memory becomes durable
         nodes = len(set(engine.groups.topology.nodes))
         self.cadence = Cadence(config.checkpoint, hazard, nodes, clock())
 
@@ -180,8 +181,9 @@ class _Loop:
             step, self.config.train.steps, every_steps=rules.by_steps,
             stopping=verdict.wishes.stop, last_saved=self.saved_step,
         )  # fmt: skip
-        durable = reason is not None or verdict.wishes.save
-        if not durable and not (rules.memory_every_steps and step % rules.memory_every_steps == 0):
+        remembered = rules.memory_every_steps and step % rules.memory_every_steps == 0
+        durable = reason is not None or verdict.wishes.save or bool(remembered and self.owed)
+        if not durable and not remembered:
             return None
         last = reason in ("end", "stop")
         self.reporter.progress(step, "capture")
@@ -192,8 +194,9 @@ class _Loop:
             self.saved_at = self.clock()
             if captured:
                 self.saved_step = step
-            elif self.rank == 0 and verdict.wishes.full and not last:
+            elif self.rank == 0 and not self.owed and verdict.wishes.full and not last:
                 self.reporter.emit(CheckpointSkipped(0, _FULL, step=step))
+            self.owed = bool(rules.memory_every_steps) and verdict.wishes.full and not last
         self.watch.lap("capture")
         return None if not captured else "durable" if durable else "memory"
 
