@@ -201,7 +201,7 @@ def _rows(
         what = {"all": "copy, everything changed", "half": "copy, half of it frozen",
                 "none": "copy, nothing changed"}[change]  # fmt: skip
         rows.append((what, *_least(best), sent))
-    source = PeerSource("stage", address, secret, 1)
+    source = PeerSource("stage", address, secret, 1, "benchmark")
     key = source.inventory()[0]
     name = blob_key(key.generation, key.step, writer_name(key.rank))
     out = memoryview(bytearray(sender.size))

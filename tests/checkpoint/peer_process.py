@@ -50,7 +50,7 @@ class Node:
         self.shelf = Shelf()
         self.events: list[dict[str, Any]] = []
         self.peers = Peers(
-            PeerSettings.from_json(boot["settings"]), self.shelf, self.secret, "test", self._event
+            PeerSettings.from_json(boot["settings"]), self.shelf, self.secret, "", self._event
         )
         self.arenas: dict[tuple[int, int], MemoryFile] = {}
         self.topology: Topology | None = None

@@ -41,7 +41,7 @@ def offer(nodes: tuple[Node, Node]) -> dict[str, Any]:
     owner = nodes[0]
     source = PeerSource("owner", owner.address, SECRET, 2)
     return {
-        "part": source.inventory()[0].stored.decode(), "run": "test", "source": owner.address,
+        "part": source.inventory()[0].stored.decode(), "run": "", "source": owner.address,
         "ranks": [0],
         "plan": {"topology": topology(2).to_json(), "table": [s.to_json() for s in TABLE]},
     }  # fmt: skip

@@ -69,7 +69,7 @@ class Play:
             "topology": self.owner.topology.to_json(), "table": [s.to_json() for s in TABLE],
         }  # fmt: skip
         body: dict[str, Any] = {
-            "part": self.owner.shelf.get(generation, step, rank).stored.decode(), "run": "test",
+            "part": self.owner.shelf.get(generation, step, rank).stored.decode(), "run": "",
             "source": self.owner.peers.address, "ranks": list(range(world)), "plan": plan,
         }  # fmt: skip
         try:

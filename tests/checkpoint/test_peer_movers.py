@@ -95,7 +95,9 @@ def test_a_lost_node_goes_on_from_the_staging_machine(start: Start, stage: Stage
     assert newest.key is not None
     found = asking.holdings(newest.key)
     assert not found.slots
-    sources = [PeerBlobs(p["name"], p["address"], p["keys"], SECRET, 2) for p in found.peers]
+    sources = [
+        PeerBlobs(p["name"], p["address"], p["keys"], SECRET, 2, p["run"]) for p in found.peers
+    ]
     assert_holds(Checkpoint(Mixed(sources), found.commit), 3, workers.table)
 
     # What memory alone held becomes durable behind that, from where it lies.
@@ -108,6 +110,34 @@ def test_a_lost_node_goes_on_from_the_staging_machine(start: Start, stage: Stage
     after = Workers(asking, topology(2, generation=2), slots=3)
     capture(after, 4)
     until(lambda: kept(asking) == (2, 4))
+
+
+def test_another_run_finds_no_snapshots_of_this_one(
+    start: Start, stage: Stage, tmp_path: Path
+) -> None:
+    """The secret is the same, the model too, and what is computed is not: neither its restart nor
+    its copies meet the first run's, and its generations fence nobody there."""
+    first = start(secret=SECRET, peers=told(stage))
+    client = first.begin(topology())
+    workers = Workers(client, topology(), slots=3)
+    capture(workers, 1)
+    until(lambda: kept(client) == (1, 1))
+    (tmp_path / "other").mkdir()
+    other = Mover(tmp_path / "other", SECRET, told(stage), config_hash="e")
+    try:
+        for generation in range(1, 6):
+            open_generation(other.store, generation, {})
+        asking = other.client(5)
+        assert asking.newest().key is None
+        asking.expect(topology(generation=5), workers.table, 0)
+        strange = Workers(asking, topology(generation=5), slots=3)
+        capture(strange, 1)
+        failed = until(lambda: [e for e in asking.events(0)[0] if e.kind == "peer_failed"])
+        assert "the snapshots of another run are kept here" in failed[0].reason
+    finally:
+        other.close()
+    capture(workers, 2)
+    until(lambda: kept(client) == (1, 2))
 
 
 def test_every_fifth_step_is_sent_and_the_others_are_not(start: Start, stage: Stage) -> None:

@@ -259,7 +259,7 @@ def test_a_rotten_byte_of_the_owner_is_not_kept(start: Start) -> None:
     source = source_of(owner, 1)
     line = source.inventory()[0]
     body = {
-        "part": line.stored.decode(), "run": "test", "source": owner.address, "ranks": [0],
+        "part": line.stored.decode(), "run": "", "source": owner.address, "ranks": [0],
         "plan": {"topology": topology().to_json(), "table": [s.to_json() for s in TABLE]},
     }  # fmt: skip
     client = PeerClient(keeper.address, SECRET, 1)

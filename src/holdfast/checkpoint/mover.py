@@ -25,6 +25,7 @@ from holdfast.checkpoint.cleaning import Keep
 from holdfast.checkpoint.framing import LineReader, Request, answer_line, parse_request
 from holdfast.checkpoint.peer_settings import PeerSettings
 from holdfast.checkpoint.peer_source import PeerMemories
+from holdfast.checkpoint.peer_wire import identity
 from holdfast.checkpoint.peers import Peers
 from holdfast.checkpoint.service import Service, Settings
 from holdfast.checkpoint.uploading import Uploader, opened
@@ -182,12 +183,13 @@ def _peers(boot: MoverBoot, service: Service) -> Peers | None:
     if boot.peers is None:
         return None
     settings = PeerSettings.from_json(boot.peers)
+    run = identity(boot.settings.config_hash, boot.settings.dataset_version)
     store, secret = open_store(boot.store), Secret.from_hex(boot.secret)
-    peers = Peers(settings, service.shelf, secret, boot.settings.run, service.outcomes.add)
+    peers = Peers(settings, service.shelf, secret, run, service.outcomes.add)
     service.shelved.append(peers.shelved)
     memories = PeerMemories(
         settings.peers, secret, lambda: newest_generation(store),
-        lambda name, reason: service.outcomes.add(PeerFailed(name, reason)),
+        lambda name, reason: service.outcomes.add(PeerFailed(name, reason)), run,
     )  # fmt: skip
     service.memories.append(memories)
     service.elsewhere = memories.holders

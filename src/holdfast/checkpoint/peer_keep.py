@@ -128,6 +128,12 @@ class Keeper:
     def _held(self, name: _Name) -> dict[str, Any]:
         return {"state": HELD, "reused": self._spared.get(name, 0)}
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is kept, nor about to be."""
+        with self._lock:
+            return not self._names and all(future.done() for _, future in self._pulls.values())
+
     def status(self) -> dict[str, Any]:
         with self._lock:
             files = list(self._memory.values())
@@ -175,8 +181,9 @@ class Keeper:
         memory: MemoryFile | None = None
         try:
             client = PeerClient(
-                offered.source, self._secret, part.generation, timeout=SILENCE_SECONDS
-            )
+                offered.source, self._secret, part.generation, offered.run,
+                timeout=SILENCE_SECONDS,
+            )  # fmt: skip
             with self._lock:
                 if self._closed:
                     raise HoldfastError("this mover is ending")

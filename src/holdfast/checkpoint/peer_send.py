@@ -96,8 +96,8 @@ class Copies:
         add: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`source` is the address at which others reach this mover's listener; `add` takes
-        events."""
+        """`source` is the address at which others reach this mover's listener, `run` what is
+        computed (`identity`); `add` takes events."""
         self._settings, self._shelf, self._secret = settings, shelf, secret
         self._source, self._run, self._add, self._clock = source, run, add, clock
         self._change = threading.Condition()
@@ -247,7 +247,7 @@ class Copies:
         spared: dict[int, int] = {}
         deadline = self._clock() + STEP_SECONDS
         client = PeerClient(
-            line.peer.address, self._secret, offered.generation, timeout=ASK_SECONDS
+            line.peer.address, self._secret, offered.generation, self._run, timeout=ASK_SECONDS
         )
         try:
             for attempt in range(ATTEMPTS):

@@ -62,6 +62,11 @@ PIECE = 1 << 20
 class Receiver(Protocol):
     """What answers offers: `peer_keep.Keeper`."""
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is kept, nor about to be."""
+        ...
+
     def offer(self, generation: int, body: dict[str, Any]) -> dict[str, Any]: ...
 
 
@@ -78,10 +83,13 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         shelf: Shelf,
         receiver: Receiver,
         budget: Budget,
+        run: str | None,
         *,
         clock: Callable[[], float] = time.time,
         connections: int = CONNECTIONS,
     ) -> None:
+        """`run`: whose snapshots lie here (`identity`); None: of whichever run speaks first, until
+        nothing of it is kept any more."""
         super().__init__(bound.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()  # the one that the base class made
         bound.setblocking(True)
@@ -93,6 +101,7 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._open: dict[socket.socket, bool] = {}  # oldest first; whether it has proven itself
         self._lock = threading.Lock()
         self._newest = 0
+        self._run, self._bound = run, run is not None
 
     def start(self) -> None:
         threading.Thread(target=self.serve_forever, args=(0.5,), name="peers", daemon=True).start()
@@ -101,9 +110,14 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.shutdown()
         self.server_close()
 
-    def admit(self, generation: int) -> None:
-        """Raises FencedError for a generation older than the newest one seen."""
+    def admit(self, run: str, generation: int) -> None:
+        """Raises FencedError for a generation older than the newest one seen, and ValueError for
+        another run's."""
         with self._lock:
+            if run != self._run:
+                if self._bound or not self.receiver.idle:
+                    raise ValueError("the snapshots of another run are kept here")
+                self._run, self._newest = run, 0
             if generation < self._newest:
                 raise FencedError(f"generation {generation} is over: {self._newest} rules")
             self._newest = generation
@@ -188,11 +202,13 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.server.proven(self.connection)
         try:
-            self.server.admit(proof.generation)
-            if self.command == "GET" and urlsplit(self.path).path == RANGE:
-                self._range(proof.nonce)
+            parts = urlsplit(self.path)
+            asked = {key: found[-1] for key, found in parse_qs(parts.query).items()}
+            self.server.admit(asked.get("run", ""), proof.generation)
+            if (self.command, parts.path) == ("GET", RANGE):
+                self._range(proof.nonce, asked)
                 return
-            status, value = OK, self._value(proof.generation, body)
+            status, value = OK, self._value(parts.path, proof.generation, body)
         except FencedError as error:
             status, value = FENCED, {"error": str(error)}
         except MissingKeyError as error:
@@ -208,10 +224,10 @@ class _Handler(BaseHTTPRequestHandler):
                                                      content))  # fmt: skip
         self.wfile.write(content)
 
-    def _value(self, generation: int, body: bytes) -> dict[str, Any]:
-        if self.command == "GET" and self.path == INVENTORY:
+    def _value(self, path: str, generation: int, body: bytes) -> dict[str, Any]:
+        if (self.command, path) == ("GET", INVENTORY):
             return inventory(self.server.shelf)
-        if self.command == "POST" and self.path == OFFER:
+        if (self.command, path) == ("POST", OFFER):
             value = json.loads(body)
             if not isinstance(value, dict):
                 raise ValueError("the body is not a JSON object")
@@ -219,9 +235,8 @@ class _Handler(BaseHTTPRequestHandler):
         raise MissingKeyError(f"there is nothing to ask at {self.path[:80]!r}")
 
     # --- bytes ------------------------------------------------------------------------------
-    def _range(self, nonce: str) -> None:
+    def _range(self, nonce: str, asked: dict[str, str]) -> None:
         """Answer with bytes of a slot; what goes wrong before the first of them is raised."""
-        asked = {key: values[-1] for key, values in parse_qs(urlsplit(self.path).query).items()}
         start, stop = int(asked["start"]), int(asked["stop"])
         found = self.server.shelf.get(*name_of(asked["key"]))
         if not 0 <= start < stop <= found.header.length:

@@ -31,19 +31,21 @@ READ_SECONDS = 20.0
 class PeerSource:
     """Snapshots on one peer's shelf. Safe to use from any thread."""
 
-    def __init__(self, name: str, address: str, secret: Secret, generation: int) -> None:
+    def __init__(
+        self, name: str, address: str, secret: Secret, generation: int, run: str = ""
+    ) -> None:
         """Ask for the inventory.
 
         Raises PeerError, AuthError, FencedError, and CorruptError for a manifest that is broken.
         """
         self.name = name
         self.address = address
-        asking = PeerClient(address, secret, generation, timeout=OPEN_SECONDS)
+        asking = PeerClient(address, secret, generation, run, timeout=OPEN_SECONDS)
         try:
             value = asking.inventory()
         finally:
             asking.close()
-        self._client = PeerClient(address, secret, generation, timeout=READ_SECONDS)
+        self._client = PeerClient(address, secret, generation, run, timeout=READ_SECONDS)
         self._held: list[Held] = []
         self._keys: set[str] = set()
         for text in value["snapshots"]:
@@ -85,7 +87,7 @@ class PeerSource:
 
 
 def open_peers(
-    peers: Sequence[Peer], secret: Secret, generation: int
+    peers: Sequence[Peer], secret: Secret, generation: int, run: str = ""
 ) -> tuple[list[PeerSource], list[tuple[str, str]]]:
     """A source for every peer that answers, in the order given, and (name, reason) of the others.
     They are asked at once, so that those which are gone cost OPEN_SECONDS together."""
@@ -94,7 +96,7 @@ def open_peers(
 
     def ask(peer: Peer) -> PeerSource | str:
         try:
-            return PeerSource(f"peer {peer.name}", peer.address, secret, generation)
+            return PeerSource(f"peer {peer.name}", peer.address, secret, generation, run)
         except (HoldfastError, KeyError, TypeError, ValueError) as error:
             return str(error)
 
@@ -114,12 +116,18 @@ class PeerBlobs:
     Safe to use from any thread."""
 
     def __init__(
-        self, name: str, address: str, keys: Collection[str], secret: Secret, generation: int
+        self,
+        name: str,
+        address: str,
+        keys: Collection[str],
+        secret: Secret,
+        generation: int,
+        run: str = "",
     ) -> None:
         """Raises ValueError for what is no address."""
         self.name = name
         self._keys = frozenset(keys)
-        self._client = PeerClient(address, secret, generation, timeout=READ_SECONDS)
+        self._client = PeerClient(address, secret, generation, run, timeout=READ_SECONDS)
 
     def has(self, key: str) -> bool:
         return key in self._keys
@@ -146,14 +154,15 @@ class PeerMemories:
         secret: Secret,
         generation: Callable[[], int],
         silent: Callable[[str, str], None] = lambda name, reason: None,
+        run: str = "",
     ) -> None:
         """`silent(name, reason)` is called for each peer that does not answer."""
-        self._peers, self._secret = tuple(peers), secret
+        self._peers, self._secret, self._run = tuple(peers), secret, run
         self._generation, self._silent = generation, silent
         self._sources: list[PeerSource] = []
 
     def inventory(self) -> list[Held]:
-        sources, silent = open_peers(self._peers, self._secret, self._generation())
+        sources, silent = open_peers(self._peers, self._secret, self._generation(), self._run)
         old, self._sources = self._sources, sources
         for source in old:
             source.close()
@@ -188,5 +197,6 @@ class PeerMemories:
         for source in self._sources:
             here = sorted(key for key in keys if source.has(key))
             if here:
-                found.append({"name": source.name, "address": source.address, "keys": here})
+                about = {"name": source.name, "address": source.address, "run": self._run}
+                found.append({**about, "keys": here})
         return found

@@ -1,9 +1,11 @@
 """How movers of different machines speak: HTTP/1.1, every request signed, bytes by range.
 
-    GET  /inventory                       what the shelf holds, and the plans to merge it
-    GET  /range?key=K&start=A&stop=B&use=copy|restore     bytes [A, B) of a snapshot's blob
-    POST /offer                           "I have a new snapshot": the receiver pulls it
+    GET  /inventory?run=R                 what the shelf holds, and the plans to merge it
+    GET  /range?run=R&key=K&start=A&stop=B&use=copy|restore     bytes [A, B) of a snapshot's blob
+    POST /offer?run=R                     "I have a new snapshot": the receiver pulls it
 
+R says what is computed (`identity`): movers that share a secret may belong to different runs, and
+the state of one is nothing to the other.
 Proofs are those of `wire.auth`, in the same headers as everywhere; the path with its query is
 signed, and so is every answer. Of a range, the signature covers which range it is; its bytes are
 checked by whoever asked, against the checksums of extents in a part manifest that came signed.
@@ -52,6 +54,7 @@ class PeerClient:
         address: str,
         secret: Secret,
         generation: int,
+        run: str = "",
         *,
         timeout: float = 10.0,
         clock: Callable[[], float] = time.time,
@@ -63,7 +66,7 @@ class PeerClient:
         self.address = address
         self.generation = generation
         self._host, self._port = split_address(address)
-        self._secret = secret
+        self._secret, self._run = secret, run
         self._timeout = timeout
         self._clock = clock
         self._idle: list[http.client.HTTPConnection] = []
@@ -73,12 +76,13 @@ class PeerClient:
 
     def inventory(self) -> dict[str, Any]:
         """What the other shelf holds. Raises PeerError, AuthError, FencedError."""
-        return self._json("GET", INVENTORY, b"")
+        return self._json("GET", self._path(INVENTORY), b"")
 
     def offer(self, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
         """Tell of a snapshot; the answer's `state` says what became of it. `timeout` bounds the
         silence of this one request. Raises as `inventory` does."""
-        return self._json("POST", OFFER, json.dumps(body, separators=(",", ":")).encode(), timeout)
+        content = json.dumps(body, separators=(",", ":")).encode()
+        return self._json("POST", self._path(OFFER), content, timeout)
 
     def read_into(self, key: str, start: int, out: memoryview, use: str = RESTORE) -> None:
         """Fill `out` with bytes [start, start + len(out)) of a blob, straight from the socket.
@@ -87,8 +91,7 @@ class PeerClient:
         The bytes are not checked here.
         """
         target = out.cast("B")
-        query = urlencode({"key": key, "start": start, "stop": start + len(target), "use": use})
-        path = f"{RANGE}?{query}"
+        path = self._path(RANGE, key=key, start=start, stop=start + len(target), use=use)
 
         def take(response: http.client.HTTPResponse, nonce: str, proof: str) -> None:
             check_answer(self._secret, nonce, OK, path.encode(), proof)
@@ -120,6 +123,9 @@ class PeerClient:
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
         self.close()
+
+    def _path(self, path: str, **query: object) -> str:
+        return f"{path}?{urlencode({'run': self._run, **query})}"
 
     # --- the exchange -----------------------------------------------------------------------
     def _json(
@@ -194,7 +200,7 @@ class PeerClient:
         text = str(json.loads(data).get("error", f"status {response.status}"))
         kinds = {FENCED: FencedError, MISSING: MissingKeyError}
         kind = kinds.get(response.status)
-        raise kind(text) if kind else PeerError(f"{self.address} refuses {path[:8]}: {text}")
+        raise kind(text) if kind else PeerError(f"{self.address} refuses: {text}")
 
     def _connection(self, fresh: bool, timeout: float) -> tuple[http.client.HTTPConnection, bool]:
         """A connection, and whether it has been used before."""
@@ -235,6 +241,11 @@ class PeerClient:
         with self._lock:
             self._busy.discard(connection)
         connection.close()
+
+
+def identity(config_hash: str, dataset_version: str) -> str:
+    """What a run computes: the state after a step depends on nothing else."""
+    return f"{config_hash}-{dataset_version}"
 
 
 def split_address(address: str, least: int = 1) -> tuple[str, int]:

@@ -29,11 +29,12 @@ class Peers:
         settings: PeerSettings,
         shelf: Shelf,
         secret: Secret,
-        run: str,
+        run: str | None,
         add: Callable[[Event], None],
         bound: socket.socket | None = None,
     ) -> None:
-        """`bound`: a socket to listen on instead of the one that the settings name.
+        """`run`: what is computed (`identity`), None for a machine that only keeps. `bound`: a
+        socket to listen on instead of the one that the settings name.
 
         Raises AddressError when that cannot be listened on.
         """
@@ -45,9 +46,9 @@ class Peers:
         self.keeper = Keeper(shelf, secret, settings.room)
         self.server = PeerServer(
             listening, secret, shelf, self.keeper,
-            Budget(settings.bytes_per_second, time.monotonic, stop.wait),
+            Budget(settings.bytes_per_second, time.monotonic, stop.wait), run,
         )  # fmt: skip
-        self.copies = Copies(settings, shelf, secret, self.address, run, add)
+        self.copies = Copies(settings, shelf, secret, self.address, run or "", add)
         self.server.start()
 
     def expect(self, topology: Topology, table: StateTable) -> None:

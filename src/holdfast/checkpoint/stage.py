@@ -22,7 +22,7 @@ class Stage:
         """`room`: bytes of memory that copies may take, two slots a rank."""
         self.shelf = Shelf()
         self._peers = Peers(
-            PeerSettings(room=room), self.shelf, secret, "", lambda event: None, bound
+            PeerSettings(room=room), self.shelf, secret, None, lambda event: None, bound
         )
 
     @property

@@ -110,7 +110,7 @@ def _opened(boot: WorkerBoot, key: str, secret: Secret | None) -> Iterator[Check
     holdings = MoverClient(boot.mover_socket, secret, boot.generation).holdings(key)
     mapped = MappedSource(holdings.slots)
     peers = [
-        PeerBlobs(peer["name"], peer["address"], peer["keys"], secret, boot.generation)
+        PeerBlobs(peer["name"], peer["address"], peer["keys"], secret, boot.generation, peer["run"])
         for peer in holdings.peers
     ]
     sources: list[Source] = [mapped, *peers, StoreSource(store)]
