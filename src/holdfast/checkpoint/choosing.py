@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from holdfast.checkpoint import restore
 from holdfast.checkpoint.sources import MemorySource
-from holdfast.errors import CheckpointError, HoldfastError, RunFolderError, StoreError
+from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFolderError, StoreError
 from holdfast.layout import Topology
 from holdfast.spec.manifest import COMMITS, Commit, Part, commit_key, merge, parse_commit_key
 from holdfast.spec.state import StateTable
@@ -59,9 +59,18 @@ def given_up(store: RunStore, present: int, generation: int, step: int) -> bool:
     step. Raises what the store raises: then nobody knows."""
     for later in range(generation + 1, present):
         with suppress(MissingKeyError):  # it was opened and has not begun
-            if int(json.loads(store.get(_start_key(later)))["step"]) < step:
+            if _start_of(store, later) < step:
                 return True
     return False
+
+
+def _start_of(store: RunStore, generation: int) -> int:
+    """Raises MissingKeyError, CorruptError."""
+    key = _start_key(generation)
+    try:
+        return int(json.loads(store.get(key))["step"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptError(f"{key}: does not say from which step it began") from error
 
 
 @dataclass

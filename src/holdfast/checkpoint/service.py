@@ -150,11 +150,15 @@ class Service:
             self._change.notify_all()
         self.outcomes.wake()
         complete = set(self.shelf.complete())
-        self.shelf.drop_where(
-            lambda g, s: (
-                g < generation and ((g, s) not in complete or (start is not None and s > start))
+
+        def gone(older: int, step: int) -> bool:
+            """What is not whole goes, unless others hold the rest of what is begun from."""
+            late = start is not None and step > start
+            return older < generation and (
+                late or ((older, step) not in complete and step != start)
             )
-        )
+
+        self.shelf.drop_where(gone)
         self.shelf.open(generation, topology, table)
         self._saves.begin(generation)
         choice = self._choice
@@ -197,6 +201,7 @@ class Service:
                 f"2 or 3 of {due}"
             )
         self._asked.add(rank)
+        self.shelf.belongs(plan.generation, rank)
         self._change.notify_all()
         if rank not in self._ranks:
             memory = self._reusable(rank, due, slots) or self._room(plan, rank, due, slots)

@@ -6,7 +6,7 @@ part, so a shelf is one more place of "ranged reads over named blobs".
 
 Which slots may be written again is decided here, and nowhere else. A slot is kept while
 
-    it is part of the newest complete step    (every writer of its generation is on the shelf)
+    it is part of the newest complete step    (every rank of this node is on the shelf)
     its step is newer than that and may yet become complete
     somebody reads it at length               (`pin`)
 
@@ -115,6 +115,7 @@ class Shelf:
         self._lock = threading.Lock()
         self._given_back = given_back
         self._plans: dict[int, tuple[Topology, StateTable]] = {}
+        self._ranks: dict[int, set[int]] = {}  # generation -> its ranks on this node
         self._snapshots: dict[_Name, Snapshot] = {}
         self._kept: dict[_Place, MemoryFile] = {}  # slots that are not given back yet
         self._pins: Counter[_Place] = Counter()
@@ -124,6 +125,12 @@ class Shelf:
         """Say who the writers of a generation are; without it none of its steps is complete."""
         with self._lock:
             self._plans[generation] = (topology, table)
+
+    def belongs(self, generation: int, rank: int) -> None:
+        """Note that a rank of this node takes part in a generation. A step of which all of these
+        are here is kept, although other nodes may hold the rest."""
+        with self._lock:
+            self._ranks.setdefault(generation, set()).add(rank)
 
     def plan(self, generation: int) -> tuple[Topology, StateTable]:
         """Raises KeyError for a generation that was never opened here."""
@@ -165,12 +172,14 @@ class Shelf:
         self._tell(freed)
 
     def drop_where(self, gone: Callable[[int, int], bool]) -> list[tuple[int, int]]:
-        """Forget every step of which `gone(generation, step)` is true; which those were."""
+        """Forget this node's part of every step of which `gone(generation, step)` is true; which
+        those were. What others left here is theirs to drop."""
         with self._lock:
-            steps = sorted({name[:2] for name in self._snapshots if gone(*name[:2])})
-            for name in list(self._snapshots):
-                if name[:2] in steps:
-                    del self._snapshots[name]
+            own = [name for name, snapshot in self._snapshots.items() if snapshot.own]
+            names = [name for name in own if gone(*name[:2])]
+            for name in names:
+                del self._snapshots[name]
+            steps = sorted({name[:2] for name in names})
             freed = self._give_back()
         self._tell(freed)
         return steps
@@ -280,19 +289,20 @@ class Shelf:
             return (id(memory), slot) in self._kept
 
     # --- what is kept -----------------------------------------------------------------------
-    def _is_complete(self, generation: int, step: int) -> bool:
+    def _is_complete(self, generation: int, step: int, here: bool = False) -> bool:
+        """Whether every writer's snapshot is on the shelf; with `here`, every one of this node."""
         plan = self._plans.get(generation)
         if plan is None:
             return False
-        found = (
-            self._snapshots.get((generation, step, rank)) for rank in range(plan[0].world_size)
-        )
+        everyone = range(plan[0].world_size)
+        due = self._ranks.get(generation, everyone) if here else everyone
+        found = (self._snapshots.get((generation, step, rank)) for rank in due)
         return all(s is not None and s.whole for s in found)
 
     def _newest_own(self) -> tuple[int, int]:
-        """The newest complete step that ranks of this node take part in."""
+        """The newest step of which every rank of this node is here."""
         steps = sorted({name[:2] for name, s in self._snapshots.items() if s.own}, reverse=True)
-        return next((step for step in steps if self._is_complete(*step)), (0, -1))
+        return next((step for step in steps if self._is_complete(*step, here=True)), (0, -1))
 
     def _give_back(self) -> list[tuple[MemoryFile, int]]:
         """Slots that nothing keeps any more: forgotten here, to be released by `_tell`."""
