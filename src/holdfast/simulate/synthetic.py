@@ -78,7 +78,8 @@ def bathtub_lives(seed: int, *, nodes: int = 32, days: float = 7.0, wall: float 
         share, age = share * (1 - rate / 60), age + 1 / 60
         curve.append((age * 3600, share))
     made = renewed(curve, nodes, days * _DAY, seed)
-    return replace(made, source=f"synthetic bathtub lives, seed {seed}", kind="bathtub lives")
+    source = f"synthetic bathtub lives, seed {seed}"
+    return replace(made, source=source, kind="bathtub lives", step=60.0)  # lives end on minutes
 
 
 def cluster_failures(
