@@ -297,7 +297,7 @@ def test_a_snapshot_handed_over_is_not_lost_with_its_worker(tmp_path: Path) -> N
             wait_until(second.exists, 1, "the next generation")
         os.kill(stopped[0], signal.SIGCONT)
         assert trainer.end() == 0, trainer.said
-    assert [e.step for e in trainer.events(CheckpointCommitted, 1)] == [3]
+    assert {e.step for e in trainer.events(CheckpointCommitted)} == {3}
     assert [e.step for e in trainer.events(GenerationStarted)] == [0, 3]
     assert [e.step for e in trainer.events(StepDone, 2)] == [4, 5, 6]
 
