@@ -37,6 +37,8 @@ WAYS = ("torch.save", "DCP save", "DCP async", "DCP async, stager kept", "DCP as
 FEW = ("torch.save", "DCP save", "DCP async", "ours, waiting", "ours, hidden")
 STEPPING = ("DCP async", "DCP async, stager kept", "ours, waiting", "ours, hidden", "ours, memory")
 COLUMNS = 1024
+LARGE = 10**8
+"""Bytes of a state whose write is not mostly syncs."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ def verdicts(of: Case, world: int, found: dict[str, Any]) -> list[str]:
     if (waiting := rows.get("ours, waiting")) is not None:
         bound = 1.25 * found["memcpy_cpu"] + 15e-6 * of.tensors
         out.append(_bar("waiting, CPU", waiting.cpu, bound, "1.25 memcpy + 15 us a tensor"))
-        out.append(_bar("durable", waiting.durable, 1.5 * found["write"], "1.5 direct writes"))
+        if of.bytes > LARGE:
+            out.append(_bar("durable", waiting.durable, 1.5 * found["write"], "1.5 direct writes"))
     if (hidden := rows.get("ours, hidden")) is not None:
         out.append(_bar("hidden", hidden.pause, 0.010, "10 ms"))
         for way, share in (("DCP async", 0.10), ("DCP save", 0.02)):
