@@ -46,7 +46,9 @@ def test_the_interval_holds_the_median_and_narrows_with_more_rounds() -> None:
         (Estimate(0.8, 0.6, 0.95), "NO", "NO"),
     ],
 )
-def test_a_wide_interval_that_holds_the_bar_decides_nothing(wall: Estimate, median: str, low_end: str) -> None:
+def test_a_wide_interval_that_holds_the_bar_decides_nothing(
+    wall: Estimate, median: str, low_end: str
+) -> None:
     assert Pair("a", "b", "c", "not behind", 0.99).verdict(wall) == median
     assert Pair("a", "b", "c", "ahead", 1.0, on_low_end=True).verdict(wall) == low_end
     ahead = {pair.name for pair in train_step.PAIRS if pair.on_low_end}
