@@ -82,7 +82,7 @@ def model_flags(name: str) -> str:
 
 
 def config_of(changes: dict[str, Any]) -> RunConfig:
-    """8 microbatches of 4 samples a step; 4 blocks; two key/value heads for four query heads; a
+    """6 microbatches of 4 samples a step; 4 blocks; two key/value heads for four query heads; a
     vocabulary that nothing divides; clipping is active in each step."""
     value: dict[str, Any] = {
         "data": {"sequence_length": LENGTH},
@@ -91,7 +91,7 @@ def config_of(changes: dict[str, Any]) -> RunConfig:
             "vocab_size": VOCABULARY, "tied_embeddings": True,
         },
         "train": {
-            "steps": STEPS, "batch_size": 32, "microbatch_size": 4, "precision": "float64",
+            "steps": STEPS, "batch_size": 24, "microbatch_size": 4, "precision": "float64",
             "optimizer": {"learning_rate": 0.01, "clip_norm": 0.05},
             "schedule": {"warmup_steps": 4},
         },

@@ -38,10 +38,11 @@ from tests.train.layouts import (
     topology_of,
 )  # fmt: skip
 
-LAYOUTS = ["shard2", "tp2", "pp2", "zero1.2", "tp2+one", "pp2-shard2"]
+LAYOUTS = ["shard2", "tp2", "pp2", "zero1.2", "tp2+one"]
 PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b]
 PAIRS += [("pp2-tp2", "shard4"), ("shard4", "pp2-tp2"), ("tp4", "pp4"), ("pp4", "tp4"),
-          ("pp2-dp2-tp2", "one"), ("one", "pp3+pp2"), ("pp3+pp2", "shard2-tp2")]  # fmt: skip
+          ("pp2-dp2-tp2", "one"), ("one", "pp3+pp2"), ("pp3+pp2", "shard2-tp2"),
+          ("pp2-shard2", "tp2"), ("tp2", "pp2-shard2")]  # fmt: skip
 SAVED = STEPS // 2
 
 
