@@ -170,6 +170,25 @@ def test_a_step_that_one_rank_skipped_holds_no_slot(start: Start) -> None:
     events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 4)
 
 
+def test_a_rank_without_a_snapshot_says_so_and_holds_up_nobody(start: Start) -> None:
+    """Rank 1's copy failed: what rank 0 handed over of the step can never become whole."""
+    mover = start()
+    topo = topology(2)
+    client = mover.begin(topo)
+    workers = Workers(client, topo)
+    remember(workers, client, 1)
+    workers.compute(2)
+    assert isinstance(workers.capturers[0].capture(2), Captured)
+    assert workers.capturers[0].announce(2, {}) is None
+    assert isinstance(workers.capturers[1].announce(2, {}), Skipped)
+    assert workers.capturers[0].settle(2, 20) == "rank 1: nothing was captured at this step"
+    workers.compute(3)
+    for capturer in workers.capturers:  # as the loop does: nobody has seen a later step
+        assert isinstance(capturer.capture(3, wait=20), Captured)
+        assert capturer.announce(3, {}, durable=False) is None
+    events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 3)
+
+
 def flip_in_memory(client: MoverClient, key: str, number: int = 0) -> str:
     """One bit of a blob in the mover's memory, after it was hashed; the blob's key."""
     holdings = client.holdings(key)

@@ -12,7 +12,13 @@ from holdfast.checkpoint.mover_client import MoverClient
 from holdfast.checkpoint.restore import listing, newest_verified, step_of
 from holdfast.checkpoint.uploading import bring_back
 from holdfast.errors import CheckpointError, StoreError
-from holdfast.events import CheckpointCommitted, CheckpointUploaded, Event, UploadFailed
+from holdfast.events import (
+    CheckpointCommitted,
+    CheckpointRemoved,
+    CheckpointUploaded,
+    Event,
+    UploadFailed,
+)
 from holdfast.spec.state import TensorSpec
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.stores import UnfitStoreError, open_store
@@ -78,6 +84,32 @@ def test_a_bucket_that_fails_delays_no_commit_and_gets_the_newest_later(
     proxy.rule = lambda request: None
     events = events_until(client, _uploaded(3))
     assert len([e for e in events if isinstance(e, UploadFailed)]) == 1  # said once
+
+
+def test_a_bucket_slower_than_retention_gets_whole_checkpoints(start: Start, proxy: Proxy) -> None:
+    """What is being sent stays until it has arrived, although newer ones have taken its place."""
+    reached, gate = threading.Event(), threading.Event()
+
+    def slow(request: Request) -> Fault | None:
+        if request.method == "PUT" and "rank00000-0.safetensors" in request.key:
+            reached.set()
+            gate.wait(60)
+        return None
+
+    proxy.rule = slow
+    where = s3.location(proxy.address, f"behind-{id(proxy)}")
+    mover = start(bucket=where, keep_last=1)
+    client, workers = _workers(mover)
+    workers.commit(1)
+    assert reached.wait(60)
+    for step in (2, 3, 4):
+        workers.commit(step)
+    gate.set()
+    events = events_until(client, _uploaded(4))
+    assert any(_uploaded(1)(event) for event in events)
+    assert not [event for event in events if isinstance(event, UploadFailed)]
+    workers.commit(5)
+    events_until(client, lambda e: isinstance(e, CheckpointRemoved) and e.step == 1)
 
 
 def test_the_upload_of_a_killed_mover_is_resumed_by_the_next(start: Start, proxy: Proxy) -> None:

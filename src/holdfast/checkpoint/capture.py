@@ -237,7 +237,7 @@ class Capturer:
             held = self._held.pop(step, None)
             failed = self._failed.pop(step, "nothing was captured at this step")
         if held is None:
-            return Skipped(step, failed)
+            return self._told(step, failed)
         slot, made = held
         try:
             self._hand_over(step, slot, made, meta, durable)
@@ -247,8 +247,14 @@ class Capturer:
             # Should it be saved all the same, the next capture shows in its header, and the save
             # fails: better than a slot that nobody gives back.
             self._arena.release(slot)
-            return Skipped(step, str(error))
+            return self._told(step, str(error))
         return None
+
+    def _told(self, step: int, reason: str) -> Skipped:
+        """Others may have this step: their slots must not wait for this rank's part of it."""
+        with suppress(HoldfastError):
+            self._mover.skipped(self._rank, step, reason)
+        return Skipped(step, reason)
 
     def _hand_over(
         self, step: int, slot: int, made: SlotHeader, meta: Mapping[str, Any], durable: bool

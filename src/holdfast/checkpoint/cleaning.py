@@ -30,10 +30,14 @@ class Keep:
 
 
 def retain(
-    store: RunStore, keep: Keep, verified: Collection[int], rejected: Collection[str]
-) -> list[str]:
-    """Remove what need not be kept; the keys of the commit objects that went."""
-    gone = going(store, keep, verified, rejected)
+    store: RunStore, keep: Keep, verified: Collection[int], rejected: Collection[str],
+    spared: Collection[str] = (),
+) -> list[str]:  # fmt: skip
+    """Remove what need not be kept; the keys of the commit objects that went.
+
+    spared: keys that somebody reads just now; they go the next time.
+    """
+    gone = [key for key in going(store, keep, verified, rejected) if key not in spared]
     for key in gone:
         store.delete(key)
         if position := parse_commit_key(key):

@@ -145,6 +145,8 @@ class Server:
                 fds.append(service.arena(generation, **body, process=process))
             case "captured":
                 service.captured(generation, **body)
+            case "skipped":
+                service.skipped(generation, **body)
             case "wait_free":
                 return {"free": service.wait_free(generation, **body)}
             case "settle":
@@ -206,6 +208,7 @@ def _uploader(boot: MoverBoot, service: Service) -> Uploader | None:
         open_store(boot.store), lambda: opened(location), keep, service.outcomes.add
     )
     service.outcomes.durable.append(uploader.committed)
+    service.spare(uploader.underway)
     return uploader
 
 

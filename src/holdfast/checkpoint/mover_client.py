@@ -183,6 +183,10 @@ class MoverClient:
         }  # fmt: skip
         self._call("captured", body)
 
+    def skipped(self, rank: int, step: int, reason: str) -> None:
+        """This rank has no snapshot of `step`, which others may have handed over."""
+        self._call("skipped", {"rank": rank, "step": step, "reason": reason})
+
     def wait_free(self, rank: int, timeout: float) -> bool:
         """Whether a slot of the rank's arena became free within `timeout` seconds."""
         body = {"rank": rank, "wait": timeout}

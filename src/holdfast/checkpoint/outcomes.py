@@ -30,6 +30,7 @@ class Outcomes:
         self._started: dict[Save, float] = {}
         self._keys: dict[Save, str] = {}
         self._reasons: dict[Save, str] = {}
+        self._again: set[Save] = set()
         self._warnings: deque[str] = deque(maxlen=16)
         self.durable: list[Callable[[str], None]] = []
         """Called with the key of each checkpoint that was committed; at once, so must not wait."""
@@ -42,6 +43,7 @@ class Outcomes:
         with self._change:
             seconds = self._clock() - self._started.get(save, self._clock())
             self._keys[save] = key
+            self._again.discard(save)
             self._put(CheckpointCommitted(key, nbytes, seconds, step=save[1]))
         for listener in self.durable:
             listener(key)
@@ -49,9 +51,23 @@ class Outcomes:
     def fail(self, save: Save, reason: str) -> None:
         """The first reason counts; one event per save."""
         with self._change:
-            if save not in self._reasons and save not in self._keys:
+            if not {save} & (self._reasons.keys() | self._keys.keys() | self._again):
                 self._reasons[save] = reason
                 self._put(CheckpointFailed(reason, step=save[1]))
+
+    def again(self, save: Save) -> None:
+        """A save is made anew by other means: whatever became or becomes of the first attempt, who
+        waits for its end waits for the end of this one (`succeed` or `gave_up`)."""
+        with self._change:
+            self._again.add(save)
+            self._reasons.pop(save, None)
+            self._started.setdefault(save, self._clock())
+
+    def gave_up(self, save: Save, reason: str) -> None:
+        """The end of `again` that is none."""
+        with self._change:
+            self._again.discard(save)
+        self.fail(save, reason)
 
     def committed(self, save: Save) -> bool:
         with self._change:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
@@ -28,7 +28,7 @@ from holdfast.checkpoint.save import (
 )
 from holdfast.checkpoint.snapshots import Shelf, Snapshot
 from holdfast.checkpoint.sources import MemorySource
-from holdfast.errors import FencedError, HoldfastError
+from holdfast.errors import HoldfastError
 from holdfast.events import CheckpointRemoved
 from holdfast.spec.manifest import part_prefix
 from holdfast.wire.runstore import MissingKeyError, RunStore
@@ -54,6 +54,7 @@ class Saves:
         what a promotion does not find on the shelf."""
         self.pending: Counter[Save] = Counter()  # handed over by ranks, and not ended
         self.verified: set[int] = set()  # steps of checkpoints that were read back in full
+        self.spared: Callable[[], Collection[str]] = tuple  # keys that somebody reads just now
         self.rejected: dict[str, str] = {}  # keys of those that were passed over, and why
         self._store, self._shelf, self._outcomes = store, shelf, outcomes
         self._change, self._keep, self._memories = change, keep, memories
@@ -84,6 +85,7 @@ class Saves:
         for writer in choice.commit.writers:
             with suppress(MissingKeyError):  # a part of it is in the memory of another machine
                 snapshots.append(pins.enter_context(self._shelf.pin(*at, writer.rank)))
+        self._outcomes.again(at)
         self._threads.submit(self._promote, generation, choice, snapshots, pins)
 
     def close(self) -> None:
@@ -155,8 +157,7 @@ class Saves:
                 self._outcomes.succeed(save, choice.key, choice.commit.nbytes)
                 self._retain()
         except Exception as error:
-            if not isinstance(error, FencedError):
-                self._outcomes.warn(f"step {save[1]} stays in memory only: {error}")
+            self._outcomes.gave_up(save, f"step {save[1]} stays in memory only: {error}")
             with self._committing:
                 self._discard(save)
 
@@ -181,7 +182,9 @@ class Saves:
 
     def _retain(self) -> None:
         try:
-            for key in cleaning.retain(self._store, self._keep, self.verified, self.rejected):
+            for key in cleaning.retain(
+                self._store, self._keep, self.verified, self.rejected, self.spared()
+            ):
                 self._outcomes.add(CheckpointRemoved(key, step=restore.step_of(key)))
         except HoldfastError as error:
             self._outcomes.warn(f"old checkpoints could not be removed: {error}")

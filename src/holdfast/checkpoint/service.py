@@ -120,6 +120,7 @@ class Service:
         self._ranks: dict[int, _Rank] = {}
         self._asked: set[int] = set()  # ranks that have restored: they asked for an arena
         self._handed: dict[int, dict[int, float]] = {}  # step -> rank -> when it was handed over
+        self._given_up: set[int] = set()  # steps of this generation that lack a rank for good
         self._choice: Choice | None = None
         self._hashing = 0
         self._hashers = ThreadPoolExecutor(HASH_THREADS, "hash")
@@ -147,6 +148,7 @@ class Service:
                 self._settings.dataset_version, extent,
             )  # fmt: skip
             self._ranks, self._asked, self._handed = {}, set(), {}
+            self._given_up = set()
             self._change.notify_all()
         self.outcomes.wake()
         complete = set(self.shelf.complete())
@@ -235,6 +237,10 @@ class Service:
                 self.outcomes.add(SnapshotDropped(str(error), step=step))
         return MemoryFile(Arena.create(name, slots, capacity))
 
+    def spare(self, keys: Callable[[], Collection[str]]) -> None:
+        """Checkpoints that retention leaves alone for now, asked each time."""
+        self._saves.spared = keys
+
     def wait_free(self, generation: int, rank: int, wait: float) -> bool:
         """Whether a slot of the rank became free in time."""
         self._current(generation)
@@ -289,6 +295,18 @@ class Service:
         capture = _Capture(plan, found, rank, slot, due, dict(meta), durable)
         self._hashers.submit(self._shelve, capture)
 
+    def skipped(self, generation: int, rank: int, step: int, reason: str) -> None:
+        """A rank has no snapshot of a step that others may have: nobody's slot waits for it."""
+        with self._change:
+            self._current(generation)
+        self.outcomes.fail((generation, step), f"rank {rank}: {reason}")
+        self._give_up(generation, step)
+
+    def _give_up(self, generation: int, step: int) -> None:
+        with self._change:
+            self._given_up.add(step)
+        self.shelf.drop(generation, step)
+
     def _note(self, rank: int, step: int) -> list[int]:
         """Remember who handed over what; the older steps that can no longer become complete in
         memory: each rank hands its steps over in order, so this one has skipped them."""
@@ -319,6 +337,7 @@ class Service:
                 self._saves.end(capture.save)
             elif not isinstance(error, FencedError):
                 self.outcomes.warn(f"step {due.step} of rank {capture.rank}: {error}")
+            self._give_up(plan.generation, due.step)
         else:
             if complete:
                 self._complete(plan, due.step)
@@ -337,7 +356,8 @@ class Service:
         part = snapshot.part
         with self._change:
             self._current(part.generation)
-            late = part.rank not in self._handed.get(part.step, {})
+            late = part.step in self._given_up
+            late = late or part.rank not in self._handed.get(part.step, {})
             complete = self.shelf.put(snapshot, pinned=durable)
         if late:  # another rank skipped the step: it is of no use in memory
             self.shelf.drop(part.generation, part.step)

@@ -47,6 +47,7 @@ class Uploader:
         self._change = threading.Condition()
         self._target: RunStore | None = None
         self._wanted: str | None = None
+        self._key: str | None = None  # being sent
         self._failed = False
         self._busy = True  # until the first look at what lies in the source
         self._closing = False
@@ -58,6 +59,12 @@ class Uploader:
         with self._change:
             self._wanted = key
             self._change.notify_all()
+
+    def underway(self) -> tuple[str, ...]:
+        """The checkpoint that is being sent: it must not be removed meanwhile, or a bucket that is
+        slower than retention would never get a whole one."""
+        with self._change:
+            return () if self._key is None else (self._key,)
 
     def close(self, wait: float = CLOSE_SECONDS) -> None:
         """Let end what is on its way, for a while; a bucket that fails is not waited for."""
@@ -99,13 +106,13 @@ class Uploader:
             self._change.wait_for(lambda: self._closing or self._wanted is not None)
             if self._closing:
                 return None
-            key, self._wanted, self._busy = self._wanted, None, True
-            return key
+            self._key, self._wanted, self._busy = self._wanted, None, True
+            return self._key
 
     def _done(self, again: str | None) -> None:
         with self._change:
             self._wanted = self._wanted or again
-            self._busy = False
+            self._key, self._busy = None, False
             self._change.notify_all()
 
     def _upload(self, key: str) -> bool:

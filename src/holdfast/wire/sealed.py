@@ -49,6 +49,7 @@ from holdfast.wire.runstore import (
 SEALED = ("data/", "parts/", "commits/")
 EXTENT_BYTES = 256 * 2**10
 KEY_BYTES = 32
+_LARGEST_EXTENT = 1 << 26
 _MAGIC = b"HFSEAL01"
 _FOOTER = struct.Struct("<8sII8s32sI")  # magic, flags, extent bytes, key, salt, index bytes
 _TAG = 16
@@ -267,6 +268,8 @@ class SealedStore:
         if not footer.startswith(_MAGIC):
             return None
         *known, _ = _FOOTER.unpack(footer)
+        if not 1 <= known[2] <= _LARGEST_EXTENT:
+            return None  # rotten: not what anybody sealed under
         return _FOOTER.pack(*known, 0)
 
     def _read(self, key: str, start: int, view: memoryview) -> None:
