@@ -288,9 +288,9 @@ def main() -> None:
     traces = [trace for trace in traces if given.only in trace.source]
     print(HEAD)
     rows: list[Row] = []
-    todo = jobs(traces, given.phases, given.recovery, given.node_mtbf)
+    asked = jobs(traces, given.phases, given.recovery, given.node_mtbf)
     with Pool(given.processes) as pool:
-        for job, measured in zip(todo, pool.imap(measure, todo), strict=True):
+        for job, measured in zip(asked, pool.imap(measure, asked), strict=True):
             rows += measured
             if not measured:
                 print(f"{job.trace.source[-50:]:<52}{job.nodes:>6}  fewer than {ENOUGH} failures")

@@ -50,8 +50,6 @@ def import_(
       holdfast checkpoint import run.yaml --from Llama-3.2-1B \\
           data.tokenizer.path=Llama-3.2-1B/tokenizer.json model.preset=llama3.2-1b
     """
-    from holdfast.checkpoint.dcp import is_dcp
-    from holdfast.checkpoint.importing import import_checkpoint
     from holdfast.checkpoint.restore import describe as numbers_of
     from holdfast.cli.run_folder import describe, refuse_in_use, refuse_other, undescribe
     from holdfast.cli.runs import read_resolved
@@ -75,16 +73,7 @@ def import_(
     store = FolderStore(folder)
     identity = {"config_hash": config_hash(config), "dataset_version": dataset.version}
     try:
-        if is_dcp(source):
-            commit = _from_dcp(store, source, config, weights_only, identity)
-        elif weights_only:
-            raise typer.BadParameter(
-                "a Hugging Face folder has only those", param_hint="--weights-only"
-            )
-        else:
-            commit = import_checkpoint(
-                store, source, config.model, config.train.precision, **identity
-            )
+        commit = _imported(store, source, config, weights_only, identity)
     except (UserError, typer.BadParameter) as error:
         if new and not isinstance(error, OutOfSpaceError):
             undescribe(folder)  # so that the remedy may change the configuration
@@ -94,6 +83,22 @@ def import_(
         print_json(row | {"folder": str(folder)})
     else:
         say(f"imported {size(row['bytes'])} into {folder}; train it: holdfast train {run_file}")
+
+
+def _imported(
+    store: RunStore, source: Path, config: RunConfig, weights_only: bool, identity: dict[str, str]
+) -> Commit:
+    """By what the folder is."""
+    from holdfast.checkpoint.dcp import is_dcp
+    from holdfast.checkpoint.importing import import_checkpoint
+
+    if is_dcp(source):
+        return _from_dcp(store, source, config, weights_only, identity)
+    if weights_only:
+        raise typer.BadParameter(
+            "a Hugging Face folder has only those", param_hint="--weights-only"
+        )
+    return import_checkpoint(store, source, config.model, config.train.precision, **identity)
 
 
 def _from_dcp(

@@ -357,10 +357,10 @@ class BucketStore:
 
     def _each(self, work: Callable[[T], R], items: Iterable[T]) -> Sequence[R]:
         """All of it, several at a time; the first error once all have ended."""
-        todo = list(items)
-        if len(todo) < 2:
-            return [work(item) for item in todo]
-        running = [self._threads.submit(work, item) for item in todo]
+        wanted = list(items)
+        if len(wanted) < 2:
+            return [work(item) for item in wanted]
+        running = [self._threads.submit(work, item) for item in wanted]
         errors = [error for task in running if (error := task.exception()) is not None]
         if errors:
             raise errors[0]
