@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.ranks import ADDRESS, Server
+
+if TYPE_CHECKING:
+    from tests.wire.s3 import Proxy
 
 _SERVER = pytest.StashKey[Server]()
 
@@ -30,3 +35,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if server is not None:
         os.environ.pop(ADDRESS, None)
         server.close()
+
+
+@pytest.fixture
+def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that the tests' S3 server takes, where a location looks for them."""
+    from tests.wire import s3
+
+    for name, value in s3.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    """A proxy before the tests' S3 server, with a rule for what goes wrong."""
+    from tests.wire import s3
+
+    with s3.proxied() as found:
+        yield found

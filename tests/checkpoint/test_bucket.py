@@ -27,17 +27,7 @@ from tests.checkpoint.support import TABLE, assert_holds, state, topology
 from tests.wire import s3
 from tests.wire.s3 import Fault, Proxy, Request
 
-
-@pytest.fixture(autouse=True)
-def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in s3.CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def proxy() -> Iterator[Proxy]:
-    with s3.proxied() as proxy:
-        yield proxy
+pytestmark = pytest.mark.usefixtures("s3_credentials")
 
 
 def _plan(topo: Topology) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,16 +30,7 @@ from tests.wire.s3 import Fault, Proxy, Request
 Start = Callable[..., Mover]
 
 
-@pytest.fixture(autouse=True)
-def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in s3.CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def proxy() -> Iterator[Proxy]:
-    with s3.proxied() as proxy:
-        yield proxy
+pytestmark = pytest.mark.usefixtures("s3_credentials")
 
 
 def _uploaded(step: int) -> Callable[[Event], bool]:

@@ -28,16 +28,7 @@ QUICK = {"timeout": 1, "retries": 1}
 LARGE = PART_BYTES + 3 * MIB
 
 
-@pytest.fixture(autouse=True)
-def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in s3.CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-
-
-@pytest.fixture
-def proxy() -> Iterator[Proxy]:
-    with s3.proxied() as proxy:
-        yield proxy
+pytestmark = pytest.mark.usefixtures("s3_credentials")
 
 
 def _open(address: tuple[str, int], prefix: str = "", **options: object) -> BucketStore:
