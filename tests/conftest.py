@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 _SERVER = pytest.StashKey[Server]()
 
-# How long an example takes says how busy the machine is, not whether the code is right.
-settings.register_profile("house", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("house")
+# How long an example takes says how busy the machine is, not whether the code is right. The same
+# examples each time, so that a change is judged by what it changes; HYPOTHESIS=search draws others.
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("house", settings.get_profile("search"), derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS", "house"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -27,7 +27,8 @@ TABLE: StateTable = (
     TensorSpec("model.scale", "F64", (), None),
 )
 EXTENT = 4096
-DEADLINE = 30.0
+DEADLINE = 60.0
+POLL = 0.005
 
 
 def topology(generation: int = 1, replicas: int = 1, dp_shard: int = 1) -> Topology:
@@ -103,6 +104,7 @@ def until(true: Callable[[], Any], seconds: float = DEADLINE) -> Any:
     end = time.monotonic() + seconds
     while not (found := true()):
         assert time.monotonic() < end, "the deadline has passed"
+        time.sleep(POLL)  # the processes that are asked need the cores
     return found
 
 

@@ -59,6 +59,7 @@ class Saves:
         self._store, self._shelf, self._outcomes = store, shelf, outcomes
         self._change, self._keep, self._memories = change, keep, memories
         self._committing = threading.Lock()
+        self._newest: Save | None = None  # that was committed, under `_committing`
         self._threads = ThreadPoolExecutor(SAVE_THREADS, "save")
 
     def begin(self, generation: int) -> None:
@@ -107,6 +108,7 @@ class Saves:
             self.fail(save, error)
         finally:
             self.end(save)
+            self._look_back(plan)
 
     def _write(self, authority: int, snapshot: Snapshot) -> None:
         with snapshot.memory.arena.reading(snapshot.slot, snapshot.header) as data:
@@ -137,8 +139,19 @@ class Saves:
             if commit is None:
                 return
             self._outcomes.succeed(save, commit.key, commit.nbytes)
+            self._newest = max(save, self._newest or save)
             self._abandon(plan, step)
             self._retain()
+
+    def _look_back(self, plan: Plan) -> None:
+        """The save that ended now may be of a step that was busy when a later one was committed."""
+        with self._committing:
+            if self._newest is None or self._newest[0] != plan.generation:
+                return
+            try:
+                self._abandon(plan, self._newest[1])
+            except HoldfastError as error:
+                self._outcomes.warn(f"what is left of older saves could not be removed: {error}")
 
     def _promote(
         self, generation: int, choice: Choice, snapshots: list[Snapshot], pins: ExitStack

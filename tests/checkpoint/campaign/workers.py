@@ -312,8 +312,10 @@ def dying(ctx: RankContext, folder: Path, at: int) -> None:
         player.capturer.capture(3)
     assert isinstance(player.capturer.capture(3), Captured)
     assert player.capturer.announce(3, {"position": 48}) is None
+    ctx.mark("announced")
     if ctx.rank == 0:
         assert player.mover is not None
+        ctx.wait_mark("announced", 2, 60.0)  # before its generation is over, and the mover gone
         player.client.drain(20)
         survivors = topology(2, 1, 2)
         open_generation(player.mover.store, 2, {})
