@@ -75,7 +75,7 @@ class RankContext:
         )  # fmt: skip
         self.barrier(f"{name}.joined", seconds)  # who leaves early breaks a connection being made
 
-    def pid(self, rank: int, seconds: float = 20.0) -> int:
+    def pid(self, rank: int, seconds: float = 60.0) -> int:
         """Process id of a peer, as soon as it has started."""
         path = self.folder / f"rank{rank}.pid"
         wait_until(path.exists, seconds, f"rank {rank} to start")
@@ -89,12 +89,12 @@ class RankContext:
         """Say to the peers that this rank came to `name`."""
         (self.folder / f"{name}.{self.rank}.mark").touch()
 
-    def wait_mark(self, name: str, rank: int, seconds: float = 20.0) -> None:
+    def wait_mark(self, name: str, rank: int, seconds: float = 60.0) -> None:
         """Wait until peer `rank` came to `name`."""
         path = self.folder / f"{name}.{rank}.mark"
         wait_until(path.exists, seconds, f"rank {rank} to come to {name!r}")
 
-    def barrier(self, name: str, seconds: float = 20.0) -> None:
+    def barrier(self, name: str, seconds: float = 60.0) -> None:
         """All ranks come to `name`, without any collective."""
         self.mark(name)
         for rank in range(self.world_size):
@@ -254,7 +254,7 @@ def ranks(
 
 
 def wait_until(
-    condition: Callable[[], object], seconds: float = 20.0, what: str = "the condition"
+    condition: Callable[[], object], seconds: float = 60.0, what: str = "the condition"
 ) -> None:
     """Poll `condition` until it holds; TimeoutError (naming `what`) after `seconds`."""
     end = time.monotonic() + seconds

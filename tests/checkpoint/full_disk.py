@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
         # Room for no blob at all, then for the blob of one rank: probe P2.
         filler = leave_free(folder, room)
         workers.save(step)
-        report[f"reason{step}"] = workers.capturers[0].settle(step, 20)
+        report[f"reason{step}"] = workers.capturers[0].settle(step, 60)
         client.newest()  # drained: nobody is writing any more
         report[f"left{step}"] = [n for n in files(mover.store) if f"{step:010d}-rank" in n or
                                  ".tmp" in n]  # fmt: skip

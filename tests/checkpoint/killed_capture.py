@@ -39,7 +39,7 @@ def main(socket: str, secret: str, generation: int, point: int) -> None:
     fill(tensors, 1)
     assert isinstance(capturer.capture(1), Captured)
     assert capturer.announce(1, {"position": 16}) is None
-    assert capturer.settle(1, 20) is None
+    assert capturer.settle(1, 60) is None
     fill(tensors, 2)
     count = 0
 

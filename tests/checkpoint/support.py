@@ -86,13 +86,13 @@ class Workers:
         """Compute, capture and announce on every rank."""
         self.compute(step)
         for capturer in self.capturers:
-            assert isinstance(capturer.capture(step, wait=20), Captured)
+            assert isinstance(capturer.capture(step, wait=60), Captured)
         for capturer in self.capturers:
             assert capturer.announce(step, meta or {"position": 16 * step}) is None
 
     def commit(self, step: int) -> None:
         self.save(step)
-        reason = self.capturers[0].settle(step, 20)
+        reason = self.capturers[0].settle(step, 60)
         assert reason is None, reason
 
 
@@ -157,10 +157,10 @@ class Mover:
 def events_until(client: MoverClient, last: Callable[[Event], bool]) -> list[Event]:
     """All events up to the one that is waited for."""
     events: list[Event] = []
-    mark, deadline = 0, time.monotonic() + 20
+    mark, deadline = 0, time.monotonic() + 60
     while not any(map(last, events)):
         assert time.monotonic() < deadline, events
-        new, mark = client.events(mark, 20)
+        new, mark = client.events(mark, 60)
         events += new
     return events
 

@@ -25,7 +25,7 @@ from tests.checkpoint import killed_capture
 from tests.checkpoint.support import TABLE, Mover, Workers, assert_holds, topology
 
 Start = Callable[..., Mover]
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 class Stalled(Capturer):

@@ -64,7 +64,7 @@ def test_p1_a_buffer_that_is_being_saved_is_not_used_again(start: Start) -> None
     else:
         assert isinstance(third, Skipped)
     for step in (1, 2, 3) if isinstance(third, Captured) else (1, 2):
-        assert capturer.settle(step, 20) is None
+        assert capturer.settle(step, 60) is None
         saved = read_box(
             Checkpoint.open(mover.store, commit_key(1, step)), whole("w", (2048, 1024))
         )

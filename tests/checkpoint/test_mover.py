@@ -111,7 +111,7 @@ def test_a_mover_that_was_replaced_elsewhere_cannot_commit(start: Start) -> None
     workers.commit(1)
     open_generation(mover.store, 2, {})
     workers.save(2)
-    reason = workers.capturers[0].settle(2, 20)
+    reason = workers.capturers[0].settle(2, 60)
     assert reason is not None
     assert "generation 2 has begun" in reason
     events, _ = client.events(0)
@@ -199,7 +199,7 @@ def test_a_snapshot_is_announced_once_whatever_arrives_twice_or_late(start: Star
     assert capturer._arena.held(slot)  # a stranger to this slot cannot give it back
     for _ in range(3):
         client.captured(0, 1, slot, made.sequence, {})
-    assert capturer.settle(1, 20) is None
+    assert capturer.settle(1, 60) is None
     client.captured(0, 1, slot, made.sequence, {})
     assert client.drain()
     events, _ = client.events(0)
@@ -240,7 +240,7 @@ def test_events_wait_and_go_on_from_a_mark(start: Start) -> None:
     thread = threading.Thread(target=lambda: waiting.append(client.events(0, 20)))  # type: ignore[arg-type]
     thread.start()
     workers.commit(1)
-    thread.join(25)
+    thread.join(65)
     (first, *_), _ = waiting[0]
     assert first.step == 1  # type: ignore[attr-defined]
     assert client.drain()

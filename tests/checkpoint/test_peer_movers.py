@@ -63,7 +63,7 @@ def capture(workers: Workers, step: int) -> None:
     """Every rank's snapshot of a step, to stay in memory."""
     workers.compute(step)
     for capturer in workers.capturers:
-        capturer.capture(step, wait=20)
+        capturer.capture(step, wait=60)
     for capturer in workers.capturers:
         assert capturer.announce(step, {"position": step}, durable=False) is None
 
@@ -101,7 +101,7 @@ def test_a_lost_node_goes_on_from_the_staging_machine(start: Start, stage: Stage
     assert_holds(Checkpoint(Mixed(sources), found.commit), 3, workers.table)
 
     # What memory alone held becomes durable behind that, from where it lies.
-    assert second.client(1).settle(3, 20) is None
+    assert second.client(1).settle(3, 60) is None
     durable = Checkpoint.open(second.store, newest.key)
     assert_holds(durable, 3, workers.table)
     assert verify(second.store, newest.key) == []

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.checkpoint.pieces import PIECE_BYTES, PIECE_SPANS, Copy, Cost, Span, cut, move
 
-DEADLINE = 20.0
+DEADLINE = 60.0
 
 
 class Memory:

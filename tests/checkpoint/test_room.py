@@ -46,7 +46,7 @@ def remember(service: Service, arena: Arena, topo: Topology, rank: int, step: in
     arena.data(slot, len(head))[:] = head
     made = arena.finish(slot, digest("test"), topo.generation, step, size, digest(head))
     service.captured(topo.generation, rank, step, slot, made.sequence, {}, durable=False)
-    assert service.drain(20)
+    assert service.drain(60)
 
 
 def begin(service: Service, folder: Path, topo: Topology) -> int:

@@ -67,7 +67,7 @@ def test_what_is_being_saved_is_never_overwritten(start: Start) -> None:
         for capturer in workers.capturers:
             assert capturer.announce(step, {}) is None
     for step in (1, 2):
-        assert workers.capturers[0].settle(step, 20) is None
+        assert workers.capturers[0].settle(step, 60) is None
         assert_holds(Checkpoint.open(mover.store, commit_key(1, step)), step)
     workers.commit(4)  # slots are free again
     assert_holds(Checkpoint.open(mover.store, commit_key(1, 4)), 4)
@@ -83,14 +83,14 @@ def test_capture_waits_for_a_slot_when_asked_to(start: Start) -> None:
         assert isinstance(capturer.capture(step), Captured)
     workers.compute(3)
     found: list[Captured | Skipped] = []
-    training = threading.Thread(target=lambda: found.append(capturer.capture(3, wait=20)))
+    training = threading.Thread(target=lambda: found.append(capturer.capture(3, wait=60)))
     training.start()
     for step in (1, 2):  # the reporter's thread, meanwhile; the newest is kept
         assert capturer.announce(step, {}) is None
-    training.join(25)
+    training.join(65)
     assert isinstance(found[0], Captured)
     assert capturer.announce(3, {}) is None
-    assert capturer.settle(3, 20) is None
+    assert capturer.settle(3, 60) is None
     assert_holds(Checkpoint.open(mover.store, commit_key(1, 3)), 3)
 
 
@@ -129,7 +129,7 @@ def test_a_step_that_one_rank_skipped_is_never_committed(start: Start) -> None:
     assert isinstance(first.capture(1), Captured)
     assert first.announce(1, {}) is None
     workers.commit(2)
-    assert second.settle(1, 20) == "not every rank captured it"
+    assert second.settle(1, 60) == "not every rank captured it"
     assert [Checkpoint.open(mover.store, key).step for key in listing(mover.store)] == [2]
     assert not [name for name in files(mover.store) if "0000000001-rank" in name]
 
@@ -213,7 +213,7 @@ def test_saving_a_committed_step_again_leaves_it_as_it_is(start: Start) -> None:
     client = second.begin(topo)
     workers = Workers(client, topo)
     workers.save(1)
-    assert "exists already" in (workers.capturers[0].settle(1, 20) or "")
+    assert "exists already" in (workers.capturers[0].settle(1, 60) or "")
     events, _ = client.events(0)
     assert [e.step for e in events if isinstance(e, CheckpointFailed)] == [1]
     checkpoint = newest_verified(second.store)

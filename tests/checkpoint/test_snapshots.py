@@ -40,7 +40,7 @@ def remember(workers: Workers, client: MoverClient, step: int) -> None:
     """Every rank hands over a snapshot that stays in memory; returns when it is complete."""
     workers.compute(step)
     for capturer in workers.capturers:
-        assert isinstance(capturer.capture(step, wait=20), Captured)
+        assert isinstance(capturer.capture(step, wait=60), Captured)
         assert capturer.announce(step, {"position": step}, durable=False) is None
     events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == step)
 
@@ -165,7 +165,7 @@ def test_a_step_that_one_rank_skipped_holds_no_slot(start: Start) -> None:
     workers.compute(4)
     assert isinstance(workers.capturers[1].capture(4), Captured)
     assert workers.capturers[1].announce(4, {}, durable=False) is None
-    assert isinstance(workers.capturers[0].capture(4, wait=20), Captured)
+    assert isinstance(workers.capturers[0].capture(4, wait=60), Captured)
     assert workers.capturers[0].announce(4, {}, durable=False) is None
     events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 4)
 
@@ -181,10 +181,10 @@ def test_a_rank_without_a_snapshot_says_so_and_holds_up_nobody(start: Start) -> 
     assert isinstance(workers.capturers[0].capture(2), Captured)
     assert workers.capturers[0].announce(2, {}) is None
     assert isinstance(workers.capturers[1].announce(2, {}), Skipped)
-    assert workers.capturers[0].settle(2, 20) == "rank 1: nothing was captured at this step"
+    assert workers.capturers[0].settle(2, 60) == "rank 1: nothing was captured at this step"
     workers.compute(3)
     for capturer in workers.capturers:  # as the loop does: nobody has seen a later step
-        assert isinstance(capturer.capture(3, wait=20), Captured)
+        assert isinstance(capturer.capture(3, wait=60), Captured)
         assert capturer.announce(3, {}, durable=False) is None
     events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 3)
 

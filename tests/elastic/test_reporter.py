@@ -203,7 +203,7 @@ def test_wishes_come_back_with_any_answer() -> None:
     with controlling(desk.report) as control, reporting(control.address) as reporter:
         assert not reporter.wishes.stop
         desk.stop = True
-        wait_until(lambda: reporter.wishes.stop, 10, "the wish")
+        wait_until(lambda: reporter.wishes.stop, 60, "the wish")
         assert reporter.wishes.newest_generation == 1
 
 
@@ -214,7 +214,7 @@ def test_progress_is_the_newest_and_counted() -> None:
             reporter.progress(1, "compute")
         reporter.progress(2, "data")
         reporter.progress(2, "compute")
-        wait_until(lambda: desk.bodies and desk.bodies[-1]["marks"] == 2, 10, "the progress")
+        wait_until(lambda: desk.bodies and desk.bodies[-1]["marks"] == 2, 60, "the progress")
     last = desk.bodies[-1]
     assert (last["step"], last["phase"], last["marks"]) == (2, "compute", 2)
 
@@ -226,7 +226,7 @@ def test_an_older_generation_learns_that_it_is_fenced() -> None:
         assert reporter.flush(10)
         control.begin(2)
         reporter.emit(_step(2))
-        wait_until(lambda: reporter.fenced, 10, "the fence")
+        wait_until(lambda: reporter.fenced, 60, "the fence")
         assert not reporter.flush(10)
     assert [e.step for e in desk.events] == [1]
 

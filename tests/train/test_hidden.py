@@ -160,7 +160,7 @@ def loop(
         pass
     finally:
         saver.close()
-    settled = capturer.settle(lost_at - 1, 20) if lost_at else unsaved
+    settled = capturer.settle(lost_at - 1, 60) if lost_at else unsaved
     captured = [e for e in world.events if isinstance(e, CheckpointCaptured)]
     engine.close()
     return {

@@ -57,7 +57,7 @@ def save_body(rank: RankContext, name: str, socket: str, secret: str) -> list[fl
     table = state_table(config.model, config.train.precision)
     tensors = {local.name: local.tensor for local in made.state()}
     capturer = Capturer(client, topology, table, rank.rank, tensors, run="test")
-    assert isinstance(capturer.capture(SAVED, wait=20), Captured)
+    assert isinstance(capturer.capture(SAVED, wait=60), Captured)
     assert capturer.announce(SAVED, {"position": 0}) is None
     assert capturer.settle(SAVED, 60) is None
     save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made))

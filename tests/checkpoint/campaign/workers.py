@@ -105,11 +105,11 @@ class Player:
 
     def save(self, step: int) -> str | None:
         self.compute(step)
-        made = self.capturer.capture(step, wait=20)
+        made = self.capturer.capture(step, wait=60)
         if not isinstance(made, Captured):
             return made.reason
         skipped = self.capturer.announce(step, {"position": 16 * step})
-        return skipped.reason if skipped else self.capturer.settle(step, 20)
+        return skipped.reason if skipped else self.capturer.settle(step, 60)
 
     def restore(self, layout: int) -> int:
         """Generations are opened until one can read what it begins from; the step, of which every
@@ -228,7 +228,7 @@ def _half(base: int, spans: Sequence[Span]) -> None:
 def used_again(player: Player, rng: random.Random) -> str:
     """P1: the mover is stopped while it has step 3; the tensors go on to steps 4 and 5."""
     player.compute(3)
-    assert isinstance(player.capturer.capture(3, wait=20), Captured)
+    assert isinstance(player.capturer.capture(3, wait=60), Captured)
     assert player.capturer.announce(3, {"position": 48}) is None
     player.meet("announced")
     if player.mover is not None:
@@ -242,7 +242,7 @@ def used_again(player: Player, rng: random.Random) -> str:
         player.mover.process.send_signal(signal.SIGCONT)
     player.capturer.drop(4)
     player.capturer.drop(5)
-    assert player.capturer.settle(3, 20) is None
+    assert player.capturer.settle(3, 60) is None
     return "the tensors were used again while they were saved"
 
 
@@ -316,7 +316,7 @@ def dying(ctx: RankContext, folder: Path, at: int) -> None:
     if ctx.rank == 0:
         assert player.mover is not None
         ctx.wait_mark("announced", 2, 60.0)  # before its generation is over, and the mover gone
-        player.client.drain(20)
+        player.client.drain(60)
         survivors = topology(2, 1, 2)
         open_generation(player.mover.store, 2, {})
         newest = player.mover.client(2).newest()
