@@ -16,6 +16,7 @@ from holdfast.config.run import RunConfig
 from holdfast.policy.hazard import Hazard
 from holdfast.train.cadence import Cadence
 from holdfast.train.runner import run
+from holdfast.train.vote import Wishes
 from tests.ranks import RankContext, rank_values
 from tests.train.test_runner import STEPS, World, _config, _session
 
@@ -95,3 +96,40 @@ def test_rank_0_decides_and_all_save_alike(tmp_path: Any, seconds: float) -> Non
     [[step, tier, told, reason]] = first["told"]
     assert (step, tier, told) == (1, 2, seconds)
     assert "2 failures in" in reason
+
+
+class _Full(World):
+    """A world whose steps take a second and where one rank has no room at some of them."""
+
+    def __init__(self, full: set[int]):
+        super().__init__()
+        self.now, self._full = 0, full
+
+    def wishes(self, step: int) -> Wishes:
+        self.now = step
+        return super().wishes(step)
+
+    def ready(self) -> bool:
+        return self.now not in self._full
+
+
+def _owed(rank: RankContext, config: dict[str, Any]) -> dict[str, Any]:
+    session = _session(rank, RunConfig.model_validate(config), "owed")
+    session.engine.initialise(session.config.seed)
+    world = _Full({3, 4} if rank.rank == 1 else set())
+    with session.loader(0) as loader:
+        run(
+            session.engine, loader, world, world, world, session.evaluator, session.config,
+            rank=rank.rank, start_step=0, clock=lambda: float(world.now),
+        )  # fmt: skip
+    session.close()
+    skipped = [event.step for event in world.events("checkpoint_skipped")]
+    return {"saved": sorted(world.saved), "skipped": skipped}
+
+
+def test_a_save_by_the_clock_that_found_no_slot_is_owed_at_the_next_step(tmp_path: Any) -> None:
+    """Due after three seconds; a rank has no room then, nor a step later: the fifth is saved."""
+    made = _config(tmp_path, every_steps=0, every_seconds=3)
+    first, second = rank_values(_owed, 2, {"config": json.loads(made.model_dump_json())})
+    assert first == {"saved": [5, STEPS], "skipped": [3]}
+    assert second == {"saved": [5, STEPS], "skipped": []}

@@ -105,7 +105,7 @@ class _Loop:
         self.watch.start()
         self.recorder = engine.groups.recorder
         self.saved_step, self.saved_at = start_step, clock()
-        self.owed = False  # a save was skipped: the next snapshot in memory becomes durable
+        self.owed = False  # a durable save found no slot: it is made as soon as there is one
         nodes = len(set(engine.groups.topology.nodes))
         self.cadence = Cadence(config.checkpoint, hazard, nodes, clock())
 
@@ -190,13 +190,15 @@ class _Loop:
         captured = (last or not verdict.wishes.full) and self.saver.capture(
             step, self.engine.state(), _LAST_WAIT if last else 0.0, durable
         )
-        if durable:
-            self.saved_at = self.clock()
-            if captured:
-                self.saved_step = step
-            elif self.rank == 0 and not self.owed and verdict.wishes.full and not last:
+        if durable and captured:
+            self.saved_step, self.saved_at, self.owed = step, self.clock(), False
+        elif durable:
+            # What is owed is said once; by the clock, rank 0 wishes for it again at every step.
+            full = verdict.wishes.full and not last
+            said = self.owed and (reason is None or bool(rules.memory_every_steps))
+            if self.rank == 0 and full and not said:
                 self.reporter.emit(CheckpointSkipped(0, _FULL, step=step))
-            self.owed = bool(rules.memory_every_steps) and verdict.wishes.full and not last
+            self.owed = full
         self.watch.lap("capture")
         return None if not captured else "durable" if durable else "memory"
 
