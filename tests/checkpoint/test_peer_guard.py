@@ -12,9 +12,20 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.peer_server import BODY_LIMIT, name_of
+from holdfast.checkpoint.budget import Budget
+from holdfast.checkpoint.peer_keep import Keeper
+from holdfast.checkpoint.peer_server import BODY_LIMIT, HEAD_BYTES, PeerServer, name_of
 from holdfast.checkpoint.peer_source import PeerSource
-from holdfast.checkpoint.peer_wire import INVENTORY, OFFER, PeerClient, PeerError
+from holdfast.checkpoint.peer_wire import (
+    BODY,
+    INVENTORY,
+    OFFER,
+    PeerClient,
+    PeerError,
+    sha256,
+    stated,
+)
+from holdfast.checkpoint.snapshots import Shelf
 from holdfast.errors import FencedError
 from holdfast.spec.manifest import Part, blob_key, commit_key, writer_name
 from holdfast.wire.auth import AuthError, sign
@@ -67,7 +78,9 @@ def answer(node: Node, raw: bytes) -> bytes:
 
 
 def request(method: str, path: str, body: bytes, generation: int, secret: Secret = SECRET) -> bytes:
-    headers = sign(secret, method, path, body, generation, time.time()).headers()
+    covered = stated(len(body), sha256(body))
+    headers = sign(secret, method, path, covered, generation, time.time()).headers()
+    headers |= {BODY: sha256(body)} if body else {}
     lines = [f"{method} {path} HTTP/1.1", "host: x", f"content-length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "connection: close", "", ""]).encode() + body
@@ -133,7 +146,77 @@ def test_a_replayed_offer_is_refused(nodes: tuple[Node, Node], offer: dict[str, 
         f"content-length: {len(body)}".encode(), f"content-length: {len(right)}".encode()
     )
     assert b" 401 " in answer(keeper, swapped).splitlines()[0]
+    # Of the same length, with the digest that was signed: found out when the body is there.
+    other = body.replace(b"[7]", b"[6]")
+    assert b" 401 " in answer(keeper, request("POST", OFFER, body, 2)[: -len(body)] + other)
+    # With the digest of the other body, in the head.
+    forged = request("POST", OFFER, body, 2).replace(body, other)
+    forged = forged.replace(sha256(body).encode(), sha256(other).encode())
+    assert b" 401 " in answer(keeper, forged).splitlines()[0]
     assert keeper.has() == []
+
+
+def test_a_strangers_body_is_not_read(nodes: tuple[Node, Node]) -> None:
+    """The head alone shows that the proof is wrong: it is answered, and the connection closed,
+    while not a byte of a body of 60 MB has come."""
+    body = bytes(60 << 20)
+    for secret, words in ((STRANGER, b" 401 "), (SECRET, b"")):
+        raw = request("POST", OFFER, body, 2, secret)
+        head = raw[: -len(body)]
+        with closing(connect(nodes[1])) as connection:
+            connection.sendall(head)
+            connection.settimeout(0.5 if not words else 60)
+            if words:
+                found = b"".join(iter(lambda c=connection: c.recv(65536), b""))
+                assert words in found.splitlines()[0]
+            else:  # who knows the secret is waited for
+                with pytest.raises(TimeoutError):
+                    connection.recv(1)
+    with pytest.raises(AuthError, match="does not accept this run's secret"):
+        PeerClient(nodes[1].address, STRANGER, 2).offer({"part": "x" * (8 << 20)})
+
+
+def test_a_head_has_a_bound(nodes: tuple[Node, Node]) -> None:
+    """A stranger cannot make us read on and on by never ending the head."""
+    with closing(connect(nodes[0])) as connection:
+        connection.settimeout(60)
+        connection.sendall(b"GET /inventory HTTP/1.1\r\n")
+        line = b"h: %s\r\n" % (b"v" * 10_000)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            connection.sendall(line * 6_000)
+    assert HEAD_BYTES < 64 << 10
+
+
+def test_whoever_proves_nothing_is_cut_in_time(nodes: tuple[Node, Node]) -> None:
+    """Also one that sends a byte now and then; a connection that has proven itself stays."""
+    shelf = Shelf()
+    server = PeerServer(
+        socket.create_server(("127.0.0.1", 0)), SECRET, shelf, Keeper(shelf, SECRET, 0),
+        Budget(0, time.monotonic, lambda seconds: False), None, patience=1.0,
+    )  # fmt: skip
+    server.start()
+    address = f"127.0.0.1:{server.server_address[1]}"
+    try:
+        client = PeerClient(address, SECRET, 1)
+        assert client.inventory()["snapshots"] == []
+        with closing(socket.create_connection(server.server_address, 10)) as dripping:
+            dripping.settimeout(0.05)
+
+            def cut() -> bool:
+                try:
+                    dripping.send(b"G")
+                    return dripping.recv(1) == b""
+                except TimeoutError:
+                    return False
+                except (BrokenPipeError, ConnectionResetError):
+                    return True
+
+            until(cut)
+        held = client._idle[0].sock
+        assert client.inventory()["snapshots"] == []
+        assert client._idle[0].sock is held
+    finally:
+        server.close()
 
 
 def test_too_long_a_body_is_refused_unread(nodes: tuple[Node, Node]) -> None:

@@ -1,16 +1,17 @@
 """The mover's listener for movers of other machines: what it holds, by range, and offers.
 
-One thread a connection. Before anything else a request is bounded, its proof is checked, and its
-generation is compared with the newest that was ever seen here: an older one is fenced, a newer one
-(which only somebody with the run's secret can name) becomes the newest. So whoever has opened a
-generation and then asks for the inventory knows that nothing older can be added afterwards.
+One thread a connection. The head of a request is bounded, and proves by itself who asks: only then
+is a body read, and compared with what the head says of it. Next, the generation is compared with
+the newest that was ever seen here: an older one is fenced, a newer one (which only somebody with
+the run's secret can name) becomes the newest. So whoever has opened a generation and then asks for
+the inventory knows that nothing older can be added afterwards.
 
 A range leaves by sendfile(2), from the memory file to the socket. The slot's header is compared
 before and after; should the slot have changed meanwhile, the connection is cut, and if that were to
 come too late, the receiver's checksums tell.
 
-An outsider can hold a connection, and nothing else: when all are taken, the longest one that has
-proven nothing makes way.
+An outsider can hold a connection for a few seconds and make us read a few KiB, and nothing else:
+when all connections are taken, the longest one that has proven nothing makes way.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
-from typing import Any, Protocol
+from io import BufferedIOBase
+from typing import Any, Protocol, cast
 from urllib.parse import parse_qs, urlsplit
 
 from holdfast.checkpoint.budget import Budget
 from holdfast.checkpoint.peer_wire import (
+    BODY,
     COPY,
     FAILED,
     FENCED,
@@ -41,6 +44,8 @@ from holdfast.checkpoint.peer_wire import (
     REFUSED,
     TOO_LONG,
     UNKNOWN,
+    sha256,
+    stated,
 )
 from holdfast.checkpoint.snapshots import Shelf, Snapshot
 from holdfast.errors import FencedError, HoldfastError
@@ -50,6 +55,10 @@ from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
 
 CONNECTIONS = 64
+PROOF_SECONDS = 10.0
+"""A connection that has proven nothing for so long is cut."""
+HEAD_BYTES = 16 << 10
+"""A request's head at most; ours have less than one KiB."""
 IDLE_SECONDS = 60.0
 STALL_SECONDS = 20.0
 """A receiver that takes nothing for so long is given up."""
@@ -87,6 +96,7 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         *,
         clock: Callable[[], float] = time.time,
         connections: int = CONNECTIONS,
+        patience: float = PROOF_SECONDS,
     ) -> None:
         """`run`: whose snapshots lie here (`identity`); None: of whichever run speaks first, until
         nothing of it is kept any more."""
@@ -97,8 +107,9 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.secret, self.shelf, self.receiver, self.budget = secret, shelf, receiver, budget
         self.verifier = Verifier(secret, clock)
         self.sent = 0  # bytes of ranges, for the status
-        self._most = connections
+        self._most, self._patience = connections, patience
         self._open: dict[socket.socket, bool] = {}  # oldest first; whether it has proven itself
+        self._since: dict[socket.socket, float] = {}  # when it came
         self._lock = threading.Lock()
         self._newest = 0
         self._run, self._bound = run, run is not None
@@ -135,17 +146,28 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     # --- connections ------------------------------------------------------------------------
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
-            self._open[request] = False
-            strangers = [s for s, proven in self._open.items() if not proven]
-            crowd = [*strangers, *self._open]
+            self._open[request], self._since[request] = False, time.monotonic()
+            crowd = [*self._strangers(), *self._open]
             while len(self._open) > self._most:
                 self._cut(crowd.pop(0))
         super().process_request(request, client_address)
 
+    def service_actions(self) -> None:
+        """Between two connections, and twice a second: whoever has proven nothing goes in time."""
+        late = time.monotonic() - self._patience
+        with self._lock:
+            for connection in self._strangers():
+                if self._since[connection] < late:
+                    self._cut(connection)
+
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
             self._open.pop(request, None)
+            self._since.pop(request, None)
         super().shutdown_request(request)
+
+    def _strangers(self) -> list[socket.socket]:
+        return [connection for connection, proven in self._open.items() if not proven]
 
     def proven(self, connection: socket.socket) -> None:
         with self._lock:
@@ -154,6 +176,7 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def _cut(self, connection: socket.socket) -> None:
         if self._open.pop(connection, None) is not None:
+            self._since.pop(connection, None)
             try:
                 connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
             except OSError:
@@ -171,36 +194,52 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     server: PeerServer
 
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = cast(BufferedIOBase, _Bounded(self.rfile))
+
+    def handle_one_request(self) -> None:
+        cast(_Bounded, self.rfile).left = HEAD_BYTES
+        super().handle_one_request()
+
     def do_GET(self) -> None:
-        self._serve(b"")
+        proof = self._proof(b"")
+        if proof is not None:
+            self._serve(proof, b"")
 
     def do_POST(self) -> None:
-        body = self._body()
-        if body is not None:
-            self._serve(body)
+        length, digest = self.headers.get("content-length", ""), self.headers.get(BODY, "")
+        if not length.isdecimal() or int(length) > BODY_LIMIT:
+            self._refuse(TOO_LONG)
+            return
+        proof = self._proof(stated(int(length), digest))
+        if proof is None:
+            return
+        body = self.rfile.read(int(length))
+        if body and sha256(body) != digest:
+            self._refuse(UNKNOWN)
+            return
+        self._serve(proof, body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Strangers do not write into our log."""
 
-    def _body(self) -> bytes | None:
-        """The body; None, with the answer given, when it is longer than allowed or of unknown
-        length."""
-        text = self.headers.get("content-length", "")
-        if not text.isdecimal() or int(text) > BODY_LIMIT:
-            self.close_connection = True
-            self._head(TOO_LONG, 0, "")
-            return None
-        return self.rfile.read(int(text))
-
-    def _serve(self, body: bytes) -> None:
+    def _proof(self, covered: bytes) -> Proof | None:
+        """The proof in the head, checked; None, with the answer given, for whoever has none."""
         try:
             proof = Proof.from_headers({k.lower(): v for k, v in self.headers.items()})
-            self.server.verifier.check(self.command, self.path, body, proof)
+            self.server.verifier.check(self.command, self.path, covered, proof)
         except AuthError:
-            self.close_connection = True
-            self._head(UNKNOWN, 0, "")
-            return
+            self._refuse(UNKNOWN)
+            return None
         self.server.proven(self.connection)
+        return proof
+
+    def _refuse(self, status: int) -> None:
+        self.close_connection = True
+        self._head(status, 0, "")
+
+    def _serve(self, proof: Proof, body: bytes) -> None:
         try:
             parts = urlsplit(self.path)
             asked = {key: found[-1] for key, found in parse_qs(parts.query).items()}
@@ -270,6 +309,31 @@ class _Handler(BaseHTTPRequestHandler):
         if self.close_connection:
             self.send_header("connection", "close")
         self.end_headers()
+
+
+class _Bounded:
+    """What comes over a connection: lines make up heads, and a head has a bound."""
+
+    def __init__(self, stream: BufferedIOBase) -> None:
+        self._stream = stream
+        self.left = 0  # bytes that the present head may still have
+
+    def readline(self, size: int = -1) -> bytes:
+        if self.left <= 0:
+            raise ConnectionError("the head of the request is too long")
+        line = self._stream.readline(self.left if size < 0 else min(size, self.left))
+        self.left -= len(line)
+        return line
+
+    def read(self, size: int) -> bytes:
+        return self._stream.read(size)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._stream.closed
 
 
 def inventory(shelf: Shelf) -> dict[str, Any]:

@@ -7,13 +7,16 @@
 R says what is computed (`identity`): movers that share a secret may belong to different runs, and
 the state of one is nothing to the other.
 Proofs are those of `wire.auth`, in the same headers as everywhere; the path with its query is
-signed, and so is every answer. Of a range, the signature covers which range it is; its bytes are
-checked by whoever asked, against the checksums of extents in a part manifest that came signed.
+signed, and so is every answer. Of a body, the proof covers length and SHA-256, which the head
+states: so the head alone proves who asks, and nobody else's body is read. Of a range, the signature
+covers which range it is; its bytes are checked by whoever asked, against the checksums of extents
+in a part manifest that came signed.
 A copy spends the sender's budget, a restore does not: whoever restores is not training.
 """
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import socket
@@ -32,6 +35,8 @@ from holdfast.wire.secret import Secret
 INVENTORY, RANGE, OFFER = "/inventory", "/range", "/offer"
 COPY, RESTORE = "copy", "restore"
 PROOF = "holdfast-hmac"
+BODY = "holdfast-body"
+"""Header of a request with a body: the body's SHA-256, in hexadecimal digits."""
 ANSWER_LIMIT = 1 << 30
 """Bytes of an answer in JSON at most: the inventory of a large run."""
 
@@ -152,18 +157,19 @@ class PeerClient:
         take: Callable[[http.client.HTTPResponse, str, str], None],
         timeout: float | None = None,
     ) -> None:
-        """One request; a connection that was cut while it was idle is tried once more. Every
-        request may arrive twice: an offer that is known already is answered, not done again."""
+        """One request; where the connection is cut before an answer (it was idle for long, or had
+        to make way), once more. Every request may arrive twice: an offer that is known already is
+        answered, not done again."""
         bound = self._timeout if timeout is None else timeout
         for fresh in (False, True):
-            connection, used = self._connection(fresh, bound)
+            connection = self._connection(fresh, bound)
             try:
                 self._begin(connection)
                 nonce = self._send(connection, method, path, body)
                 response = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 self._drop(connection)
-                if used and not isinstance(error, TimeoutError):
+                if not fresh and not isinstance(error, TimeoutError):
                     continue
                 raise PeerError(f"{self.address} does not answer: {_words(error)}") from error
             try:
@@ -181,8 +187,13 @@ class PeerClient:
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes
     ) -> str:
-        proof = sign(self._secret, method, path, body, self.generation, self._clock())
-        connection.request(method, path, body or None, proof.headers())
+        digest = sha256(body)
+        covered = stated(len(body), digest)
+        proof = sign(self._secret, method, path, covered, self.generation, self._clock())
+        headers = proof.headers() | ({BODY: digest} if body else {})
+        # Whoever refuses the head closes before the body has left, and has answered.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            connection.request(method, path, body or None, headers)
         return proof.nonce
 
     def _judge(self, response: http.client.HTTPResponse, nonce: str, path: str) -> None:
@@ -202,13 +213,13 @@ class PeerClient:
         kind = kinds.get(response.status)
         raise kind(text) if kind else PeerError(f"{self.address} refuses: {text}")
 
-    def _connection(self, fresh: bool, timeout: float) -> tuple[http.client.HTTPConnection, bool]:
-        """A connection, and whether it has been used before."""
+    def _connection(self, fresh: bool, timeout: float) -> http.client.HTTPConnection:
+        """An idle connection, else a new one. Raises PeerError."""
         with self._lock:
             found = self._idle.pop() if self._idle and not fresh else None
         if found is not None and found.sock is not None:
             found.sock.settimeout(timeout)
-            return found, True
+            return found
         connection = http.client.HTTPConnection(
             self._host, self._port, timeout=min(timeout, CONNECT_SECONDS)
         )
@@ -219,7 +230,7 @@ class PeerClient:
             connection.close()
             raise PeerError(f"{self.address} cannot be reached: {_words(error)}") from error
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return connection, False
+        return connection
 
     def _keep(
         self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
@@ -241,6 +252,15 @@ class PeerClient:
         with self._lock:
             self._busy.discard(connection)
         connection.close()
+
+
+def stated(length: int, digest: str) -> bytes:
+    """What a proof covers in place of a body; without a body, nothing."""
+    return f"{length} {digest}".encode() if length else b""
+
+
+def sha256(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
 
 
 def identity(config_hash: str, dataset_version: str) -> str:
