@@ -28,7 +28,7 @@ class Trainer:
         self._model = DistributedDataParallel(MeanLoss(decoder))
         self._optimizer = work.adamw(decoder)
         self._rank, self._share, self._step = rank, work.batch // task.world, 0
-        self._train(None)  # makes the moments
+        self.train(None)  # makes the moments
         self.state: Mapping[str, Tensor] = {
             f"{kind}.{name}": tensor
             for name, parameter in decoder.named_parameters()
@@ -47,7 +47,7 @@ class Trainer:
             for saves in (turn % 2 == 0, turn % 2 == 1):
                 dist.barrier()
                 begun = time.perf_counter()
-                blocked = self._saved_step(way, number) if saves else self._train(None)
+                blocked = self._saved_step(way, number) if saves else self.train(None)
                 wall = time.perf_counter() - begun
                 way.finish()  # its end must not fall into the next step
                 if not turn:
@@ -60,9 +60,9 @@ class Trainer:
     def _saved_step(self, way: Way, number: Callable[[], int]) -> float:
         begun = time.perf_counter()
         way.begin(number())
-        return time.perf_counter() - begun + self._train(way)
+        return time.perf_counter() - begun + self.train(way)
 
-    def _train(self, way: Way | None) -> float:
+    def train(self, way: Way | None) -> float:
         """One step; the seconds that it stood still before the update."""
         whole = self._work.tokens[self._step % self._work.distinct]
         mine = whole[self._rank * self._share :][: self._share]

@@ -24,12 +24,13 @@ class Task:
     columns: int = 1024
     train: bool = False
     quick: bool = False
+    model: dict[str, Any] | None = None  # another shape to train
 
     @property
     def shape(self) -> dict[str, Any]:
         """Of the model that is trained."""
         small = {"preset": "tiny", "vocabulary": 512, "sequence": 32, "batch": 4}
-        return small if self.quick else dict(TRAINED)
+        return dict(self.model or (small if self.quick else TRAINED))
 
 
 class Way(Protocol):
