@@ -5,9 +5,10 @@ the parts of every writer of its generation are there, and nobody has begun agai
 step since. The last is the danger: a machine that was cut off comes back with snapshots that the
 rest has given up, and a run that took them up again would have trained on two branches. So each
 generation notes in the run store, before any of its workers exists, from which step it begins
-(`starts/<generation>.json`); a snapshot is given up as soon as a generation after its own began
-from an older step. Whoever asks has opened its own generation before, which fences all older ones:
-whatever they still capture belongs to a step that nobody will ask for.
+(`starts/<generation>.json`); a snapshot, or a commit object that came late, is given up as soon as
+a generation after its own began from an older step. Whoever asks has opened its own generation
+before, which fences all older ones: whatever they still capture belongs to a step that nobody will
+ask for.
 
 Choosing reads little: the commit object, and each blob's size and header. Extents are checked while
 they are read, by those who need them; a checkpoint that turns out to be rotten is named by its key
@@ -133,18 +134,30 @@ class Chooser:
     def _consider(
         self, key: str, position: _Position, held: _Found | None, at_rest: bool
     ) -> Choice | None:
-        step, generation = position
+        if self._left_behind(position, at_rest):
+            return None
         if at_rest and held is None:
             return Choice(self._opened(key), durable=True, memory=False)
         assert held is not None, "a position comes from memory or from the run store"
-        if not at_rest and given_up(self._store, self._present, generation, step):
-            return None
         try:
             return Choice(merge(held.parts, *held.plan, *self._about), at_rest, memory=True)
         except HoldfastError:
             if not at_rest:
                 raise
             return Choice(self._opened(key), durable=True, memory=False)
+
+    def _left_behind(self, position: _Position, at_rest: bool) -> bool:
+        """Whether the rest has given up a candidate. A commit object can come late too: of a mover
+        that had passed its fence and slept before it wrote. Where a note of a start cannot be read
+        nobody knows; what is durable and whole is trusted then, as it was made by the rules."""
+        step, generation = position
+        try:
+            return given_up(self._store, self._present, generation, step)
+        except HoldfastError:
+            if not at_rest:
+                raise
+            restore.listing(self._store)  # raises where the store is out of reach altogether
+            return False
 
     def _opened(self, key: str) -> Commit:
         """Where the store fails, rather than the bytes, it is asked once more."""

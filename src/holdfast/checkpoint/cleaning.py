@@ -60,6 +60,17 @@ def going(
     return [key for (step, _), key in keys if step in gone or (key in rejected and step < oldest)]
 
 
+def left_behind(store: RunStore, generation: int, start: int | None) -> list[str]:
+    """Commit objects of older generations later than the step that `generation` began from: who
+    wrote them was fenced and did not know it yet."""
+    found = ((key, parse_commit_key(key)) for key in listing(store))
+    return [
+        key
+        for key, at in found
+        if at and start is not None and at[1] < generation and at[0] > start
+    ]
+
+
 def discard(store: RunStore, generation: int, step: int) -> int:
     """Remove parts and blobs that no commit object names, manifests first; how many.
 

@@ -60,11 +60,13 @@ class Saves:
         self._change, self._keep, self._memories = change, keep, memories
         self._committing = threading.Lock()
         self._newest: Save | None = None  # that was committed, under `_committing`
+        self._begun: tuple[int, int | None] = (0, None)  # generation, and the step it began from
         self._threads = ThreadPoolExecutor(SAVE_THREADS, "save")
 
-    def begin(self, generation: int) -> None:
+    def begin(self, generation: int, start: int | None = None) -> None:
         """Remove what older generations left unfinished."""
         with self._committing:
+            self._begun = generation, start
             cleaning.sweep(self._store, generation)
 
     def expect(self, save: Save) -> None:
@@ -195,8 +197,10 @@ class Saves:
 
     def _retain(self) -> None:
         try:
+            # A step that this generation has left behind counts for nothing, whenever it came.
+            left = cleaning.left_behind(self._store, *self._begun)
             for key in cleaning.retain(
-                self._store, self._keep, self.verified, self.rejected, self.spared()
+                self._store, self._keep, self.verified, {*self.rejected, *left}, self.spared()
             ):
                 self._outcomes.add(CheckpointRemoved(key, step=restore.step_of(key)))
         except HoldfastError as error:

@@ -162,7 +162,7 @@ class Service:
 
         self.shelf.drop_where(gone)
         self.shelf.open(generation, topology, table)
-        self._saves.begin(generation)
+        self._saves.begin(generation, start)
         choice = self._choice
         if choice is not None and not choice.durable and choice.commit.step == start:
             self._saves.promote(generation, choice)

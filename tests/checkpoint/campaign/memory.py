@@ -176,12 +176,13 @@ def lost(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
 
 
 def given_up(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
-    """The others have begun again from an older step since: this branch must not come back."""
+    """The others have begun again from an older step since: this branch must not come back, be it
+    in memory or, later than where they began, in the run store."""
     open_generation(scene.store, 3, {})
     step = rng.choice([8, DURABLE, 13])
     note_start(scene.store, 3, step)
     found = scene.restore(rng, 4)
-    allowed = {DURABLE, 13} if step == 13 else {DURABLE}
+    allowed = {DURABLE, 13} if step == 13 else {step}
     return _end(scene, found, allowed, f"generation 3 began from step {step}")
 
 
