@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend
 
 from benchmarks.peers.work import Bench, Work
+from holdfast.config.model import ModelConfig
 
 RENAMED = {
     "embed": "tok_embeddings", "head": "lm_head", "attention.q": "attention.qkv_linear.wq",
@@ -57,16 +58,24 @@ def their_name(name: str) -> str:
 
 def build(work: Work) -> nn.Module:
     """Its model of our shape, holding our weights."""
+    from torchtitan.models.common.rope import CosSinRoPE
+
+    model = shaped(work.config, work.sequence, CosSinRoPE)  # pairs as ours are: by halves
+    weights = {their_name(name): value for name, value in work.decoder().state_dict().items()}
+    model.load_state_dict(weights)
+    return model
+
+
+def shaped(shape: ModelConfig, sequence: int, rope: Any) -> nn.Module:
+    """Its model of some shape, its weights yet to come. rope: its class for rotary positions."""
     from torchtitan.models.common import Embedding, Linear, RMSNorm
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
-    from torchtitan.models.common.rope import CosSinRoPE
     from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
     from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 
     ScaledDotProductAttention.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    shape = work.config
-    start = {"weight": nn.init.zeros_}  # overwritten below
+    start = {"weight": nn.init.zeros_}
 
     def norm() -> Any:
         return RMSNorm.Config(normalized_shape=shape.dim, eps=shape.norm_eps, param_init=start)
@@ -79,8 +88,8 @@ def build(work: Work) -> nn.Module:
                 dim=shape.dim, n_heads=shape.heads, n_kv_heads=shape.kv_heads,
                 wqkv_param_init=start, wo_param_init=start,
                 inner_attention=ScaledDotProductAttention.Config(),
-                rope=CosSinRoPE.Config(
-                    dim=shape.head_size, max_seq_len=work.sequence, theta=shape.rope_theta
+                rope=rope.Config(
+                    dim=shape.head_size, max_seq_len=sequence, theta=shape.rope_theta
                 ),
             ),
             feed_forward=make_ffn_config(
@@ -102,8 +111,6 @@ def build(work: Work) -> nn.Module:
     )
     set_llama3_sharding_config(config, enable_sp=True)
     model: nn.Module = config.build()
-    weights = {their_name(name): value for name, value in work.decoder().state_dict().items()}
-    model.load_state_dict(weights)
     return model
 
 

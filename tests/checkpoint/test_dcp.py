@@ -138,7 +138,7 @@ def in_pairs(value: torch.Tensor, row: FlatName) -> torch.Tensor:
     ("scheme", "prefix", "optimizer", "padded"),
     [("holdfast", "", "optimizer", True), ("torchtitan", "", "optimizer", False),
      ("torchtitan", "model.", "optim", True), ("huggingface", "", "optimizer", False),
-     ("torchtitan", "", None, False)],
+     ("torchtitan", "", None, False), ("torchtitan-0.2", "", "optimizer", False)],
 )  # fmt: skip
 def test_a_checkpoint_is_imported_whole(
     tmp_path: Path, scheme: str, prefix: str, optimizer: str | None, padded: bool
@@ -172,9 +172,9 @@ def test_bf16_weights_widen_exactly(tmp_path: Path) -> None:
 
 def test_what_is_not_this_model_is_refused(tmp_path: Path) -> None:
     theirs, _ = their_state("torchtitan")
-    del theirs["layers.1.attention.wq.weight"]
+    del theirs["layers.1.attention.qkv_linear.wq.weight"]
     save(tmp_path / "missing", theirs)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.attention\.wq\.weight is missing"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.attention\.qkv_linear\.wq\.weight is missing"):
         import_dcp(MemoryStore(), tmp_path / "missing", MODEL)
     theirs, _ = their_state("holdfast", padded=True)
     theirs["norm.weight"] = torch.ones(17)

@@ -162,7 +162,7 @@ def test_a_torch_trainers_checkpoint_is_imported(
     assert not found
 
 
-@pytest.mark.parametrize("names", ["holdfast", "torchtitan", "huggingface"])
+@pytest.mark.parametrize("names", ["holdfast", "torchtitan", "torchtitan-0.2", "huggingface"])
 def test_a_state_comes_back_bit_for_bit(
     trained: Trained, tmp_path: Path, capsys: Capture, names: str
 ) -> None:

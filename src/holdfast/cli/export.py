@@ -27,6 +27,7 @@ class Names(Enum):
 
     HOLDFAST = "holdfast"
     TORCHTITAN = "torchtitan"
+    TORCHTITAN_0_2 = "torchtitan-0.2"
     HUGGINGFACE = "huggingface"
 
 
@@ -66,7 +67,8 @@ def export(
     hf is a folder for transformers: weights as safetensors, config and tokenizer. dcp is a folder
     for torch.distributed.checkpoint: weights, AdamW's moments and step, and its settings, under
     flat names as torchtitan has them (optimizer.state.NAME.exp_avg). --names torchtitan names the
-    parameters as torchtitan's Llama 3 does, with the rows of q and k in its order.
+    parameters as torchtitan's Llama 3 does since 0.3 (torchtitan-0.2: as before), with the rows of
+    q and k in its order.
 
     \b
     Example:

@@ -3,20 +3,20 @@
 `torch.distributed.checkpoint` stores what it is given under flat names. torchtitan gives it the
 model under the parameters' own names and the optimizer, flattened, under `optimizer.`:
 
-    layers.0.attention.wq.weight                        the parameter
-    optimizer.state.layers.0.attention.wq.weight.step   how often it was updated
-    optimizer.state.layers.0.attention.wq.weight.exp_avg, ...exp_avg_sq
-    optimizer.param_groups.layers.0.attention.wq.weight.lr, ... (no tensors)
+    layers.0.feed_forward.w1.weight                        the parameter
+    optimizer.state.layers.0.feed_forward.w1.weight.step   how often it was updated
+    optimizer.state.layers.0.feed_forward.w1.weight.exp_avg, ...exp_avg_sq
+    optimizer.param_groups.layers.0.feed_forward.w1.weight.lr, ... (no tensors)
 
-A scheme is one way to name the parameters: ours, torchtitan's for Llama 3, or Hugging Face's.
-torchtitan's Llama turns neighbouring pairs of a head's rows, everybody else its two halves: the
+A scheme is one way to name the parameters: ours, torchtitan's for Llama 3 (as of 0.3, and as
+before), or Hugging Face's. torchtitan's Llama turns neighbouring pairs of a head's rows, everybody else its two halves: the
 rows of q and k stand in another order there (`pairs` heads), and so do their moments'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.config.model import ModelConfig
 from holdfast.spec.names import hf_map
@@ -28,9 +28,9 @@ OPTIMIZERS = ("optimizer.", "optim.", "")
 
 _TITAN_BLOCK = {
     "attention_norm": "attention_norm",
-    "attention.q": "attention.wq",
-    "attention.k": "attention.wk",
-    "attention.v": "attention.wv",
+    "attention.q": "attention.qkv_linear.wq",
+    "attention.k": "attention.qkv_linear.wk",
+    "attention.v": "attention.qkv_linear.wv",
     "attention.q_norm": "attention.q_norm",
     "attention.k_norm": "attention.k_norm",
     "attention.o": "attention.wo",
@@ -42,8 +42,10 @@ _TITAN_BLOCK = {
 _TITAN_OUTSIDE = {
     "embed.weight": "tok_embeddings.weight",
     "norm.weight": "norm.weight",
-    "head.weight": "output.weight",
+    "head.weight": "lm_head.weight",
 }
+_UNTIL_0_2 = {"lm_head.weight": "output.weight", ".qkv_linear.": "."}
+"""What was called otherwise before torchtitan 0.3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,17 @@ def titan_names(model: ModelConfig) -> tuple[FlatName, ...]:
     return tuple(_titan(model))
 
 
+def older_titan_names(model: ModelConfig) -> tuple[FlatName, ...]:
+    """Up to torchtitan 0.2."""
+    rows = []
+    for row in _titan(model):
+        name = row.theirs
+        for new, old in _UNTIL_0_2.items():
+            name = name.replace(new, old)
+        rows.append(replace(row, theirs=name))
+    return tuple(rows)
+
+
 def _titan(model: ModelConfig) -> Iterator[FlatName]:
     heads = {"attention.q": model.heads, "attention.k": model.kv_heads}
     for p in decoder_parameters(model):
@@ -92,6 +105,7 @@ def huggingface_names(model: ModelConfig) -> tuple[FlatName, ...]:
 SCHEMES: dict[str, Callable[[ModelConfig], tuple[FlatName, ...]]] = {
     "holdfast": own_names,
     "torchtitan": titan_names,
+    "torchtitan-0.2": older_titan_names,
     "huggingface": huggingface_names,
 }
 
