@@ -55,6 +55,12 @@ def note_start(store: RunStore, generation: int, step: int) -> None:
         store.create(_start_key(generation), json.dumps({"step": step}).encode() + b"\n")
 
 
+def newest_start(store: RunStore) -> int:
+    """The newest generation that noted from which step it began; 0 for none."""
+    keys = store.list(STARTS)
+    return int(keys[-1].removeprefix(STARTS).removesuffix(".json")) if keys else 0
+
+
 def given_up(store: RunStore, present: int, generation: int, step: int) -> bool:
     """Whether a generation between that of a snapshot and the present one began from an older
     step. Raises what the store raises: then nobody knows."""
@@ -108,6 +114,7 @@ class Chooser:
         at_rest = {at for key in restore.listing(self._store) if (at := parse_commit_key(key))}
         positions = sorted(held.keys() | at_rest, reverse=True)
         unread: HoldfastError | None = None
+        over = 0  # candidates that a later generation has given up
         for position in positions:
             key = commit_key(position[1], position[0])
             if key in skip:
@@ -120,16 +127,23 @@ class Chooser:
                 continue
             if choice is not None:
                 return choice
+            over += 1
             self._rejected(key, "a later generation began again from an older step")
         if unread is not None:
             raise unread  # it may be whole where it cannot be read: no reason to start over
-        if positions:
+        if positions and not (over == len(positions) and self._from_nothing()):
             raise CheckpointError(
                 f"none of {len(positions)} checkpoints can be trusted",
                 where=COMMITS.rstrip("/"),
                 remedy="see why with: holdfast checkpoint verify RUN, or start over with --fresh",
             )
         return None
+
+    def _from_nothing(self) -> bool:
+        """Whether the last generation that has begun did so from initial weights: then it gave up
+        whatever older ones left, and there is nothing newer."""
+        newest = newest_start(self._store)
+        return 0 < newest < self._present and _start_of(self._store, newest) == 0
 
     def _consider(
         self, key: str, position: _Position, held: _Found | None, at_rest: bool

@@ -37,6 +37,7 @@ from holdfast.checkpoint.peer_wire import (
     FENCED,
     INVENTORY,
     MISSING,
+    NEWEST,
     OFFER,
     OK,
     PROOF,
@@ -143,6 +144,11 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         with self._lock:
             return self._newest
 
+    def newest_of(self, run: str) -> int:
+        """The newest generation of a run that ever asked here; 0 for a run that is not known."""
+        with self._lock:
+            return self._newest if run == self._run else 0
+
     # --- connections ------------------------------------------------------------------------
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
@@ -240,14 +246,19 @@ class _Handler(BaseHTTPRequestHandler):
         self._head(status, 0, "")
 
     def _serve(self, proof: Proof, body: bytes) -> None:
+        value: dict[str, Any]
         try:
             parts = urlsplit(self.path)
             asked = {key: found[-1] for key, found in parse_qs(parts.query).items()}
-            self.server.admit(asked.get("run", ""), proof.generation)
+            if parts.path != NEWEST:
+                self.server.admit(asked.get("run", ""), proof.generation)
             if (self.command, parts.path) == ("GET", RANGE):
                 self._range(proof.nonce, asked)
                 return
-            status, value = OK, self._value(parts.path, proof.generation, body)
+            if (self.command, parts.path) == ("GET", NEWEST):
+                status, value = OK, {"generation": self.server.newest_of(asked.get("run", ""))}
+            else:
+                status, value = OK, self._value(parts.path, proof.generation, body)
         except FencedError as error:
             status, value = FENCED, {"error": str(error)}
         except MissingKeyError as error:

@@ -3,6 +3,7 @@
     GET  /inventory?run=R                 what the shelf holds, and the plans to merge it
     GET  /range?run=R&key=K&start=A&stop=B&use=copy|restore     bytes [A, B) of a snapshot's blob
     POST /offer?run=R                     "I have a new snapshot": the receiver pulls it
+    GET  /newest?run=R                    the newest generation that has asked here; fences nobody
 
 R says what is computed (`identity`): movers that share a secret may belong to different runs, and
 the state of one is nothing to the other.
@@ -32,7 +33,7 @@ from holdfast.wire.auth import AuthError, check_answer, sign
 from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
 
-INVENTORY, RANGE, OFFER = "/inventory", "/range", "/offer"
+INVENTORY, RANGE, OFFER, NEWEST = "/inventory", "/range", "/offer", "/newest"
 COPY, RESTORE = "copy", "restore"
 PROOF = "holdfast-hmac"
 BODY = "holdfast-body"
@@ -82,6 +83,11 @@ class PeerClient:
     def inventory(self) -> dict[str, Any]:
         """What the other shelf holds. Raises PeerError, AuthError, FencedError."""
         return self._json("GET", self._path(INVENTORY), b"")
+
+    def newest(self) -> int:
+        """The newest generation of the run that ever asked there, 0 for none; whatever this
+        client's own is. Raises as `inventory` does, and KeyError, TypeError, ValueError."""
+        return int(self._json("GET", self._path(NEWEST), b"")["generation"])
 
     def offer(self, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
         """Tell of a snapshot; the answer's `state` says what became of it. `timeout` bounds the

@@ -80,6 +80,7 @@ class Agent:
         control: socket.socket,
         *,
         folder: Path,
+        above: int = 0,
         config_hash: str = "",
         dataset_version: str = "",
         observers: Sequence[Observer] = (),
@@ -89,10 +90,11 @@ class Agent:
         entry: str = DEFAULT_ENTRY,
     ) -> None:
         """`control` is the bound socket whose address `term` names; `folder` is the run folder
-        that `store` stands for; `say` prints one line to the person; `resume` is the command that
-        takes the run up again; `entry` is a worker's main function."""
+        that `store` stands for; `above`: generations up to it were opened in a folder that is lost;
+        `say` prints one line to the person; `resume` is the command that takes the run up again;
+        `entry` is a worker's main function."""
         self._config, self._store, self._secret, self._term = config, store, secret, term
-        self._control, self._folder = control, folder
+        self._control, self._folder, self._above = control, folder, above
         self._config_hash, self._dataset_version = config_hash, dataset_version
         self._render_metrics, self._say = render_metrics, say
         self._resume, self._entry = resume, entry
@@ -300,7 +302,7 @@ class Agent:
         await self._ensure_children()
         await self._mover.settle(self._number)  # the next generation fences what is being saved
         # In this order: whoever takes over in between opens this number, and ours comes too late.
-        number = await asyncio.to_thread(newest_generation, self._store) + 1
+        number = max(await asyncio.to_thread(newest_generation, self._store), self._above) + 1
         await asyncio.to_thread(self._term.check)
         topology = plan_topology(self._config, number, self._node)
         value = {"topology": topology.to_json(), "term": self._term.number, "reason": reason}

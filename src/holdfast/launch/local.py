@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from holdfast.checkpoint.beginning import begin_above
+from holdfast.checkpoint.peer_wire import identity
 from holdfast.checkpoint.uploading import bring_back
 from holdfast.config.identity import config_hash
 from holdfast.config.load import Loaded
@@ -14,6 +16,7 @@ from holdfast.data.dataset import Dataset
 from holdfast.elastic.agent import Agent
 from holdfast.elastic.board import Observer, Say
 from holdfast.elastic.boot import DEFAULT_ENTRY
+from holdfast.elastic.peering import peer_settings
 from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.wire.runstore import FolderStore, RunStore
 from holdfast.wire.secret import open_secret
@@ -35,7 +38,7 @@ def run(
 
     `observers` see every record of the journal as it is written, `render_metrics` answers
     `/metrics`, `say` prints one line. The dataset's version is read from its folder unless given.
-    `fresh`: this is to be a beginning, whatever a bucket holds.
+    `fresh`: this is to be a beginning, whatever a bucket or peers hold.
     Raises UserError: the folder is in use, not writable, holds no trustworthy checkpoint, ...
     """
     config = loaded.config
@@ -56,6 +59,11 @@ def run(
     with control:
         term = open_term(store, address_of(control), secret)
         try:
+            peers = peer_settings(config.checkpoint)
+            above = begin_above(
+                store, () if peers is None else peers.peers, secret,
+                identity(config_hash(config), version), fresh, say,
+            )  # fmt: skip
             return Agent(
                 config,
                 store,
@@ -63,6 +71,7 @@ def run(
                 term,
                 control,
                 folder=folder,
+                above=above,
                 config_hash=config_hash(config),
                 dataset_version=version,
                 observers=observers,
