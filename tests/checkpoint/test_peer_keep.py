@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from holdfast.checkpoint.peer_keep import HELD, Keeper
+from holdfast.checkpoint.peer_keep import HELD, Keeper, _run
 from holdfast.checkpoint.peer_settings import PeerSettings
+from holdfast.checkpoint.peer_wire import PeerClient
 from holdfast.checkpoint.snapshots import Shelf
 from holdfast.errors import HoldfastError
-from holdfast.spec.manifest import Part
+from holdfast.spec.manifest import Extent, Part
 from tests.checkpoint.peer_process import Node
 from tests.checkpoint.peers import SECRET, TABLE, topology
 
@@ -118,5 +119,36 @@ def test_a_keeper_never_takes_more_than_its_room() -> None:
             play.generation(number)
             status = play.keeper.status()
             assert status["used"] <= status["room"]
+    finally:
+        play.close()
+
+
+def test_extents_are_asked_for_together_up_to_a_gap_and_to_the_room() -> None:
+    extents = [Extent(start, 10, "") for start in (0, 10, 20, 40, 50)]
+    cut = {room: _run(extents, 0, room) for room in (0, 19, 20, 1000)}
+    assert {room: len(run) for room, run in cut.items()} == {0: 1, 19: 1, 20: 2, 1000: 3}
+    assert _run(extents, 3, 1000) == extents[3:]
+
+
+def test_a_copy_over_a_quick_link_takes_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    read = PeerClient.read_into
+
+    def counted(self: PeerClient, key: str, start: int, out: memoryview, use: str = "") -> None:
+        asked.append(len(out))
+        read(self, key, start, out, use)
+
+    monkeypatch.setattr(PeerClient, "read_into", counted)
+    play = Play(1, room=1 << 28)
+    play.keeper = Keeper(play.shelf, SECRET, 1 << 28, clock=lambda: 0.0)  # no request takes long
+    try:
+        topo = topology(1)
+        play.owner.begin(topo.to_json(), [spec.to_json() for spec in TABLE])
+        assert play.owner.put(1, [0]) == []
+        play.offer(1, 1, 0, 1)
+        play.check()
+        blob = play.owner.shelf.get(1, 1, 0).part.blob
+        assert sum(asked) == blob.size
+        assert len(asked) <= 2 + len(blob.checksums) // 3
     finally:
         play.close()

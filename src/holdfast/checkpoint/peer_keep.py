@@ -18,7 +18,8 @@ of whoever offers it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYetError
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from holdfast.checkpoint.peer_wire import COPY, PeerClient
 from holdfast.checkpoint.snapshots import MemoryFile, Shelf, Snapshot
 from holdfast.errors import CorruptError, FencedError, HoldfastError
 from holdfast.layout import Topology
-from holdfast.spec.manifest import Part, blob_key
+from holdfast.spec.manifest import Extent, Part, blob_key
 from holdfast.spec.state import TensorSpec
 from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
@@ -45,6 +46,12 @@ SILENCE_SECONDS = 30.0
 """An offerer that sends nothing for so long is given up."""
 ATTEMPTS = 2
 """Reads of an extent whose bytes are not what the manifest says."""
+READ_BYTES = 4 * 2**20
+"""Extents that follow one another are asked for together up to this many bytes: a request costs as
+much as some hundred KB, and what was read is still in cache when it is checked."""
+QUICK_SECONDS = 0.05
+"""While requests take less, they grow; over a slow link they stay at an extent or a few, so that
+the next byte never takes long."""
 
 HELD, PULLING, PLAN = "held", "pulling", "plan"
 
@@ -85,9 +92,12 @@ class _Offer:
 class Keeper:
     """What one mover keeps for others. Safe to use from any thread."""
 
-    def __init__(self, shelf: Shelf, secret: Secret, room: int) -> None:
+    def __init__(
+        self, shelf: Shelf, secret: Secret, room: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         """`room`: bytes that the memory files of others may take together."""
-        self._shelf, self._secret, self._room = shelf, secret, room
+        self._shelf, self._secret, self._room, self._clock = shelf, secret, room, clock
         self._lock = threading.Lock()
         self._memory: dict[tuple[int, int], MemoryFile] = {}  # (rank, capacity)
         self._names: dict[_Name, tuple[MemoryFile, int]] = {}  # ours on the shelf, and where
@@ -216,6 +226,7 @@ class Keeper:
         """Every extent of the blob, from what lies here or over the network, and checked; bytes
         that lay here. `again`: the slot may hold some of them, from a pull that broke off."""
         here = self._extents_here(part)
+        missing: list[Extent] = []
         spared = 0
         for extent in part.blob.extents():
             out = view[extent.offset : extent.offset + extent.length]
@@ -226,17 +237,37 @@ class Keeper:
                 spared += extent.length
                 self.reused += extent.length
                 continue
-            for attempt in range(ATTEMPTS):
-                client.read_into(part.blob.key, extent.offset, out, COPY)
-                self.pulled += extent.length
-                if _right(out, extent.xxh3):
-                    break
-                if attempt == ATTEMPTS - 1:
-                    raise CorruptError(
-                        f"{part.blob.key}: {client.address} sent other bytes than it announced in "
-                        f"[{extent.offset}, {extent.offset + extent.length})"
-                    )
+            missing.append(extent)
+        at = room = 0
+        while at < len(missing):
+            run = _run(missing, at, room)
+            at += len(run)
+            begun = self._clock()
+            self._read(part, run, view, client)
+            took = self._clock() - begun
+            if took < QUICK_SECONDS:
+                room = min(READ_BYTES, 2 * max(room, run[0].length))
+            elif took > 4 * QUICK_SECONDS:
+                room //= 2
         return spared
+
+    def _read(
+        self, part: Part, run: Sequence[Extent], view: memoryview, client: PeerClient
+    ) -> None:
+        """Extents that follow one another, in one request; those that came wrong, once more."""
+        for attempt in range(ATTEMPTS):
+            start, stop = run[0].offset, run[-1].offset + run[-1].length
+            client.read_into(part.blob.key, start, view[start:stop], COPY)
+            self.pulled += stop - start
+            wrong = [e for e in run if not _right(view[e.offset : e.offset + e.length], e.xxh3)]
+            if not wrong:
+                return
+            run = run[run.index(wrong[0]) : run.index(wrong[-1]) + 1]
+            if attempt == ATTEMPTS - 1:
+                raise CorruptError(
+                    f"{part.blob.key}: {client.address} sent other bytes than it announced in "
+                    f"[{wrong[0].offset}, {wrong[0].offset + wrong[0].length})"
+                )
 
     def _extents_here(self, part: Part) -> dict[str, tuple[_Name, int]]:
         """checksum -> where an extent of the same rank lies that has it: snapshot, offset."""
@@ -344,6 +375,18 @@ class Keeper:
         except MissingKeyError:
             return False
         return True
+
+
+def _run(extents: Sequence[Extent], at: int, room: int) -> Sequence[Extent]:
+    """Extent number `at`, and those behind it without a gap, up to `room` bytes in all."""
+    stop = at + 1
+    end = extents[at].offset + extents[at].length
+    while stop < len(extents) and extents[stop].offset == end:
+        end += extents[stop].length
+        if end - extents[at].offset > room:
+            break
+        stop += 1
+    return extents[at:stop]
 
 
 def _right(view: memoryview, checksum: str) -> bool:
