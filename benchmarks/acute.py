@@ -106,9 +106,9 @@ def show(size: Size, found: Found, rates: Rates) -> None:
         nbytes = next(iter(rows.values()))["bytes"]
         memcpy = statistics.median(row["memcpy"] for row in rows.values())
         print(
-            f"\n{size.name}: {nbytes / 1e6:.0f} MB of state. Floors: memcpy {memcpy:.2f} s, over the "
-            f"link of {rates.link * 8e-9:g} Gbit/s {nbytes / rates.link:.2f} s, into storage at "
-            f"{rates.storage / 1e6:g} MB/s {nbytes / rates.storage:.2f} s"
+            f"\n{size.name}: {nbytes / 1e6:.0f} MB of state. Floors: memcpy {memcpy:.2f} s, over "
+            f"the link of {rates.link * 8e-9:g} Gbit/s {nbytes / rates.link:.2f} s, into storage "
+            f"at {rates.storage / 1e6:g} MB/s {nbytes / rates.storage:.2f} s"
         )
         heads = "".join(f"{head:>{width}}" for head, width in HEADS)
         print(f"{'':24}{heads}   CPU s a save")

@@ -121,10 +121,11 @@ def saves_of(loop: Loop, way: SafeWay, plain: Step) -> list[Save]:
         assert ends.outside is not None
         until = ends.stored if ends.stored is not None else ends.outside
         beside = [step for step in loop.steps if begun <= step.begun < until]
+        last = beside[-1].ended if beside else begun + pause
         out.append(Save(
             begun, pause, ends.outside - begun,
             None if ends.stored is None else ends.stored - begun, len(beside),
-            beside[-1].ended - begun - len(beside) * plain.ended,
+            last - begun - len(beside) * plain.ended,
             cpu + sum(step.cpu for step in beside) - len(beside) * plain.cpu,
         ))  # fmt: skip
     return out
