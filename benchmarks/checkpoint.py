@@ -3,8 +3,10 @@
 A state that is whole on every rank is saved again and again. Printed are the pause (seconds in
 which training may not go on: the call, and what it must wait for before the next update; half a
 second of matrix products lies between the two, in place of a step), its CPU seconds on the training
-thread, and the seconds until the save is durable. Floors are measured in the same processes: a
-copy of a rank's share into memory that is there, one xxh3 of it, one direct write of the whole.
+thread, and the seconds until the save is durable, which may be in the middle of those products.
+Floors are measured in the same processes: a copy of a rank's share into memory that is there, one
+xxh3 of it, and one direct write of the whole. Copy and write are taken again before each save, and
+what is a multiple of one is the median of pairs.
 
 Then, on the most ranks, real steps of 61 M parameters (2,048 tokens) with a save before them, in
 turns with steps without: how much longer they take, all told.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import secrets
 import shutil
 import signal
@@ -28,7 +31,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.saving import floors
 from benchmarks.saving.ranks import Mover, Ranks
 from benchmarks.saving.task import Task
 
@@ -37,6 +39,7 @@ WAYS = ("torch.save", "DCP save", "DCP async", "DCP async, stager kept", "DCP as
 FEW = ("torch.save", "DCP save", "DCP async", "ours, waiting", "ours, hidden")
 STEPPING = ("DCP async", "DCP async, stager kept", "ours, waiting", "ours, hidden", "ours, memory")
 COLUMNS = 1024
+FLOORS = ("memcpy", "memcpy_cpu", "write", "write_cpu")
 LARGE = 10**8
 """Bytes of a state whose write is not mostly syncs."""
 
@@ -61,27 +64,50 @@ QUICK = (Case("4 MB", 4, 256, ("DCP async", "ours, waiting", "ours, hidden", "ou
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over saves of the slower rank."""
+    """Medians over saves of the slower rank; `x_`: over the floor before the save."""
 
     pause: float
     cpu: float
     durable: float
+    x_memcpy: float
+    x_memcpy_cpu: float
+    x_write: float
+
+
+def slowest(answers: Sequence[dict[str, Any]], key: str) -> list[float]:
+    """Of the slowest rank, save by save."""
+    return list(map(max, zip(*(answer[key] for answer in answers), strict=True)))
 
 
 def median(answers: Sequence[dict[str, Any]], key: str) -> float:
-    """Of the slowest rank, save by save."""
-    return statistics.median(map(max, zip(*(answer[key] for answer in answers), strict=True)))
+    return statistics.median(slowest(answers, key))
 
 
-def saves(ranks: Ranks, ways: Sequence[str], settings: argparse.Namespace) -> dict[str, Row | str]:
+def ratio(answers: Sequence[dict[str, Any]], key: str, floor: str) -> float:
+    pairs = zip(slowest(answers, key), slowest(answers, floor), strict=True)
+    return statistics.median(value / least for value, least in pairs)
+
+
+def row_of(answers: Sequence[dict[str, Any]]) -> Row:
+    return Row(
+        median(answers, "wall"), median(answers, "cpu"), median(answers, "durable"),
+        ratio(answers, "wall", "memcpy"), ratio(answers, "cpu", "memcpy_cpu"),
+        ratio(answers, "durable", "write"),
+    )  # fmt: skip
+
+
+def saves(
+    ranks: Ranks, ways: Sequence[str], settings: argparse.Namespace, floor: dict[str, list[float]]
+) -> dict[str, Row | str]:
+    """A row for each way; the floors that were taken on the way are added to `floor`."""
     rows: dict[str, Row | str] = {}
     for way in ways:
         answers = ranks.ask({"way": way, "rounds": settings.rounds, "seconds": settings.seconds,
                              "beside": 0.02 if settings.quick else 0.5})  # fmt: skip
         failed = [answer["error"] for answer in answers if "error" in answer]
-        rows[way] = failed[0] if failed else Row(
-            median(answers, "wall"), median(answers, "cpu"), median(answers, "durable")
-        )  # fmt: skip
+        rows[way] = failed[0] if failed else row_of(answers)
+        for key in () if failed else FLOORS:
+            floor[key] += slowest(answers, key)
     return rows
 
 
@@ -92,23 +118,22 @@ def case(of: Case, world: int, settings: argparse.Namespace, folder: Path) -> di
     task = Task(world, str(folder / "meeting"), str(folder), mover.socket, mover.secret.hex(),
                 of.tensors, of.rows, COLUMNS)  # fmt: skip
     rounds = 3 if settings.quick else 7
+    floor: dict[str, list[float]] = {key: [] for key in FLOORS}
     try:
         with Ranks(task, sys.executable) as ranks:
-            copies, hashes = (ranks.ask({"floor": f, "rounds": rounds}) for f in ("memcpy", "xxh3"))
-            rows = saves(ranks, [w for w in of.ways if w != "torch_checkpointing"], settings)
+            hashes = ranks.ask({"floor": "xxh3", "rounds": rounds})
+            here = [way for way in of.ways if way != "torch_checkpointing"]
+            rows = saves(ranks, here, settings, floor)
         if "torch_checkpointing" in of.ways and settings.peers_python:
             theirs = replace(task, meeting=f"{task.meeting}.theirs")
             with Ranks(theirs, settings.peers_python) as ranks:
-                rows |= saves(ranks, ["torch_checkpointing"], settings)
-        written = floors.direct_write(folder, of.bytes, min(rounds, 3))
+                rows |= saves(ranks, ["torch_checkpointing"], settings, floor)
     finally:
         mover.close()
         shutil.rmtree(folder, ignore_errors=True)
-    return {
-        "memcpy": median(copies, "wall"), "memcpy_cpu": median(copies, "cpu"),
-        "xxh3": median(hashes, "wall"), "xxh3_cpu": median(hashes, "cpu"),
-        "write": statistics.median(wall for wall, _ in written),
-        "write_cpu": statistics.median(cpu for _, cpu in written), "rows": rows,
+    medians = {key: statistics.median(values or [math.nan]) for key, values in floor.items()}
+    return medians | {
+        "xxh3": median(hashes, "wall"), "xxh3_cpu": median(hashes, "cpu"), "rows": rows
     }  # fmt: skip
 
 
@@ -126,8 +151,8 @@ def show(of: Case, world: int, found: dict[str, Any]) -> None:
             print(f"{way:24}  failed: {row}")
             continue
         in_memory = way == "ours, memory"
-        durable = "" if in_memory else f"{row.durable:11.2f}{row.durable / found['write']:9.2f}"
-        print(f"{way:24}{row.pause * 1e3:10.1f}{row.pause / found['memcpy']:10.2f}"
+        durable = "" if in_memory else f"{row.durable:11.2f}{row.x_write:9.2f}"
+        print(f"{way:24}{row.pause * 1e3:10.1f}{row.x_memcpy:10.2f}"
               f"{row.cpu * 1e3:9.1f}{durable}")  # fmt: skip
     for line in verdicts(of, world, found) if of in CASES else []:
         print(f"  {line}")
@@ -138,11 +163,16 @@ def verdicts(of: Case, world: int, found: dict[str, Any]) -> list[str]:
     rows = {way: row for way, row in found["rows"].items() if isinstance(row, Row)}
     out = []
     if (waiting := rows.get("ours, waiting")) is not None:
-        bound = 1.25 * found["memcpy_cpu"] + 15e-6 * of.tensors
+        memcpy = waiting.cpu / waiting.x_memcpy_cpu  # taken in turn with it
+        bound = 1.25 * memcpy + 15e-6 * of.tensors
         out.append(_bar("waiting, CPU", waiting.cpu, bound, "1.25 memcpy + 15 us a tensor"))
         if of.bytes > LARGE:
-            out.append(_bar("durable", waiting.durable, 1.5 * found["write"], "1.5 direct writes"))
+            write = waiting.durable / waiting.x_write
+            out.append(_bar("durable", waiting.durable, 1.5 * write, "1.5 direct writes"))
     if (hidden := rows.get("ours, hidden")) is not None:
+        if of.bytes > LARGE:
+            write = hidden.durable / hidden.x_write
+            out.append(_bar("hidden, durable", hidden.durable, 1.5 * write, "1.5 direct writes"))
         out.append(_bar("hidden", hidden.pause, 0.010, "10 ms"))
         for way, share in (("DCP async", 0.10), ("DCP save", 0.02)):
             if way in rows:

@@ -23,10 +23,54 @@ def timed(work: Callable[[], object]) -> Times:
     return time.perf_counter() - wall, time.thread_time() - cpu
 
 
+class Memcpy:
+    """One copy of `size` bytes into memory that is there."""
+
+    def __init__(self, size: int) -> None:
+        self._source = torch.randn(max(1, size // 4))
+        self._target = torch.zeros_like(self._source)
+
+    def time(self) -> Times:
+        return timed(lambda: self._target.copy_(self._source))
+
+
+class DirectWrite:
+    """One write of `size` bytes and a sync, past the page cache; through it where the file system
+    refuses O_DIRECT."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self._size = max(mmap.PAGESIZE, size // mmap.PAGESIZE * mmap.PAGESIZE)
+        self._memory = mmap.mmap(-1, self._size)
+        self._memory.write(os.urandom(mmap.PAGESIZE) * (self._size // mmap.PAGESIZE))
+        self._path = folder / "floor"
+        self._flags = getattr(os, "O_DIRECT", 0)
+        try:
+            self._write()
+        except OSError:
+            self._flags = 0
+        self._path.unlink(missing_ok=True)
+
+    def time(self) -> Times:
+        times = timed(self._write)
+        self._path.unlink()
+        return times
+
+    def _write(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | self._flags
+        fd = os.open(self._path, flags, 0o600)
+        try:
+            with memoryview(self._memory) as view:
+                done = 0
+                while done < self._size:
+                    done += os.write(fd, view[done : done + PIECE])
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
 def memcpy(size: int, rounds: int) -> list[Times]:
-    source = torch.randn(max(1, size // 4))
-    target = torch.zeros_like(source)
-    return [timed(lambda: target.copy_(source)) for _ in range(rounds)]
+    floor = Memcpy(size)
+    return [floor.time() for _ in range(rounds)]
 
 
 def xxh3(size: int, rounds: int) -> list[Times]:
@@ -35,31 +79,5 @@ def xxh3(size: int, rounds: int) -> list[Times]:
 
 
 def direct_write(folder: Path, size: int, rounds: int) -> list[Times]:
-    """Through the cache where the file system refuses O_DIRECT."""
-    size = max(mmap.PAGESIZE, size // mmap.PAGESIZE * mmap.PAGESIZE)
-    memory = mmap.mmap(-1, size)
-    memory.write(os.urandom(mmap.PAGESIZE) * (size // mmap.PAGESIZE))
-    path = folder / "floor"
-
-    def write(flags: int) -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flags, 0o600)
-        try:
-            with memoryview(memory) as view:
-                done = 0
-                while done < size:
-                    done += os.write(fd, view[done : done + PIECE])
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-    flags = getattr(os, "O_DIRECT", 0)
-    try:
-        write(flags)
-    except OSError:
-        flags = 0
-    times = []
-    for _ in range(rounds):
-        path.unlink(missing_ok=True)
-        times.append(timed(lambda: write(flags)))
-    path.unlink()
-    return times
+    floor = DirectWrite(folder, size)
+    return [floor.time() for _ in range(rounds)]

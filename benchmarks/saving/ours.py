@@ -33,28 +33,28 @@ class Ours:
             client, topology, table, rank, dict(state), run="bench", slots=SLOTS
         )
         self._hidden, self._durable = name != "ours, waiting", name != "ours, memory"
-        self._open: int | None = None
         self._newest = 0
         self._teller = ThreadPoolExecutor(1)  # a worker's reporter
-        self._told: Future[None] | None = None
+        self._told: Future[None] = Future()
 
     def begin(self, step: int) -> None:
-        self._newest = self._open = step
         if self._hidden:
             begun = self._capturer.begin(step, WAIT)
             assert isinstance(begun, Copy), begun
         else:
             made = self._capturer.capture(step, WAIT)
             assert isinstance(made, Captured), made
-            self._announce()
+        self._newest, told = step, Future[None]()
+        self._told = told
+        # As a worker does: when the copy is whole, which may be before the fence.
+        self._capturer.after(step, lambda cost: self._announce(step, told))
 
     def fence(self) -> None:
         self._capturer.fence()
-        self._announce()
 
     def finish(self) -> None:
-        if self._told is not None:
-            self._told.result()
+        if self._newest:
+            self._told.result(WAIT)
         if self._durable and self._newest:
             reason = self._capturer.settle(self._newest, WAIT)
             assert reason is None, reason
@@ -64,11 +64,13 @@ class Ours:
         self._capturer.close()
         self._teller.shutdown()
 
-    def _announce(self) -> None:
-        if self._open is not None:
-            self._told = self._teller.submit(self._tell, self._open)
-            self._open = None
+    def _announce(self, step: int, told: Future[None]) -> None:
+        def tell() -> None:
+            try:
+                skipped = self._capturer.announce(step, {"position": 0}, self._durable)
+                assert skipped is None, skipped
+                told.set_result(None)
+            except BaseException as error:
+                told.set_exception(error)
 
-    def _tell(self, step: int) -> None:
-        skipped = self._capturer.announce(step, {"position": 0}, self._durable)
-        assert skipped is None, skipped
+        self._teller.submit(tell)

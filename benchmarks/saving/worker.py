@@ -1,8 +1,9 @@
 """One rank: `python -m benchmarks.saving.worker RANK TASK`. Orders are JSON lines on standard
 input, one answer each on standard output.
 
-    {"floor": "memcpy" | "xxh3", "rounds": n}
-    {"way": name, "rounds": n, "seconds": s, "beside": s}   saves of a state that stands still
+    {"floor": "xxh3", "rounds": n}
+    {"way": name, "rounds": n, "seconds": s, "beside": s}   saves of a state that stands still,
+                                                            each after its floors
     {"way": name, "pairs": n}                               real steps, with and without it
 """
 
@@ -13,6 +14,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +24,9 @@ from torch import Tensor
 
 from benchmarks.saving import floors
 from benchmarks.saving.task import Task, Way
+
+KEYS = ("wall", "cpu", "durable", "memcpy", "memcpy_cpu", "write", "write_cpu")
+SETTLING = 0.3
 
 
 class Rank:
@@ -71,27 +77,67 @@ class Rank:
         return ways.make(name, self.task, self.state)
 
     def _saves(self, way: Way, rounds: int, seconds: float, beside: float) -> dict[str, Any]:
-        """The first save is not counted: it sets things up."""
-        out: dict[str, list[float]] = {"wall": [], "cpu": [], "durable": []}
-        compute = _matmuls()
+        """The first save is not counted: it sets things up. A thread waits for the end of each,
+        so that a save that ends beside the computing is not taken for one that ends after it.
+
+        Neighbours of a virtual machine take memory and disk bandwidth as they come and go. So the
+        floors are taken before each save, by itself, and not once for all.
+        """
+        out: dict[str, list[float]] = {key: [] for key in KEYS}
+        compute, floor = _matmuls(), self._floors()
+        watcher = ThreadPoolExecutor(1)
+
+        def ended() -> float:
+            way.finish()
+            return time.perf_counter()
+
         deadline = time.monotonic() + seconds
         for number in range(rounds + 1):
+            floors_of_it = floor() if number else {}
             dist.barrier()
             step, begun = self._next(), time.perf_counter()
             first = floors.timed(lambda step=step: way.begin(step))  # type: ignore[misc]
+            end = watcher.submit(ended)
             compute(beside)
             second = floors.timed(way.fence)
-            way.finish()
-            durable = time.perf_counter() - begun
+            durable = end.result() - begun
             if number:
-                out["wall"].append(first[0] + second[0])
-                out["cpu"].append(first[1] + second[1])
-                out["durable"].append(durable)
+                found = {"wall": first[0] + second[0], "cpu": first[1] + second[1],
+                         "durable": durable} | floors_of_it  # fmt: skip
+                for key, value in found.items():
+                    out[key].append(value)
             late = torch.tensor([float(number > 1 and time.monotonic() > deadline)])
             dist.all_reduce(late, dist.ReduceOp.MAX)
             if late.item():
                 break
+        watcher.shutdown()
         return out
+
+    def _floors(self) -> Callable[[], dict[str, float]]:
+        """What takes the floors of a save: a copy of each rank's share, at the same time, and then
+        one write of all by the first rank alone."""
+        whole = sum(t.nbytes for t in self.state.values())
+        copy = floors.Memcpy(whole // self.task.world)
+        disk = floors.DirectWrite(Path(self.task.folder), whole) if self.rank == 0 else None
+
+        def settle() -> None:
+            """What was removed, and is only now given back to the disk, is not the next one's."""
+            if disk is not None:
+                time.sleep(SETTLING)
+                os.sync()
+                time.sleep(SETTLING)
+            dist.barrier()
+
+        def take() -> dict[str, float]:
+            settle()
+            copied = copy.time()
+            dist.barrier()
+            written = disk.time() if disk is not None else (0.0, 0.0)
+            settle()
+            return {"memcpy": copied[0], "memcpy_cpu": copied[1],
+                    "write": written[0], "write_cpu": written[1]}  # fmt: skip
+
+        return take
 
 
 def _matmuls() -> Callable[[float], None]:
