@@ -1,9 +1,10 @@
-"""From the shelf to the run store: snapshots become blobs, parts and, together, a checkpoint.
+"""From memory to the run store: captures become blobs, parts and, together, a checkpoint.
 
-Saves run on a few threads of their own. A save never stops training: every failure is an outcome,
-and nothing is left behind. Where a generation began from a step that lies in memory alone, that
-step is made durable first of all ("promoted"): under the authority of the new generation, because
-its own is fenced.
+Saves run on a few threads of their own. A blob is written while the capture is being hashed
+(`writing.py`), its part when both are done. A save never stops training: every failure is an
+outcome, and nothing is left behind. Where a generation began from a step that lies in memory alone,
+that step is made durable first of all ("promoted"): under the authority of the new generation,
+because its own is fenced.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 
 from holdfast.checkpoint import cleaning, restore
 from holdfast.checkpoint.choosing import Choice
@@ -23,11 +25,13 @@ from holdfast.checkpoint.save import (
     check_sealed,
     commit_sealed,
     pieces,
+    store_part,
     try_commit,
     write_sealed,
 )
 from holdfast.checkpoint.snapshots import Shelf, Snapshot
 from holdfast.checkpoint.sources import MemorySource
+from holdfast.checkpoint.writing import Writing
 from holdfast.errors import HoldfastError
 from holdfast.events import CheckpointRemoved
 from holdfast.spec.manifest import part_prefix
@@ -75,9 +79,9 @@ class Saves:
             self.pending[save] += 1
         self._outcomes.captured(save)
 
-    def submit(self, plan: Plan, snapshot: Snapshot) -> None:
-        """Save what was shelved, pinned."""
-        self._threads.submit(self._save, plan, snapshot)
+    def submit(self, plan: Plan, writing: Writing) -> None:
+        """Save what was handed over, and will be shelved, pinned, or given up."""
+        self._threads.submit(self._save, plan, writing)
 
     def promote(self, generation: int, choice: Choice) -> None:
         """Make durable what `generation` began from and only memory holds. Its slots are kept
@@ -95,17 +99,17 @@ class Saves:
         self._threads.shutdown(wait=True)
 
     # --- one save -----------------------------------------------------------------------------
-    def _save(self, plan: Plan, snapshot: Snapshot) -> None:
+    def _save(self, plan: Plan, writing: Writing) -> None:
         """One rank's part of a save; every failure becomes an outcome."""
-        save = (plan.generation, snapshot.part.step)
+        save = writing.save
         try:
-            try:
-                if reason := self._outcomes.failure(save):
-                    raise HoldfastError(reason)  # another rank of this step failed: no use
-                self._write(plan.generation, snapshot)
+            try:  # a save that another rank's failure has made useless ends there
+                writing.write(self._store, partial(self._outcomes.failure, save))
             finally:
+                snapshot = writing.snapshot()
                 self._shelf.unpin(snapshot)
-            self._commit(plan, snapshot.part.step)
+            store_part(self._store, snapshot.part, snapshot.stored)
+            self._commit(plan, save[1])
         except Exception as error:
             self.fail(save, error)
         finally:

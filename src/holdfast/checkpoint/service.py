@@ -6,14 +6,17 @@ own, so that answering never waits for a disk, nor a snapshot in memory for a sa
 
 What a rank captured goes through named states, and every end is an event:
 
-    captured -> hashed -> shelved -> complete                 (in memory: all ranks are there)
-                  |          '-> writing -> written -> committed      (if it is to be durable)
-                  |                 |          '----> failed   (parts do not make a checkpoint)
-                  '-> failed        '-> failed                 (disk full, slot changed, fenced)
+    captured --> hashed --> shelved --> complete              (in memory: all ranks are there)
+       |           '-> failed   |                             (slot changed, fenced)
+       |                        v
+       '-------> writing ---> written --> committed           (if it is to be durable)
+                   '-> failed   '-> failed                    (disk full; parts that do not fit)
 
-The shelf decides when a slot may be written again. Snapshots outlive the worker and the
-generation: those of the newest complete step go when the next generation has one of its own. Where
-a restart began from a step that lies in memory alone, it is made durable behind the training.
+A durable capture is hashed and written at the same time; its part manifest is written when both
+are done, and if one fails the other is given up (`writing.py`). The shelf decides when a slot may
+be written again. Snapshots outlive the worker and the generation: those of the newest complete step
+go when the next generation has one of its own. Where a restart began from a step that lies in
+memory alone, it is made durable behind the training.
 """
 
 from __future__ import annotations
@@ -31,11 +34,12 @@ from holdfast.checkpoint import cleaning, restore
 from holdfast.checkpoint.arena import Arena, SlotHeader, digest, slot_capacity
 from holdfast.checkpoint.blob import header, total_size
 from holdfast.checkpoint.choosing import Choice, Chooser, note_start
-from holdfast.checkpoint.outcomes import Outcomes, Save
+from holdfast.checkpoint.outcomes import Outcomes
 from holdfast.checkpoint.save import Plan, fitting_extent, seal_part
 from holdfast.checkpoint.saving import Saves
 from holdfast.checkpoint.snapshots import MemoryFile, Shelf, Snapshot, header_to_json
 from holdfast.checkpoint.sources import MemorySource, ShelfSource
+from holdfast.checkpoint.writing import Writing
 from holdfast.errors import CheckpointError, CorruptError, FencedError, HoldfastError
 from holdfast.events import CheckpointRejected, SnapshotComplete, SnapshotDropped
 from holdfast.layout import Topology
@@ -90,11 +94,7 @@ class _Capture:
     slot: int
     due: SlotHeader
     meta: dict[str, Any]
-    durable: bool
-
-    @property
-    def save(self) -> Save:
-        return self.plan.generation, self.due.step
+    writing: Writing | None  # its blob; None: it stays in memory
 
 
 class Service:
@@ -292,8 +292,11 @@ class Service:
                 self._saves.expect((generation, step))
         for older in skipped:
             self.shelf.drop(generation, older)
-        capture = _Capture(plan, found, rank, slot, due, dict(meta), durable)
+        writing = Writing(found.memory, slot, due, rank) if durable else None
+        capture = _Capture(plan, found, rank, slot, due, dict(meta), writing)
         self._hashers.submit(self._shelve, capture)
+        if writing is not None:
+            self._saves.submit(plan, writing)
 
     def skipped(self, generation: int, rank: int, step: int, reason: str) -> None:
         """A rank has no snapshot of a step that others may have: nobody's slot waits for it."""
@@ -328,21 +331,20 @@ class Service:
                     capture.meta,
                 )  # fmt: skip
             snapshot = Snapshot(part, part.to_bytes(), owner.memory, slot, due)
-            complete = self._put(snapshot, capture.durable)
+            complete = self._put(snapshot, capture.writing is not None)
         except Exception as error:  # a failed save never stops training (decision 13)
+            if capture.writing is not None:
+                capture.writing.give_up(error)
             if owner.arena.header(slot) in (due, None):  # else a newer capture lies there
                 owner.arena.release(slot)
-            if capture.durable:
-                self._saves.fail(capture.save, error)
-                self._saves.end(capture.save)
-            elif not isinstance(error, FencedError):
+            if capture.writing is None and not isinstance(error, FencedError):
                 self.outcomes.warn(f"step {due.step} of rank {capture.rank}: {error}")
             self._give_up(plan.generation, due.step)
         else:
             if complete:
                 self._complete(plan, due.step)
-            if capture.durable:
-                self._saves.submit(plan, snapshot)
+            if capture.writing is not None:
+                capture.writing.sealed(snapshot)
             for listener in self.shelved:
                 listener(snapshot)
         finally:

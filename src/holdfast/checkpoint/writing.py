@@ -1,0 +1,77 @@
+"""A blob that is written while it is hashed.
+
+A durable save goes twice over a slot: for the checksums, and for the disk. The disk does not need
+the checksums; only the part manifest needs both. So both begin when a capture is handed over, and
+meet before the part:
+
+    hashing    sealed(snapshot)    the checksums are made, and the slot is pinned
+               give_up(why)        there will be none; returns when the disk reads no more
+    saving     write(store, ...)   the blob, durable; ends early, and leaves nothing, once the save
+                                   is of no use
+               snapshot()          waits for one of the first two; raises what `give_up` was told
+
+Until either has been said the slot is held for the hashing; from `sealed` on by its pin. So it is
+never given back while the disk reads it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+from holdfast.checkpoint.arena import SlotHeader
+from holdfast.checkpoint.outcomes import Save
+from holdfast.checkpoint.save import pieces, write_blob
+from holdfast.checkpoint.snapshots import MemoryFile, Snapshot
+from holdfast.errors import HoldfastError
+from holdfast.spec.manifest import blob_key, writer_name
+from holdfast.wire.runstore import RunStore
+
+
+class Writing:
+    """One rank's blob on its way to the run store."""
+
+    def __init__(self, memory: MemoryFile, slot: int, header: SlotHeader, rank: int) -> None:
+        self.save: Save = (header.generation, header.step)
+        self._memory, self._slot, self._header = memory, slot, header
+        self._key = blob_key(header.generation, header.step, writer_name(rank))
+        self._sealed: Future[Snapshot] = Future()
+        self._reading = threading.Lock()  # held by whoever reads the slot for the disk
+
+    # --- the side that hashes ---------------------------------------------------------------
+    def sealed(self, snapshot: Snapshot) -> None:
+        self._sealed.set_result(snapshot)
+
+    def give_up(self, why: Exception) -> None:
+        self._sealed.set_exception(why)
+        with self._reading:  # a write that is under way ends with its next piece
+            pass
+
+    # --- the side that saves ----------------------------------------------------------------
+    def write(self, store: RunStore, useless: Callable[[], str | None]) -> None:
+        """Write the blob under the authority of its own generation. useless: asked again and
+        again; why nobody needs the blob any more, or None.
+
+        Raises that, what `give_up` was told, CorruptError when the slot changes meanwhile, and
+        what the store raises.
+        """
+        with self._reading:
+            self._go_on(useless)
+            with self._memory.arena.reading(self._slot, self._header) as data:
+                write_blob(store, self.save[0], self._key, self._content(data, useless))
+
+    def snapshot(self) -> Snapshot:
+        return self._sealed.result()
+
+    def _content(self, data: memoryview, useless: Callable[[], str | None]) -> Iterator[memoryview]:
+        for piece in pieces(data):
+            self._go_on(useless)
+            yield piece
+        self._go_on(useless)
+
+    def _go_on(self, useless: Callable[[], str | None]) -> None:
+        if self._sealed.done():
+            self._sealed.result()
+        if reason := useless():
+            raise HoldfastError(reason)
