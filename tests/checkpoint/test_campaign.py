@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint import restore, sources
-from tests.checkpoint.campaign import bucket, workers
+from tests.checkpoint.campaign import bucket, peers, uploads, workers
 from tests.checkpoint.campaign.faults import FAULTS, FULL_DISK, Case, cases, run
 from tests.checkpoint.test_disk import namespaces
 from tests.ranks import rank_values
@@ -22,8 +22,9 @@ from tests.ranks import rank_values
 PARTS = 3
 CHILDREN = ("kill", "power", "failing", "zombie", "race", "mover-point", "mover-failing",
             "mover-sigkill", "slot-header", "slot-rewritten", "two-movers")  # fmt: skip
-BUCKET = tuple(bucket.KINDS)
-TORCH_FREE = [name for name in FAULTS if name not in (*BUCKET, FULL_DISK)]
+BUCKET = (*bucket.KINDS, *uploads.KINDS)
+PEERS = tuple(peers.KINDS)
+TORCH_FREE = [name for name in FAULTS if name not in (*BUCKET, *PEERS, FULL_DISK)]
 MOUNT = 'mount -t tmpfs -o size=2560k none "$0" && exec "$@"'
 
 
@@ -40,7 +41,8 @@ def campaign(*arguments: str | int, deadline: float = 120) -> list[dict[str, str
 @pytest.mark.parametrize("part", range(PARTS))
 def test_five_hundred_cases(part: int) -> None:
     """Every one restores the newest good checkpoint, or was built with none left and says so."""
-    seen = campaign("--seed", 1, "--cases", 500, "--part", f"{part}/{PARTS}", "--skip", *BUCKET)
+    seen = campaign("--seed", 1, "--cases", 500, "--part", f"{part}/{PARTS}", "--skip", *BUCKET,
+                    *PEERS)  # fmt: skip
     for case in seen:
         if case["fault"] in CHILDREN:
             assert case["verdict"] == "newest", case
@@ -68,6 +70,19 @@ def test_a_disk_that_is_really_full(tmp_path: Path, count: int) -> None:
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_another_machines_memory() -> None:
+    """A dozen of the cases of tier 1; `make rotten` does more."""
+    seen = campaign("--seed", 2, "--cases", 14, "--only", *PEERS)
+    assert {case["fault"] for case in seen} == set(PEERS)
+    assert {case["verdict"] for case in seen} <= {"newest", "older"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PEERS)
+def test_another_machines_memory_at_length(name: str) -> None:
+    campaign("--seed", 3, "--cases", 20, "--only", name, deadline=600)
 
 
 def test_a_bucket_over_real_http() -> None:

@@ -19,10 +19,12 @@ from tests.checkpoint.campaign import (
     interrupted,
     memory,
     movers,
+    peers,
     reading,
     rest,
     sealed,
     states,
+    uploads,
 )
 from tests.checkpoint.campaign.interrupted import Setting
 from tests.checkpoint.campaign.judge import Restored, WrongError, judge_folder
@@ -199,7 +201,9 @@ FAULTS: dict[str, Fault] = {
     "slot-rewritten": Fault(partial(of_setting, movers.rewritten), 6),
     "two-movers": Fault(partial(of_setting, movers.two_movers), 8),
     **{name: Fault(partial(of_setting, partial(memory.play, name)), 8) for name in memory.KINDS},
+    **{name: Fault(partial(of_setting, body), 4) for name, body in peers.KINDS.items()},
     **{name: Fault(partial(of_setting, body), 10) for name, body in bucket.KINDS.items()},
+    **{name: Fault(partial(of_setting, body), 10) for name, body in uploads.KINDS.items()},
 }
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from holdfast.checkpoint.mover_client import MoverClient
 from holdfast.checkpoint.peer_source import PeerBlobs
+from holdfast.checkpoint.peer_wire import PeerError
 from holdfast.checkpoint.restore import Checkpoint, listing
 from holdfast.checkpoint.sources import MappedSource, Mixed, Source, StoreSource
 from holdfast.elastic.boot import WorkerBoot
@@ -64,15 +65,18 @@ def restore(boot: WorkerBoot, session: Session, reporter: Reporter, secret: Secr
 
 
 def _load(session: Session, boxes: _Boxes, run_folder: str) -> None:
-    """Where the store fails, rather than the bytes, it is asked once more. A store that answers,
-    but cannot read this, has a rotten disk; one that does not answer says nothing."""
+    """Where a source fails, rather than the bytes, it is asked once more. A store that answers,
+    but cannot read this, has a rotten disk; one that does not answer says nothing. A peer that
+    fails twice is as good as rotten: what it alone holds must not keep the run from going on."""
     try:
         session.engine.load(boxes)
         return
-    except (RunFolderError, StoreError) as error:
+    except (RunFolderError, StoreError, PeerError) as error:
         print(f"asked once more: {error}", flush=True)
     try:
         session.engine.load(boxes)
+    except PeerError as error:
+        raise RottenError(f"it cannot be read: {error}") from error
     except (RunFolderError, StoreError) as error:
         listing(FolderStore(run_folder))  # raises when it is out of reach
         raise RottenError(f"it cannot be read: {error}") from error
