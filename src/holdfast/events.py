@@ -231,7 +231,7 @@ class RestorePointFound(Event):
 class SourceRejected(Event):
     """A source had some bytes of a checkpoint not whole, and another one gave them."""
 
-    rank: int
+    rank: int  # that read; -1: whoever chose what to begin from
     source: str
     key: str
     reason: str

@@ -23,11 +23,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.checkpoint import restore
+from holdfast.checkpoint.second import Second, opened
 from holdfast.checkpoint.sources import MemorySource
 from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFolderError, StoreError
+from holdfast.events import CheckpointCommitted
 from holdfast.layout import Topology
 from holdfast.spec.manifest import COMMITS, Commit, Part, commit_key, merge, parse_commit_key
 from holdfast.spec.state import StateTable
+from holdfast.wire.journal import PREFIX as JOURNAL
+from holdfast.wire.journal import parse
 from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
 
 STARTS = "starts/"
@@ -59,6 +63,26 @@ def newest_start(store: RunStore) -> int:
     """The newest generation that noted from which step it began; 0 for none."""
     keys = store.list(STARTS)
     return int(keys[-1].removeprefix(STARTS).removesuffix(".json")) if keys else 0
+
+
+def newest_past(store: RunStore) -> int | None:
+    """The newest step that the run had once committed or begun from, by its notes of starts and its
+    journal; None when it never had any, or has begun again from nothing since.
+
+    Only asked where nothing is left: then a run that lost its checkpoints would look like a new one.
+    """
+    begun = newest_start(store)
+    past = 0
+    with suppress(MissingKeyError, CorruptError):
+        past = _start_of(store, begun) if begun else 0
+    for key in store.list(JOURNAL):
+        generation = key.removeprefix(JOURNAL).partition("/")[0]
+        if not generation.isdecimal() or int(generation) >= begun:
+            with suppress(CorruptError):  # what can be read of a journal says enough
+                records, _ = parse(key, store.get(key))
+                committed = [r.event for r in records if isinstance(r.event, CheckpointCommitted)]
+                past = max([past, *(event.step for event in committed)])
+    return past or None
 
 
 def given_up(store: RunStore, present: int, generation: int, step: int) -> bool:
@@ -98,11 +122,14 @@ class Chooser:
     def __init__(
         self, store: RunStore, memories: Sequence[MemorySource], present: int,
         config_hash: str, dataset_version: str, rejected: Reject,
+        second: Second | None = None, noted: Reject = lambda key, reason: None,
     ) -> None:  # fmt: skip
-        """`rejected(key, reason)` is called for each candidate that is passed over."""
+        """`rejected(key, reason)` is called for each candidate that is passed over. `second` is
+        asked where the run store falls short; `noted(key, reason)` says that it gave something."""
         self._store, self._memories, self._present = store, memories, present
         self._about = (config_hash, dataset_version)
-        self._rejected = rejected
+        self._rejected, self._second, self._noted = rejected, second, noted
+        self._unread: HoldfastError | None = None
 
     def newest(self, skip: Collection[str]) -> Choice | None:
         """The newest state that can be begun from; None when there has never been one.
@@ -111,33 +138,56 @@ class Chooser:
         none can be trusted, and the store's own error when it is out of reach.
         """
         held = self._in_memory()
-        at_rest = {at for key in restore.listing(self._store) if (at := parse_commit_key(key))}
-        positions = sorted(held.keys() | at_rest, reverse=True)
-        unread: HoldfastError | None = None
+        at_rest = _positions(self._store)
+        waiting = sorted(held.keys() | at_rest)  # the newest last
+        past = None if waiting else newest_past(self._store)
+        short, asked = past is not None, self._second is None
+        done: set[_Position] = set()
         over = 0  # candidates that a later generation has given up
-        for position in positions:
+        while waiting or (short and not asked):
+            if short and not asked:
+                asked = True
+                more = self._elsewhere() - done
+                at_rest |= more
+                waiting = sorted({*waiting, *more})
+                continue
+            position = waiting.pop()
+            done.add(position)
             key = commit_key(position[1], position[0])
             if key in skip:
+                short = True
                 continue
             try:
                 choice = self._consider(key, position, held.get(position), position in at_rest)
             except (HoldfastError, ValueError) as error:
-                unread = self._still_there(error) or unread
+                self._unread = self._still_there(error) or self._unread
                 self._rejected(key, str(error))
+                short = True
                 continue
             if choice is not None:
                 return choice
             over += 1
             self._rejected(key, "a later generation began again from an older step")
-        if unread is not None:
-            raise unread  # it may be whole where it cannot be read: no reason to start over
-        if positions and not (over == len(positions) and self._from_nothing()):
+        if self._unread is not None:
+            raise self._unread  # it may be whole where it cannot be read: no reason to start over
+        if done and not (over == len(done) and self._from_nothing()):
             raise CheckpointError(
-                f"none of {len(positions)} checkpoints can be trusted",
+                f"none of {len(done)} checkpoints can be trusted",
                 where=COMMITS.rstrip("/"),
                 remedy="see why with: holdfast checkpoint verify RUN, or start over with --fresh",
             )
+        if past is not None and not done:
+            raise _forgotten(past)
         return None
+
+    def _elsewhere(self) -> set[_Position]:
+        """What the second place has. One that is away may have what is needed."""
+        assert self._second is not None, "whoever asks has looked"
+        try:
+            return _positions(self._second.store)
+        except StoreError as error:
+            self._unread = error
+            return set()
 
     def _from_nothing(self) -> bool:
         """Whether the last generation that has begun did so from initial weights: then it gave up
@@ -176,9 +226,15 @@ class Chooser:
     def _opened(self, key: str) -> Commit:
         """Where the store fails, rather than the bytes, it is asked once more."""
         try:
-            return restore.opened(self._store, key)
+            return self._opened_once(key)
         except (RunFolderError, StoreError):
-            return restore.opened(self._store, key)
+            return self._opened_once(key)
+
+    def _opened_once(self, key: str) -> Commit:
+        return opened(
+            self._store, self._second, key, self._about[0],
+            lambda reason: self._noted(key, reason),
+        )  # fmt: skip
 
     def _still_there(self, error: Exception) -> HoldfastError | None:
         """The error, if it is the store's own and not about the bytes. A store that is out of reach
@@ -205,6 +261,18 @@ class Chooser:
                     step = found.setdefault(at, _Found(memory.plan(line.generation), {}))
                     step.parts.setdefault(line.rank, (part, line.stored))
         return {at: s for at, s in found.items() if s.complete and at[1] <= self._present}
+
+
+def _positions(store: RunStore) -> set[_Position]:
+    return {at for key in restore.listing(store) if (at := parse_commit_key(key))}
+
+
+def _forgotten(past: int) -> CheckpointError:
+    return CheckpointError(
+        f"this run had a checkpoint of step {past}, and none is left", where=COMMITS.rstrip("/"),
+        remedy="put the checkpoints back (what checkpoint.bucket names is asked), or start over "
+        "with --fresh",
+    )  # fmt: skip
 
 
 def _start_key(generation: int) -> str:

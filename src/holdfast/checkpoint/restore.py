@@ -242,14 +242,15 @@ def opened(store: RunStore, key: str) -> Commit:
     index = Index(commit)
     with ThreadPoolExecutor(OPENING_THREADS, "open") as threads:
         for problem in threads.map(
-            lambda writer: _head_problem(store, index, writer), commit.writers
+            lambda writer: head_problem(store, index, writer), commit.writers
         ):
             if problem is not None:
                 raise CorruptError(problem)
     return commit
 
 
-def _head_problem(store: RunStore, index: Index, writer: Writer) -> str | None:
+def head_problem(store: RunStore, index: Index, writer: Writer) -> str | None:
+    """What is wrong with a blob's size or header. Raises MissingKeyError, CorruptError."""
     blob, due = writer.blob, index.due(writer.rank)
     size = store.size(blob.key)
     if size != blob.size or size != blob.data_start + sum(p.nbytes for p in due):

@@ -37,16 +37,18 @@ from holdfast.checkpoint.choosing import Choice, Chooser, note_start
 from holdfast.checkpoint.outcomes import Outcomes
 from holdfast.checkpoint.save import Plan, fitting_extent, seal_part
 from holdfast.checkpoint.saving import Saves
+from holdfast.checkpoint.second import Second
 from holdfast.checkpoint.snapshots import MemoryFile, Shelf, Snapshot, header_to_json
 from holdfast.checkpoint.sources import MemorySource, ShelfSource
 from holdfast.checkpoint.writing import Writing
 from holdfast.errors import CheckpointError, CorruptError, FencedError, HoldfastError
-from holdfast.events import CheckpointRejected, SnapshotComplete, SnapshotDropped
+from holdfast.events import CheckpointRejected, SnapshotComplete, SnapshotDropped, SourceRejected
 from holdfast.layout import Topology
 from holdfast.spec.manifest import Placed, parse_commit_key, placed
 from holdfast.spec.ownership import owned_boxes
 from holdfast.spec.state import StateTable
 from holdfast.wire.runstore import MissingKeyError, RunStore
+from holdfast.wire.stores import open_store
 
 HASH_THREADS = 2
 DESCRIPTORS = 200
@@ -114,6 +116,7 @@ class Service:
         """Which of some blobs lie in the memory of peers, as JSON (`PeerMemories.holders`)."""
         self._store = store
         self._settings = settings
+        self._second = Second(lambda: open_store(settings.bucket)) if settings.bucket else None
         self._clock = clock
         self._change = threading.Condition()
         self._plan: Plan | None = None
@@ -419,7 +422,10 @@ class Service:
         begun = self._clock()
         chooser = Chooser(
             self._store, self.memories, generation, self._settings.config_hash,
-            self._settings.dataset_version, reject,
+            self._settings.dataset_version, reject, self._second,
+            lambda key, reason: self.outcomes.add(
+                SourceRejected(-1, "run store", key, reason, step=restore.step_of(key))
+            ),
         )  # fmt: skip
         self._choice = choice = chooser.newest(tried)
         answer: dict[str, Any] = {"key": None, "step": 0, "generation": 0, "meta": {}}
@@ -434,7 +440,11 @@ class Service:
     def damage(self, generation: int, key: str) -> str | None:
         """What keeps the checkpoint from being restored; every byte of it is read."""
         self._current(generation)
-        return restore.damage(self._store, key)
+        problem = restore.damage(self._store, key)
+        if problem is not None and self._second is not None:
+            with suppress(HoldfastError):  # the folder's problem is what is said
+                return restore.damage(self._second.store, key) and problem
+        return problem
 
     def holdings(self, generation: int, key: str) -> tuple[dict[str, Any], list[int]]:
         """The commit object under `key`, and which of its blobs lie in this mover's memory, with

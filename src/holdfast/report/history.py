@@ -29,6 +29,7 @@ from holdfast.events import (
     RunStopped,
     SaveInterval,
     SettingIgnored,
+    SourceRejected,
     StepDone,
     StopRequested,
     UploadFailed,
@@ -310,6 +311,9 @@ def notice(event: Event) -> str:
         return f"rank {event.rank} took no snapshot of step {event.step}: {event.reason}"
     if isinstance(event, CheckpointRejected):
         return f"checkpoint {event.key} was not trusted: {event.reason}"
+    if isinstance(event, SourceRejected):
+        who = f"rank {event.rank}" if event.rank >= 0 else "the search for a restore point"
+        return f"{who} took from another source what the {event.source} had not: {event.reason}"
     if isinstance(event, PeerFailed):
         return f"{event.peer} keeps no copy of step {event.step}: {event.reason}"
     if isinstance(event, UploadFailed):

@@ -2,9 +2,9 @@
 
 The mover says which blobs it has in memory; they are mapped and read where they lie, so a state
 that outlived its worker is copied once, into the tensors. What is not there comes from peers, then
-from the run store. Every byte is checked on its way, by this process and only here: what turns out
-to be rotten everywhere is the end of this worker, and its agent begins again from the next older
-checkpoint.
+from the run store, then from the bucket, which is opened only for that. Every byte is checked on
+its way, by this process and only here: what turns out to be rotten everywhere is the end of this
+worker, and its agent begins again from the next older checkpoint.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from holdfast.checkpoint.mover_client import MoverClient
 from holdfast.checkpoint.peer_source import PeerBlobs
 from holdfast.checkpoint.peer_wire import PeerError
 from holdfast.checkpoint.restore import Checkpoint, listing
+from holdfast.checkpoint.second import BUCKET, Second
 from holdfast.checkpoint.sources import MappedSource, Mixed, Source, StoreSource
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.worker.reporter import Reporter
@@ -30,6 +31,7 @@ from holdfast.spec.manifest import Commit
 from holdfast.train.build import Session
 from holdfast.wire.runstore import FolderStore, MissingKeyError
 from holdfast.wire.secret import Secret
+from holdfast.wire.stores import open_store
 
 
 class RottenError(HoldfastError):
@@ -118,6 +120,8 @@ def _opened(boot: WorkerBoot, key: str, secret: Secret | None) -> Iterator[Check
         for peer in holdings.peers
     ]
     sources: list[Source] = [mapped, *peers, StoreSource(store)]
+    if bucket := str(boot.config["checkpoint"]["bucket"]):
+        sources.append(StoreSource(Second(lambda: open_store(bucket)), BUCKET))
     try:
         yield Checkpoint(Mixed(sources), holdings.commit)
     finally:
