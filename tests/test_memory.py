@@ -16,8 +16,11 @@ import pytest
 
 from holdfast.checkpoint.restore import Checkpoint, listing
 from holdfast.events import (
+    CheckpointCaptured,
     CheckpointCommitted,
+    CheckpointFailed,
     CheckpointRestored,
+    CheckpointSkipped,
     GenerationStarted,
     RestorePointFound,
     RunFinished,
@@ -75,6 +78,30 @@ def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Pat
     audit = apart("data", "audit", killed)
     assert audit.code == 0, audit.out
     assert f"{6 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
+
+
+def test_beside_a_snapshot_of_every_step_the_durable_saves_come_first(run_file: Path) -> None:
+    """Steps take milliseconds, so most durable saves meet slots that are in use."""
+    folder = run_file.parent / "every-step"
+    outcome = apart(
+        "train", run_file, f"folder={folder}", *SETTINGS, "checkpoint.every_steps=5",
+        "checkpoint.keep_last=100", deadline=120,
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    events = [record.event for record in read(FolderStore(folder))]
+    assert not any(isinstance(event, CheckpointFailed) for event in events)
+    captured = {
+        event.step: event.durable
+        for event in events if isinstance(event, CheckpointCaptured) and event.rank == 0
+    }  # fmt: skip
+    assert len(captured) > STEPS // 5
+    skipped = {event.step for event in events if isinstance(event, CheckpointSkipped)}
+    for due in range(5, STEPS, 5):
+        found = min(step for step in captured if step >= due)
+        assert captured[found], f"step {due} was owed, and step {found} stayed in memory"
+        assert found == due or due in skipped or min(skipped, default=STEPS) < due
+    durable = {step for step, is_durable in captured.items() if is_durable}
+    assert {e.step for e in events if isinstance(e, CheckpointCommitted)} == durable
 
 
 def _killed(run_file: Path, folder: Path) -> tuple[Outcome, list[int]]:

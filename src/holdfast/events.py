@@ -95,8 +95,28 @@ class StopRequested(Event):
 
 
 @dataclass(frozen=True)
+class NoticeReceived(Event):
+    """These nodes will be gone `seconds` from now; leave: the run is to end by then."""
+
+    seconds: float
+    nodes: list[str]
+    leave: bool
+    source: str  # SIGTERM, notice
+
+
+@dataclass(frozen=True)
+class EmergencyPlanned(Event):
+    """Which tiers will have the state in time, the surest first; [] where none will."""
+
+    tiers: list[int]
+    seconds: float  # the deadline
+    bytes: int  # what is at risk
+    reason: str
+
+
+@dataclass(frozen=True)
 class RunStopped(Event):
-    """Left early, resumable; the state after `step` is committed."""
+    """Left early, resumable; the state after `step` is committed, or peers have it."""
 
     reason: str
 
@@ -182,10 +202,10 @@ class CheckpointCaptured(Event):
 
 @dataclass(frozen=True)
 class SaveInterval(Event):
-    """A new decision how often to save. Written by rank 0."""
+    """A new decision how often to save into a tier. Written by rank 0."""
 
     tier: int
-    seconds: float
+    seconds: float  # 0: never on its own account
     reason: str
 
 

@@ -18,7 +18,6 @@ from holdfast.policy.interval import (
     TierCost,
     daly,
     decide,
-    decide_now,
     decide_tiers,
     lost,
     young,
@@ -75,7 +74,8 @@ def test_a_decision_stays_within_the_bounds_and_says_so(
 def test_a_reason_is_one_sentence_with_its_numbers() -> None:
     hazard = Hazard.prior().after(7200, nodes=4, failures=1)
     cost = SaveCost().after(1.0).after(1.2, blocked=0.2)
-    found = decide_now(2, cost, hazard, 4, Bounds(1, 3600), None)
+    seen = f"{hazard.evidence} on 4 nodes"
+    found = decide(TierCost(2, cost.seconds), hazard.rate(4), Bounds(1, 3600), evidence=seen)
     assert found.reason.startswith("tier 2 is saved every ")
     for part in ("a save costs 200 ms", "one failure is expected", "(1 failure in 2 h on 4 nodes)",
                  "of the time is then lost"):  # fmt: skip
@@ -178,6 +178,30 @@ def test_two_tiers_are_as_good_as_the_best_of_a_sweep_of_the_replay(
     assert mine <= 1.03 * min(swept)
 
 
+def test_a_choice_of_tiers_stands_as_long_as_it_is_as_good() -> None:
+    prices = [TierCost(0, 0.01), TierCost(3, 1.0)]
+    first = {d.tier: d for d in decide_tiers(prices, {0: 1e-3, 3: 1e-4}, WIDE)}
+    near = decide_tiers(prices, {0: 1.1e-3, 3: 1.1e-4}, WIDE, kept=first)
+    assert all(made is first[made.tier] for made in near)
+    far = decide_tiers(prices, {0: 4e-3, 3: 4e-4}, WIDE, kept=first)
+    assert all(made.seconds < 0.6 * first[made.tier].seconds for made in far)
+    # A tier that is hardly worth it any more is not left out at once, and comes back no sooner.
+    edge = 0.99 * 1e-4 * ((1 + 0.1**2 / 4) ** 2 - 1)  # where both choices lose the same
+    for kept in (first, {0: Decision(0, inf, "left out"), 3: first[3]}):
+        found = decide_tiers(prices, {0: edge, 3: 1e-4}, WIDE, kept=kept)
+        assert (found[0].seconds == inf) == (kept[0].seconds == inf)
+
+
+def test_a_tier_of_the_run_file_takes_its_failures_and_gets_no_decision() -> None:
+    prices = [TierCost(0, 1.0), TierCost(2, 1.0), TierCost(3, 1.0)]
+    rates = {0: 1e-3, 2: 1e-4, 3: 1e-5}
+    found = {d.tier: d for d in decide_tiers(prices, rates, WIDE, fixed={0: 7.0}, needed=(2,))}
+    assert set(found) == {2, 3}
+    assert found[2].seconds == pytest.approx(young(1.0, 1e-4), rel=0.05)
+    assert found[2].seconds / 7.0 == pytest.approx(round(found[2].seconds / 7.0))
+    assert "save of tier 0" in found[2].reason
+
+
 # --- what a save costs ----------------------------------------------------------------------------
 def test_the_cost_is_what_the_steps_around_a_save_took_longer() -> None:
     """A step of 1 s; a save blocks for 10 ms, and 0.3 s more are lost to its copy and its write."""
@@ -196,10 +220,9 @@ def test_the_cost_is_what_the_steps_around_a_save_took_longer() -> None:
 
 
 def test_no_tier_is_asked_to_save_before_it_is_done_with_the_last() -> None:
-    cost = SaveCost().after(1.0).after(1.01, blocked=0.01)
-    busy, bounds = Hazard.prior().after(600, failures=30), Bounds(0.1, 3600)
-    assert decide_now(3, cost, busy, 1, bounds, None).seconds < 5
-    slow = decide_now(3, cost.was_durable(40.0).was_durable(44.0), busy, 1, bounds, None)
+    rate, bounds = Hazard.prior().after(600, failures=30).rate(), Bounds(0.1, 3600)
+    assert decide(TierCost(3, 0.01), rate, bounds).seconds < 5
+    slow = decide(TierCost(3, 0.01, 42.0), rate, bounds)
     assert slow.seconds == 42
     assert "but a save is durable after 42 s only" in slow.reason
 

@@ -14,6 +14,7 @@ from holdfast.events import (
     WorkerLost,
     WorkerReady,
 )
+from holdfast.policy.classes import PRIOR
 from holdfast.policy.hazard import Hazard
 from holdfast.policy.seen import Seen
 
@@ -22,12 +23,25 @@ TWO_NODES = GenerationStarted({"nodes": ["a", "a", "b"]}, "start")
 
 
 def _seen(generations: list[list[tuple[float, Event]]]) -> Hazard:
+    return _all_seen(generations).hazard
+
+
+def _all_seen(generations: list[list[tuple[float, Event]]]) -> Seen:
     """What is known when the generation after the last has begun."""
     seen = Seen(Hazard.prior())
     for number, found in enumerate([*generations, [(0.0, TWO_NODES)]], start=1):
         for sequence, (at, event) in enumerate(found):
             seen.observe(Record(number, "agent", sequence, 1e9 + at, event))
-    return seen.hazard
+    return seen
+
+
+def test_a_lost_worker_leaves_its_nodes_memory_and_silence_takes_it() -> None:
+    begun: list[tuple[float, Event]] = [(0, TWO_NODES), (2, WorkerReady(0, 1.0)), (90, DONE)]
+    lost = _all_seen([[*begun, (91, WorkerLost(1, 7, "SIGKILL", "exit"))]]).classes.counts
+    silent = _all_seen([begun]).classes.counts
+    assert lost == (PRIOR[0] + 1, *PRIOR[1:])
+    assert silent == (PRIOR[0], PRIOR[1] + 1, *PRIOR[2:])
+    assert _all_seen([[*begun, (91, RunStopped("SIGTERM"))]]).classes.counts == PRIOR
 
 
 def test_time_at_risk_is_from_ready_to_the_loss_on_all_nodes() -> None:

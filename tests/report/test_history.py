@@ -12,13 +12,18 @@ from holdfast.events import (
     CheckpointFailed,
     CheckpointRejected,
     CheckpointRemoved,
+    EmergencyPlanned,
     NonFinite,
+    NoticeReceived,
     Record,
     RunFailed,
+    SaveInterval,
     SettingIgnored,
     to_json,
 )
 from holdfast.report.history import build, read
+from holdfast.report.page import render
+from holdfast.report.summary import summary
 from holdfast.report.timeline import in_order
 from holdfast.wire.runstore import MemoryStore
 from tests.report.journals import Scribe, lossy_run
@@ -154,6 +159,27 @@ def test_what_a_person_should_know_becomes_a_notice() -> None:
     text = "\n".join(n.text for n in history.notices)
     for part in ("train.compile", "disk is full", "extent 3", "layers.0.ffn.up.weight on rank"):
         assert part.replace(" on rank", "") in text
+
+
+def test_the_newest_decision_of_each_tier_is_the_one_in_force() -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 4)
+    for tier, seconds in ((2, 60.0), (0, 5.0), (2, 40.0), (1, 0.0)):
+        run.write(SaveInterval(tier, seconds, f"tier {tier} <{seconds:g}>", step=4))
+    run.write(NoticeReceived(30.0, ["a", "b"], True, "SIGTERM", step=4))
+    run.write(EmergencyPlanned([2], 30.0, 10**6, "1 MB into tier 2 by 2 s", step=4))
+    history = build(run.records)
+    assert [(d.tier, d.seconds) for d in history.cadence] == [(0, 5.0), (1, 0.0), (2, 40.0)]
+    text = "\n".join(n.text for n in history.notices)
+    assert "notice (SIGTERM): a, b will be gone in 30 s, and the run is to leave" in text
+    assert "emergency save: 1 MB into tier 2" in text
+    assert [d["tier"] for d in summary(history)["cadence"]] == [0, 1, 2]
+    page = render(history, {})
+    assert "When to save" in page
+    assert "tier 2 &lt;40&gt;" in page
+    assert "never" in page
 
 
 def test_removed_checkpoints_are_marked() -> None:

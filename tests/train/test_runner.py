@@ -16,6 +16,7 @@ from holdfast.config.run import RunConfig
 from holdfast.errors import NonFiniteError
 from holdfast.events import Event
 from holdfast.layout import Layout, place
+from holdfast.policy.save import Into
 from holdfast.spec.boxes import Box
 from holdfast.train.build import Session, build
 from holdfast.train.runner import Outcome, run
@@ -50,6 +51,7 @@ class World:
     def __init__(self, stop_after: int = 0, save_at: int = 0):
         self.log: list[Any] = []
         self.saved: dict[int, dict[str, Tensor]] = {}
+        self.into: dict[int, Into] = {}
         self._stop_after, self._save_at = stop_after, save_at
 
     def wishes(self, step: int) -> Wishes:
@@ -71,10 +73,11 @@ class World:
     def fence(self) -> float:
         return 0.0
 
-    def announce(self, step: int, meta: Mapping[str, Any], durable: bool) -> None:
+    def announce(self, step: int, meta: Mapping[str, Any], into: Into) -> None:
+        self.into[step] = into
         self.log.append(("announce", step, meta["tokens"]))
 
-    def settle(self, step: int, seconds: float) -> str | None:
+    def settle(self, step: int, seconds: float, durable: bool = True) -> str | None:
         return None if step in self.saved else f"step {step} was never captured"
 
     def kinds(self) -> list[str]:

@@ -38,6 +38,7 @@ from holdfast.checkpoint.mover_client import MoverClient, MoverGoneError
 from holdfast.checkpoint.pieces import Copy, Cost, Listener, Piece, Span, cut, move
 from holdfast.errors import CheckpointError, FencedError, HoldfastError
 from holdfast.layout import Topology
+from holdfast.policy.save import Into
 from holdfast.spec.boxes import Box
 from holdfast.spec.manifest import Placed, placed
 from holdfast.spec.ownership import owned_boxes
@@ -225,9 +226,12 @@ class Capturer:
         copy.after(ended)
 
     # --- handing over -----------------------------------------------------------------------
-    def announce(self, step: int, meta: Mapping[str, Any], durable: bool = True) -> Skipped | None:
+    def announce(
+        self, step: int, meta: Mapping[str, Any], durable: bool = True, copied: bool | None = None,
+        uploaded: bool = True,
+    ) -> Skipped | None:  # fmt: skip
         """Have the mover save what was captured, or with `durable` False keep it in memory; None
-        when it has taken it over.
+        when it has taken it over. copied, uploaded: as in `policy.save.Into`.
 
         A mover that is gone or refuses is no reason to stop training; the slot is free again
         then. One that does not answer is asked once more, with a new proof: while a machine
@@ -240,7 +244,7 @@ class Capturer:
             return self._told(step, failed)
         slot, made = held
         try:
-            self._hand_over(step, slot, made, meta, durable)
+            self._hand_over(step, slot, made, meta, Into(durable, copied, uploaded))
         except FencedError:
             raise
         except HoldfastError as error:
@@ -257,11 +261,12 @@ class Capturer:
         return Skipped(step, reason)
 
     def _hand_over(
-        self, step: int, slot: int, made: SlotHeader, meta: Mapping[str, Any], durable: bool
+        self, step: int, slot: int, made: SlotHeader, meta: Mapping[str, Any], into: Into
     ) -> None:
         tell = partial(
-            self._mover.captured, self._rank, step, slot, made.sequence, meta, durable=durable
-        )
+            self._mover.captured, self._rank, step, slot, made.sequence, meta,
+            durable=into.durable, copied=into.copied, uploaded=into.uploaded,
+        )  # fmt: skip
         try:
             tell()
         except MoverGoneError:

@@ -210,7 +210,14 @@ def _uploader(boot: MoverBoot, service: Service) -> Uploader | None:
     uploader = Uploader(
         open_store(boot.store), lambda: opened(location), keep, service.outcomes.add
     )
-    service.outcomes.durable.append(uploader.committed)
+
+    def committed(key: str) -> None:
+        if key in service.kept_back:
+            service.kept_back.discard(key)
+        else:
+            uploader.committed(key)
+
+    service.outcomes.durable.append(committed)
     service.spare(uploader.underway)
     return uploader
 

@@ -174,12 +174,14 @@ class MoverClient:
         sequence: int,
         meta: Mapping[str, Any],
         durable: bool = True,
+        copied: bool | None = None,
+        uploaded: bool = True,
     ) -> None:
         """Slot `slot` holds the state after `step`: keep it in memory and, with `durable`, save
-        it. Returns before that is done."""
+        it. copied, uploaded: as in `policy.save.Into`. Returns before that is done."""
         body = {
             "rank": rank, "step": step, "slot": slot, "sequence": sequence, "meta": dict(meta),
-            "durable": durable,
+            "durable": durable, "copied": copied, "uploaded": uploaded,
         }  # fmt: skip
         self._call("captured", body)
 

@@ -124,9 +124,10 @@ class Copies:
                     line.waiting = None
         self._unpin()
 
-    def shelved(self, generation: int, step: int, rank: int) -> None:
-        """A rank of this node has a snapshot on the shelf; offers the step if it was the last."""
-        if step % self._settings.every_steps:
+    def shelved(self, generation: int, step: int, rank: int, surely: bool = False) -> None:
+        """A rank of this node has a snapshot on the shelf; offers the step if it was the last.
+        surely: also a step that the rule by steps leaves out."""
+        if step % self._settings.every_steps and not surely:
             return
         with self._change:
             if self._plan is None or self._plan[0].generation != generation or self._closed:

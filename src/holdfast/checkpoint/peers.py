@@ -56,9 +56,11 @@ class Peers:
         self.server.advance(topology.generation)
         self.copies.expect(topology, table)
 
-    def shelved(self, snapshot: Snapshot) -> None:
-        """A rank of this node has one more snapshot on the shelf."""
-        self.copies.shelved(snapshot.part.generation, snapshot.part.step, snapshot.part.rank)
+    def shelved(self, snapshot: Snapshot, surely: bool = False) -> None:
+        """A rank of this node has one more snapshot on the shelf. surely: whatever the rule by
+        steps says."""
+        part = snapshot.part
+        self.copies.shelved(part.generation, part.step, part.rank, surely)
 
     def status(self) -> dict[str, Any]:
         return {

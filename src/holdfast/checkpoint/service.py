@@ -44,7 +44,8 @@ from holdfast.checkpoint.writing import Writing
 from holdfast.errors import CheckpointError, CorruptError, FencedError, HoldfastError
 from holdfast.events import CheckpointRejected, SnapshotComplete, SnapshotDropped, SourceRejected
 from holdfast.layout import Topology
-from holdfast.spec.manifest import Placed, parse_commit_key, placed
+from holdfast.policy.save import Into
+from holdfast.spec.manifest import Placed, commit_key, parse_commit_key, placed
 from holdfast.spec.ownership import owned_boxes
 from holdfast.spec.state import StateTable
 from holdfast.wire.runstore import MissingKeyError, RunStore
@@ -96,6 +97,7 @@ class _Capture:
     slot: int
     due: SlotHeader
     meta: dict[str, Any]
+    into: Into
     writing: Writing | None  # its blob; None: it stays in memory
 
 
@@ -110,8 +112,11 @@ class Service:
         self.shelf = Shelf(self._slots_came_free)
         self.memories: list[MemorySource] = [ShelfSource(self.shelf)]
         """Where a restart looks for snapshots; peers are added behind."""
-        self.shelved: list[Callable[[Snapshot], None]] = []
-        """Called with each snapshot of a rank of this node, on a thread that may take its time."""
+        self.shelved: list[Callable[[Snapshot, bool], None]] = []
+        """Called with each snapshot of a rank of this node that peers may have, and whether they
+        are to have it whatever their rule says, on a thread that may take its time."""
+        self.kept_back: set[str] = set()
+        """Keys of checkpoints that do not go into the bucket."""
         self.elsewhere: Callable[[Collection[str]], list[dict[str, Any]]] = lambda keys: []
         """Which of some blobs lie in the memory of peers, as JSON (`PeerMemories.holders`)."""
         self._store = store
@@ -268,9 +273,11 @@ class Service:
         sequence: int,
         meta: Mapping[str, Any],
         durable: bool = True,
+        copied: bool | None = None,
+        uploaded: bool = True,
     ) -> None:
         """Take over a snapshot: hash and shelve it in the background, and save it if it is to be
-        durable; asked again, do nothing more.
+        durable; asked again, do nothing more. copied, uploaded: as in `policy.save.Into`.
 
         Raises CorruptError when the slot does not hold what the request says. Nothing is done to
         the slot then: a request that was held up must not give back what has come after it.
@@ -293,10 +300,13 @@ class Service:
             self._hashing += 1
             if durable:
                 self._saves.expect((generation, step))
+                if not uploaded:
+                    self.kept_back.add(commit_key(generation, step))
         for older in skipped:
             self.shelf.drop(generation, older)
+        into = Into(durable, copied, uploaded)
         writing = Writing(found.memory, slot, due, rank) if durable else None
-        capture = _Capture(plan, found, rank, slot, due, dict(meta), writing)
+        capture = _Capture(plan, found, rank, slot, due, dict(meta), into, writing)
         self._hashers.submit(self._shelve, capture)
         if writing is not None:
             self._saves.submit(plan, writing)
@@ -348,8 +358,8 @@ class Service:
                 self._complete(plan, due.step)
             if capture.writing is not None:
                 capture.writing.sealed(snapshot)
-            for listener in self.shelved:
-                listener(snapshot)
+            for listener in self.shelved if capture.into.copied is not False else ():
+                listener(snapshot, bool(capture.into.copied))
         finally:
             with self._change:
                 self._hashing -= 1

@@ -18,6 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("init", "write a run file to start from"),
     "train": ("train", "train, or go on training, what a run file describes"),
     "watch": ("watch", "follow a run from another terminal"),
+    "notice": ("notice", "tell a run that machines are about to go"),
     "report": ("report", "write one HTML page about a run"),
     "generate": ("generate", "sample text from a trained run"),
     "export": ("export", "write a folder that transformers or DCP loads"),

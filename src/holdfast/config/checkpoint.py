@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,8 +23,10 @@ class CheckpointConfig(Section):
     node_mtbf_hours: float = Field(
         1.5, gt=0, description="adaptive: expected hours between failures of one node, before any"
     )
-    memory_every_steps: int = Field(
-        0, ge=0, description="snapshots that stay in memory; 0: only what is saved durably"
+    memory_every_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        0,
+        description="snapshots that stay in memory; 0: only what is saved durably; auto: as often "
+        "as loses least time",
     )
     hidden: bool = Field(
         True, description="copy while the next step computes; false: training waits for the copy"
@@ -34,17 +36,26 @@ class CheckpointConfig(Section):
     bucket: str = Field(
         "", description="address of a bucket that gets every checkpoint too: s3://bucket/prefix"
     )
+    bucket_every_seconds: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
+        0,
+        description="checkpoints in between stay out of the bucket; 0: it gets all that it can "
+        "take; auto: as often as loses least time",
+    )
     bucket_keep_last: int = Field(3, ge=1, description="newest checkpoints kept in the bucket")
-    slots: int = Field(
-        2, ge=2, le=3, description="snapshots that fit into memory; 3: also while one is written"
+    slots: Annotated[int, Field(ge=2, le=3)] | Literal["auto"] = Field(
+        "auto",
+        description="snapshots that fit into memory; auto: 3 where memory gets snapshots that the "
+        "disk does not, one of which may be written meanwhile, else 2",
     )
     extent_mb: int = Field(16, ge=1, description="bytes under one checksum, in MiB")
     machine: MachineConfig = MachineConfig()
     peers: tuple[PeerConfig, ...] = Field(
         (), description="machines whose memory holds copies of the snapshots; none: no listener"
     )
-    peer_every_steps: int = Field(
-        1, ge=1, description="of the snapshots in memory, those of such steps are copied to peers"
+    peer_every_steps: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        1,
+        description="of the snapshots in memory, those of such steps are copied to peers; auto: as "
+        "often as loses least time",
     )
     peer_copies: int = Field(1, ge=1, description="peers that hold each snapshot")
     peer_mbps: float = Field(
@@ -56,6 +67,11 @@ class CheckpointConfig(Section):
     peer_advertise: str = Field(
         "", description="host or host:port that peers are told; left out: what is listened on"
     )
+
+    @property
+    def most_slots(self) -> int:
+        """What `auto` stands for, where there is room."""
+        return self.slots if self.slots != "auto" else 3 if self.memory_every_steps else 2
 
     @property
     def by_steps(self) -> int:

@@ -17,6 +17,11 @@ class ClusterConfig(Section):
     progress_seconds: float = Field(
         300, gt=0, description="a worker without progress for this long is taken for hung"
     )
+    grace_seconds: float = Field(
+        0,
+        ge=0,
+        description="from SIGTERM to the kill; 0: not known, a save takes as long as it does",
+    )
     max_restarts_without_progress: int = Field(
         3, ge=0, description="new generations that end before a new step; then the run fails"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -61,16 +61,27 @@ def explain(error: ValidationError, place: Place, name: str) -> ConfigError:
     everything = error.errors()
     paths = {tuple(details["loc"]) for details in everything}
     for details in everything:
-        path = tuple(details["loc"])
-        if _follows(details["type"], path, paths):
+        path, word = _alternative(tuple(details["loc"]))
+        if _follows(details["type"], path, paths) or (word and details["type"] == "literal_error"):
             continue
         key, what, remedy = _sentence(details, path)
+        what += f" or {word}" if word else ""
         rule = what if details["type"] == "value_error" else ""
         where = _where(path, rule, place) or name
         text = f"{where}: {key}{what}" + (f"; {remedy}" if remedy else "")
         if text not in sentences:
             sentences.append(text)
     return ConfigError("\n".join(sentences))
+
+
+def _alternative(path: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], str]:
+    """Of a key that takes a number or one word, the refusal as a number stands for both: the key's
+    path, and the word. Anything else as it is, and no word."""
+    info = field_at(path[:-1]) if len(path) > 1 else None
+    if info is None or field_at(path) is not None or section_of(info.annotation) is not None:
+        return path, ""
+    words = [w for kind in get_args(info.annotation) for w in get_args(kind) if isinstance(w, str)]
+    return (path[:-1], words[0]) if words else (path, "")
 
 
 def _follows(kind: str, path: tuple[str | int, ...], paths: set[tuple[str | int, ...]]) -> bool:

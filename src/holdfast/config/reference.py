@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -77,6 +77,13 @@ def _table(section: type[BaseModel], prefix: str) -> str:
 
 def _type(info: FieldInfo) -> str:
     text = str(info.annotation)
+    for kind in get_args(info.annotation):
+        if (words := [w for w in get_args(kind) if isinstance(w, str)]) and "Annotated" in text:
+            number = next(k for k in get_args(info.annotation) if get_origin(k) is Annotated)
+            inner, *rules = get_args(number)
+            as_number = FieldInfo(annotation=inner)
+            as_number.metadata = [rule for r in rules for rule in getattr(r, "metadata", [r])]
+            return f"{_type(as_number)}, or `{words[0]}`"
     choices = re.findall(r"Literal\[(.*?)\]", text)
     if choices:
         return ", ".join(f"`{c.strip(chr(39))}`" for c in choices[0].split(", "))

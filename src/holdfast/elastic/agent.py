@@ -33,6 +33,7 @@ from holdfast.elastic.boot import DEFAULT_ENTRY
 from holdfast.elastic.children import Template
 from holdfast.elastic.generation import Generation
 from holdfast.elastic.mover_link import MoverLink
+from holdfast.elastic.notices import NOTICE, Notice, Notices
 from holdfast.elastic.opening import boots, plan_topology
 from holdfast.elastic.rendezvous import Rendezvous
 from holdfast.elastic.verdict import Failed, Finished, Left, Lost, Verdict
@@ -100,9 +101,10 @@ class Agent:
         self._resume, self._entry = resume, entry
         self._node = platform.node() or "localhost"
         prior = Hazard.prior(config.checkpoint.node_mtbf_hours * 3600)
-        self._seen = Seen(prior) if config.checkpoint.interval == "adaptive" else None
-        seen = [] if self._seen is None else [self._seen.observe]
-        self._board = Board(store, [*seen, *observers], say)
+        self._seen = Seen(prior)
+        self._notices = Notices(config, lambda event: self._board.emit("agent", event), say)
+        learn = [self._seen.observe, self._notices.observe]
+        self._board = Board(store, [*learn, *observers], say)
         self._state = RunState.OPENING
         self._number = 0  # of the newest generation; 0 before the first
         self._current: Generation | None = None
@@ -185,18 +187,23 @@ class Agent:
 
     def _guard(self) -> Guard:
         return Guard(
-            {"/report": self._report, "/store": self._rendezvous.handle, QUESTION: self._who},
+            {
+                "/report": self._report,
+                "/store": self._rendezvous.handle,
+                QUESTION: self._who,
+                NOTICE: self._notice,
+            },
             self._secret,
             Verifier(self._secret, time.time),
             lambda: self._number,
-            outside=frozenset({QUESTION}),
+            outside=frozenset({QUESTION, NOTICE}),
         )
 
     # --- the run --------------------------------------------------------------------------
     async def _run(self) -> int:
         resumed = await asyncio.to_thread(newest_generation, self._store) > 0
-        if resumed and self._seen is not None:
-            await self._recall(self._seen)
+        if resumed:
+            await self._recall()
         reason = "resume" if resumed else "start"
         first = True
         while True:
@@ -221,18 +228,22 @@ class Agent:
             assert isinstance(verdict, Lost)
             reason = verdict.reason
 
-    async def _recall(self, seen: Seen) -> None:
-        """What older sessions saw break. A journal that cannot be read costs that only."""
+    async def _recall(self) -> None:
+        """What older sessions saw break, and how long their saves took. A journal that cannot be
+        read costs that only."""
         try:
             records = await asyncio.to_thread(read, self._store)
         except HoldfastError as error:
             self._say(f"how often the run broke before is not known: {error}")
             return
         for record in records:
-            seen.observe(record)
+            self._seen.observe(record)
+            self._notices.measured.observe(record)
 
     async def _act(self, verdict: Verdict) -> int | None:
         """The exit code, or None to open the next generation."""
+        if isinstance(verdict, Left) and verdict.unsaved is None:
+            verdict = Left(verdict.step, await self._notices.not_kept(verdict.step))
         if isinstance(verdict, Finished | Left):
             await self._mover.drain(self._number)
         if isinstance(verdict, Lost) and self._stop is None:
@@ -338,7 +349,7 @@ class Agent:
             self._config, topology, folder=self._folder, agent=self._term.address,
             mover_socket=self._mover.socket_path, cores=usable_cores(),
             restore_key=newest.key, start_step=step,
-            hazard=None if self._seen is None else self._seen.hazard,
+            seen=self._seen,
         )  # fmt: skip
         # Either may have died while the restore point was looked for.
         if not self._mover.alive:
@@ -407,7 +418,18 @@ class Agent:
         stored = True
         if events or sync:
             stored = await self._board.flush(f"rank{int(body['rank'])}", sync)
-        return {"stop": self._stop is not None, "generation": number, "stored": stored}
+        told = self._notices.answer(int(body["rank"]))
+        return {"stop": self._stop is not None, "generation": number, "stored": stored} | told
+
+    async def _notice(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        """Some nodes are about to go. Raises ValueError for what cannot be."""
+        notice = Notice.from_json(body)
+        if self._current is None:
+            raise ValueError("no generation is at work: nothing can be saved now")
+        plan = self._notices.heard(notice, self._current.topology, self._step)
+        if notice.leave:
+            self._leave(notice.source)
+        return {"tiers": list(plan.tiers), "reason": plan.reason}
 
     async def _who(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
         return {"term": self._term.number, "pid": os.getpid(), "node": self._node}
@@ -454,14 +476,23 @@ class Agent:
             with suppress(ValueError, RuntimeError):
                 self._loop.add_signal_handler(number, self._signalled, number.name, run)
 
+    def _leave(self, why: str) -> None:
+        if self._stop is not None:
+            return
+        self._stop = why
+        self._say(f"{why}: saving and leaving at the next step (Ctrl-C again: at once)")
+        if self._number:
+            self._board.emit("agent", StopRequested(why, step=self._step))
+        if self._state in (RunState.OPENING, RunState.TRAINING):
+            self._become(RunState.LEAVING)
+
     def _signalled(self, name: str, run: asyncio.Task[int]) -> None:
         if self._stop is None:
-            self._stop = name
-            self._say(f"{name}: saving and leaving at the next step (Ctrl-C again: at once)")
-            if self._number:
-                self._board.emit("agent", StopRequested(name, step=self._step))
-            if self._state in (RunState.OPENING, RunState.TRAINING):
-                self._become(RunState.LEAVING)
+            grace = self._config.cluster.grace_seconds
+            if name == "SIGTERM" and grace and self._current is not None:
+                notice = Notice(grace, leave=True, source=name)
+                self._notices.heard(notice, self._current.topology, self._step)
+            self._leave(name)
         elif name == "SIGINT":
             self._leave_now = True
             run.cancel()

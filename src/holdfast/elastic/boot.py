@@ -19,7 +19,8 @@ class WorkerBoot:
     the Topology's. `restore_key` is the commit to begin from; None means initial weights, and
     `start_step` is then 0. `forked` is the node's monotonic clock just before the fork, in
     seconds, for `WorkerReady.seconds`. `hazard` is what the agent has seen break so far, as
-    Hazard's JSON; None where nobody asks.
+    Hazard's JSON, and `classes` what it took with it, as the counts of `Classes`; None
+    where nobody asks.
     """
 
     config: dict[str, Any]
@@ -39,6 +40,7 @@ class WorkerBoot:
     heartbeat_seconds: float = 0.2
     forked: float = 0.0
     hazard: dict[str, Any] | None = None
+    classes: list[float] | None = None
 
     @property
     def world_size(self) -> int:

@@ -48,7 +48,7 @@ class Generation:
         self.step = start_step  # the newest step that a worker reported done
         self.members = Members(topology.generation, topology.world_size)
         self.verdict: asyncio.Future[Verdict] = self._loop.create_future()
-        self._topology = topology
+        self.topology = topology
         self._cluster = cluster
         self._folder = folder
         self._board = board
@@ -84,7 +84,7 @@ class Generation:
         rank, pid = int(message["rank"]), int(message["pid"])
         if message["event"] == "forked":
             self.members.forked(rank, pid)
-            node = self._topology.nodes[rank]
+            node = self.topology.nodes[rank]
             self._board.emit("agent", WorkerStarted(rank, pid, node, step=self.step))
             return
         member = self.members.exited(rank, pid, int(message["code"]))

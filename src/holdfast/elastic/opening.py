@@ -8,7 +8,7 @@ from holdfast.config.run import RunConfig
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.layout import Topology, place_replicas
 from holdfast.plan.layouts import layouts_of
-from holdfast.policy.hazard import Hazard
+from holdfast.policy.seen import Seen
 from holdfast.wire.runstore import spoken_error
 
 
@@ -37,7 +37,7 @@ def boots(
     cores: int,
     restore_key: str | None,
     start_step: int,
-    hazard: Hazard | None = None,
+    seen: Seen | None = None,
 ) -> list[WorkerBoot]:
     """One WorkerBoot a rank; makes the folder of their logs. Raises RunFolderError."""
     logs = worker_log(folder, topology.generation, 0).parent
@@ -63,7 +63,8 @@ def boots(
             log=str(worker_log(folder, topology.generation, rank)),
             gloo_interface=config.cluster.gloo_interface,
             heartbeat_seconds=config.cluster.heartbeat_seconds,
-            hazard=None if hazard is None else hazard.to_json(),
+            hazard=None if seen is None else seen.hazard.to_json(),
+            classes=None if seen is None else list(seen.classes.counts),
         )
         for rank in range(topology.world_size)
     ]

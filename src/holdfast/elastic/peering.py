@@ -27,7 +27,7 @@ def peer_settings(config: CheckpointConfig) -> PeerSettings | None:
         interface=config.peer_interface,
         port=config.peer_port,
         advertise=config.peer_advertise,
-        every_steps=config.peer_every_steps,
+        every_steps=1 if config.peer_every_steps == "auto" else config.peer_every_steps,
         copies=config.peer_copies,
         stable=next((p.name for p in others if p.stable), None),
         bytes_per_second=config.peer_mbps * 1e6 / BITS,

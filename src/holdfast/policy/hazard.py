@@ -4,7 +4,7 @@ Failures of spot machines and of clusters come in bursts, and their rate changes
 factor of five within the hours of one published spot trace. An average over all that was ever seen
 follows too late, and one over the last hours says nothing about a cluster that breaks once a week.
 So the rate is a hidden state that may change, and its distribution is carried along by the forward
-algorithm of a hidden Markov model (Rabiner, Proceedings of the IEEE 77(2), 1989, section III.A):
+algorithm of a hidden Markov model (Rabiner, Proceedings of the IEEE 77(2), 1989):
 
 - The state is one of 52 rates, each half as high again as the one before. The distribution begins
   as a gamma prior whose mean the run file gives.

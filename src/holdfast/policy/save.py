@@ -7,6 +7,7 @@ vote of the step.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 Reason = Literal["end", "stop", "steps", "seconds"]
@@ -37,3 +38,13 @@ def due(
     if every_seconds and seconds_since_save >= every_seconds:
         return "seconds"
     return None
+
+
+@dataclass(frozen=True)
+class Into:
+    """Where a snapshot goes from its node's memory. copied: to peers; None: as their rule by steps
+    says. uploaded: what is durable, into the bucket, where there is one."""
+
+    durable: bool
+    copied: bool | None = None
+    uploaded: bool = True

@@ -17,15 +17,16 @@ from holdfast.events import (
     WorkerLost,
     WorkerReady,
 )
+from holdfast.policy.classes import Classes
 from holdfast.policy.hazard import Hazard
 
 
 class Seen:
     """Takes the records of a run, generation by generation; `hazard` is what those before the
-    newest say."""
+    newest say, and `classes` what the failures took with them."""
 
     def __init__(self, prior: Hazard) -> None:
-        self.hazard = prior
+        self.hazard, self.classes = prior, Classes()
         self._generation, self._nodes = 0, 1
         self._ready: float | None = None
         self._last = 0.0
@@ -51,5 +52,7 @@ class Seen:
             failures = int(self._lost or not self._ended)
             passed = max(0.0, self._last - self._ready)
             self.hazard = self.hazard.after(passed, self._nodes, failures)
+            if failures:  # nobody said how it ended: the memory of the node went with the agent
+                self.classes = self.classes.after(0 if self._lost else 1)
         self._nodes, self._ready, self._last = 1, None, 0.0
         self._lost = self._ended = False

@@ -17,10 +17,12 @@ from holdfast.events import (
     CheckpointRejected,
     CheckpointRemoved,
     CheckpointSkipped,
+    EmergencyPlanned,
     Evaluated,
     Event,
     GenerationStarted,
     NonFinite,
+    NoticeReceived,
     PeerFailed,
     Record,
     RunFailed,
@@ -136,6 +138,7 @@ class History:
     notices: tuple[Notice, ...]
     time: dict[str, float]  # seconds by class of timeledger.CLASSES
     wall: float
+    cadence: tuple[SaveInterval, ...] = ()  # the newest decision of each tier
 
     @property
     def last_step(self) -> int:
@@ -208,6 +211,7 @@ class _Builder:
     checkpoints: dict[str, CheckpointRow] = field(default_factory=dict)
     blocked: dict[tuple[int, int], float] = field(default_factory=dict)
     notices: list[Notice] = field(default_factory=list)
+    cadence: dict[int, SaveInterval] = field(default_factory=dict)
 
     def observe(self, record: Record, counts: bool) -> None:
         before = self.ledger.wall
@@ -238,6 +242,8 @@ class _Builder:
                 )  # fmt: skip
         else:
             self._checkpoint(record, elapsed)
+            if isinstance(event, SaveInterval):
+                self.cadence[event.tier] = event
             text = notice(event)
             if text:
                 self.notices.append(Notice(elapsed, record.generation, event.kind, text))
@@ -300,6 +306,7 @@ class _Builder:
             tuple(self.sessions), tuple(self.book.incidents),
             tuple(sorted(self.checkpoints.values(), key=lambda c: (c.step, c.generation))),
             tuple(self.notices), self.ledger.totals(), wall,
+            tuple(self.cadence[tier] for tier in sorted(self.cadence)),
         )  # fmt: skip
 
 
@@ -322,6 +329,12 @@ def notice(event: Event) -> str:
         return f"step {event.step}: {event.parameter} is not finite on rank {event.rank}"
     if isinstance(event, SaveInterval):
         return event.reason
+    if isinstance(event, NoticeReceived):
+        leave = ", and the run is to leave" if event.leave else ""
+        nodes = ", ".join(event.nodes)
+        return f"notice ({event.source}): {nodes} will be gone in {event.seconds:g} s{leave}"
+    if isinstance(event, EmergencyPlanned):
+        return f"emergency save: {event.reason}"
     if isinstance(event, SettingIgnored):
         return f"{event.key} is not honoured here: {event.reason}"
     if isinstance(event, StopRequested):

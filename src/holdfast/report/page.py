@@ -192,6 +192,9 @@ def _records(history: History) -> list[str]:
                 f"{size(history.checkpoints[-1].bytes)}; training was blocked for "
                 f"{duration(total)} in all.")  # fmt: skip
         out.append(_card("Checkpoints", note, tables.checkpoints(history)))
+    if history.cadence:
+        out.append(_card("When to save", "The decisions in force, by tier.",
+                         tables.cadence(history)))  # fmt: skip
     if history.generations:
         out.append(_card("Generations", "", tables.generations(history)))
     if history.notices:

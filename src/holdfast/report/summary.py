@@ -54,6 +54,7 @@ def summary(
             for i in history.incidents
         ],
         "checkpoints": [asdict(c) for c in history.checkpoints],
+        "cadence": [asdict(decision) for decision in history.cadence],
         "notices": [asdict(n) for n in history.notices],
     }  # fmt: skip
     if curve:

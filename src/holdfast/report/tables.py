@@ -98,6 +98,16 @@ def checkpoints(history: History) -> str:
     return _folded(head, rows, (0, 1, 2, 3, 4))
 
 
+def cadence(history: History) -> str:
+    """One line a tier whose cadence the run decides."""
+    rows = [
+        (str(d.tier), duration(d.seconds) if d.seconds else "never", count(d.step),
+         escape(d.reason))
+        for d in history.cadence
+    ]  # fmt: skip
+    return table(("tier", "saved every", "since step", "because"), rows, (0, 1, 2))
+
+
 def generations(history: History) -> str:
     rows = [
         (

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from holdfast.events import Event
+from holdfast.policy.save import Into
 from holdfast.train.engine import Microbatch
 from holdfast.train.state import LocalTensor
 from holdfast.train.vote import Wishes
@@ -56,13 +57,14 @@ class Saver(Protocol):
         """Wait until no copy is under way; seconds that this took, 0 when there was none."""
         ...
 
-    def announce(self, step: int, meta: Mapping[str, Any], durable: bool) -> None:
+    def announce(self, step: int, meta: Mapping[str, Any], into: Into) -> None:
         """Let the captured state of `step` be saved, or known of, once its copy is whole and
         after all events emitted so far. Returns at once."""
         ...
 
-    def settle(self, step: int, seconds: float) -> str | None:
-        """Wait until `step` is durable. None when it is, else why it is not."""
+    def settle(self, step: int, seconds: float, durable: bool = True) -> str | None:
+        """Wait until `step` is durable, or without `durable` handed over. None when it is, else
+        why it is not."""
         ...
 
 

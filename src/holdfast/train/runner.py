@@ -8,8 +8,9 @@ in the vote of the step, so all ranks act on them after the same step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Literal
 
 from holdfast.config.run import RunConfig
@@ -23,9 +24,9 @@ from holdfast.events import (
     StepDone,
     StepTraced,
 )
-from holdfast.policy.hazard import Hazard
-from holdfast.policy.save import due
-from holdfast.train.cadence import Cadence
+from holdfast.policy.save import Into, due
+from holdfast.policy.tiers import BUCKET, DISK, MEMORY, PEERS
+from holdfast.train.cadence import Cadence, Known
 from holdfast.train.engine import StepEngine
 from holdfast.train.evaluate import Evaluator
 from holdfast.train.protocols import Feed, Membership, Reporter, Saver, StepBatch
@@ -67,24 +68,26 @@ def run(
     engine: StepEngine, loader: Feed, membership: Membership, reporter: Reporter, saver: Saver,
     evaluator: Evaluator, config: RunConfig, *, rank: int, start_step: int,
     settle_seconds: float = 600.0, clock: Callable[[], float] = time.monotonic,
-    hazard: Hazard | None = None,
+    known: Known | None = None, durations: Callable[[], Mapping[int, float]] = dict,
 ) -> Outcome:  # fmt: skip
     """Train from the state after `start_step` to the last step, or until somebody wishes to stop.
 
-    loader: this rank's shares, beginning with step `start_step` + 1. hazard: how often the run has
-    broken so far, where the interval between saves is adaptive.
+    loader: this rank's shares, beginning with step `start_step` + 1. known: how often the run has
+    broken so far, where a cadence is to be decided; durations: asked at each step on rank 0, how
+    long each tier takes until it is done.
     Raises PeerLostError when a rank is gone, and NonFiniteError on every rank alike, journalled
     by rank 0; in both cases the step was not applied.
     """
     loop = _Loop(
-        engine, membership, reporter, saver, evaluator, config, rank, start_step, clock, hazard
-    )
+        engine, membership, reporter, saver, evaluator, config, rank, start_step, clock,
+        known or Known(), durations,
+    )  # fmt: skip
     if start_step >= config.train.steps:
         return Outcome("finished", start_step)
     for batch in loader:
         stopping = loop.step(batch)
         if batch.step >= config.train.steps or stopping:
-            unsaved = saver.settle(batch.step, settle_seconds)
+            unsaved = saver.settle(batch.step, settle_seconds, durable=not loop.brief)
             finished = batch.step >= config.train.steps
             return Outcome("finished" if finished else "left", batch.step, unsaved)
     raise RuntimeError(f"batches ended before step {config.train.steps}")
@@ -96,7 +99,7 @@ class _Loop:
     def __init__(
         self, engine: StepEngine, membership: Membership, reporter: Reporter, saver: Saver,
         evaluator: Evaluator, config: RunConfig, rank: int, start_step: int,
-        clock: Callable[[], float], hazard: Hazard | None,
+        clock: Callable[[], float], known: Known, durations: Callable[[], Mapping[int, float]],
     ):  # fmt: skip
         self.engine, self.membership, self.reporter = engine, membership, reporter
         self.saver, self.evaluator, self.config, self.rank = saver, evaluator, config, rank
@@ -104,10 +107,13 @@ class _Loop:
         self.watch = _Watch(clock)
         self.watch.start()
         self.recorder = engine.groups.recorder
-        self.saved_step, self.saved_at = start_step, clock()
+        self.saved_step = start_step
         self.owed = False  # a durable save found no slot: it is made as soon as there is one
+        self.copy_owed = False  # the same of a snapshot that peers were to get
+        self.brief = False  # left with a snapshot that is not to be durable
         nodes = len(set(engine.groups.topology.nodes))
-        self.cadence = Cadence(config.checkpoint, hazard, nodes, clock())
+        self.cadence = Cadence(config.checkpoint, known, nodes, clock())
+        self.durations = durations
 
     def step(self, batch: StepBatch) -> bool:
         """One step from the arrival of its batch to its boundary; whether to leave after it."""
@@ -125,12 +131,12 @@ class _Loop:
         rate = self.engine.apply(verdict)
         watch.lap("apply")
         self._trace(step)
-        captured = self._capture(step, verdict)
+        into = self._capture(step, verdict)
         self._report(batch, verdict, rate)
         self._evaluate(step)
-        if captured is not None:
+        if into is not None:
             meta = {"loss": verdict.mean_loss, "tokens": verdict.tokens}
-            self.saver.announce(step, meta, captured == "durable")
+            self.saver.announce(step, meta, into)
         watch.start()
         return verdict.wishes.stop
 
@@ -144,9 +150,9 @@ class _Loop:
         """The vote comes after the fence: who has voted holds the snapshot before whole."""
         if self.saver.fence():
             self.watch.lap("capture")
-        wishes = self.membership.wishes(step)
-        timely = self.rank == 0 and self._due_by_time(step)
-        wishes = Wishes(wishes.stop, wishes.save or timely, not self.saver.ready())
+        wishes = replace(self.membership.wishes(step), full=not self.saver.ready())
+        if self.rank == 0:
+            wishes = self._with_what_is_due(step, wishes)
         try:
             return self.engine.reduce(wishes)
         except NonFiniteError as error:
@@ -154,53 +160,85 @@ class _Loop:
                 self.reporter.emit(NonFinite(error.rank, error.parameter, step=step))
             raise
 
-    def _due_by_time(self, step: int) -> bool:
+    def _with_what_is_due(self, step: int, wishes: Wishes) -> Wishes:
         """Seconds are one rank's to judge; its answer travels with the vote."""
         now, every = self.clock(), self.config.train.evaluate.every
         # Stood still: from the capture's begin in the step before to the fence in this one.
         stood = self.watch.before.get("capture", 0.0) + self.watch.phases.get("capture", 0.0)
-        decided = self.cadence.tick(
-            now, stood if self.saved_step == step - 1 else None,
-            usual=not (every and (step - 1) % every == 0),
+        usual = not (every and (step - 1) % every == 0)
+        for decided in self.cadence.tick(now, stood, usual, self.durations()):
+            seconds = 0.0 if decided.seconds == inf else decided.seconds
+            self.reporter.emit(SaveInterval(decided.tier, seconds, decided.reason, step=step))
+        by_steps = self._by_steps(step)
+        due_tiers = self.cadence.due(now, by_steps) - by_steps
+        return replace(
+            wishes, save=wishes.save or DISK in due_tiers,
+            remember=wishes.remember or bool({MEMORY, PEERS} & due_tiers),
+            copy=wishes.copy or PEERS in due_tiers, upload=wishes.upload or BUCKET in due_tiers,
         )  # fmt: skip
-        if decided is not None:
-            self.reporter.emit(
-                SaveInterval(decided.tier, decided.seconds, decided.reason, step=step)
-            )
-        reason = due(
-            step, self.config.train.steps, every_steps=0, every_seconds=self.cadence.seconds,
-            seconds_since_save=now - self.saved_at, last_saved=self.saved_step,
-        )  # fmt: skip
-        return reason is not None
 
-    def _capture(self, step: int, verdict: Verdict) -> Literal["durable", "memory"] | None:
-        """Begin to copy the state if the policy or somebody's wish says so, and unless some rank
-        has no room: the same on all ranks."""
+    def _by_steps(self, step: int) -> frozenset[int]:
+        """The tiers that are saved into at this step by a rule that every rank knows."""
         rules = self.config.checkpoint
+        every = rules.memory_every_steps
+        durable = self.owed or bool(rules.by_steps and step % rules.by_steps == 0)
+        remembered = (
+            durable or self.copy_owed or bool(every and every != "auto" and step % every == 0)
+        )
+        return frozenset([DISK] * durable + [MEMORY] * remembered)
+
+    def _capture(self, step: int, verdict: Verdict) -> Into | None:
+        """Begin to copy the state if the policy or somebody's wish says so, and unless some rank
+        has no room: the same on all ranks. Where it goes; None: nothing was captured."""
+        rules, wishes, by_steps = self.config.checkpoint, verdict.wishes, self._by_steps(step)
         reason = due(
-            step, self.config.train.steps, every_steps=rules.by_steps,
-            stopping=verdict.wishes.stop, last_saved=self.saved_step,
+            step, self.config.train.steps, every_steps=rules.by_steps, stopping=wishes.stop,
+            last_saved=self.saved_step,
         )  # fmt: skip
-        remembered = rules.memory_every_steps and step % rules.memory_every_steps == 0
-        durable = reason is not None or verdict.wishes.save or bool(remembered and self.owed)
-        if not durable and not remembered:
+        self.brief = wishes.brief and reason == "stop"
+        durable = not self.brief and (reason is not None or wishes.save or DISK in by_steps)
+        if not (durable or self.brief or wishes.remember or MEMORY in by_steps):
             return None
         last = reason in ("end", "stop")
         self.reporter.progress(step, "capture")
-        captured = (last or not verdict.wishes.full) and self.saver.capture(
+        captured = (last or not wishes.full) and self.saver.capture(
             step, self.engine.state(), _LAST_WAIT if last else 0.0, durable
         )
-        if durable and captured:
-            self.saved_step, self.saved_at, self.owed = step, self.clock(), False
-        elif durable:
-            # What is owed is said once; by the clock, rank 0 wishes for it again at every step.
-            full = verdict.wishes.full and not last
-            said = self.owed and (reason is None or bool(rules.memory_every_steps))
-            if self.rank == 0 and full and not said:
-                self.reporter.emit(CheckpointSkipped(0, _FULL, step=step))
-            self.owed = full
+        into = self._into(durable, last, wishes)
+        if captured:
+            self._captured(step, into)
+        else:
+            self.copy_owed = self.copy_owed or (wishes.copy and wishes.full)
+            if durable:
+                self._owe(step, reason, wishes.full and not last)
         self.watch.lap("capture")
-        return None if not captured else "durable" if durable else "memory"
+        return into if captured else None
+
+    def _into(self, durable: bool, last: bool, wishes: Wishes) -> Into:
+        """Where what is captured now goes to. What is left behind goes everywhere."""
+        decided = PEERS in self.cadence.tiers.auto
+        wanted = wishes.copy or self.copy_owed
+        copied = True if wanted or (last and (decided or wishes.brief)) else None
+        if decided and copied is None:
+            copied = False
+        every = self.config.checkpoint.bucket_every_seconds == 0
+        return Into(durable, copied, every or wishes.upload or last)
+
+    def _captured(self, step: int, into: Into) -> None:
+        self.copy_owed = False
+        if into.durable:
+            self.saved_step, self.owed = step, False
+        reached = {MEMORY: True, PEERS: into.copied is not False, DISK: into.durable,
+                   BUCKET: into.durable and into.uploaded}  # fmt: skip
+        present = self.cadence.tiers.present
+        self.cadence.made(self.clock(), [t for t in present if reached[t]])
+
+    def _owe(self, step: int, reason: str | None, full: bool) -> None:
+        """A durable save found no slot. What is owed is said once: it is tried at every step."""
+        said = self.owed and (reason is None or bool(self.config.checkpoint.memory_every_steps))
+        if self.rank == 0 and full and not said:
+            self.reporter.emit(CheckpointSkipped(0, _FULL, step=step))
+        self.owed = full
 
     def _report(self, batch: StepBatch, verdict: Verdict, rate: float) -> None:
         if self.engine.groups.feeds:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, fields
+from functools import lru_cache, reduce
 from math import isfinite
+from operator import or_
 
 import torch
 
@@ -28,17 +29,29 @@ from holdfast.spec.tree import ReductionTree, Shares
 
 _TAG, _TAG_LOSSES = 1, 3
 _HEAD = 3  # tokens, flags, sum of squares
-_WHOLE, _FINITE, _STOP, _SAVE, _FULL = 1, 2, 4, 8, 16
+_WHOLE, _FINITE = 1, 2
 
 
 @dataclass(frozen=True)
 class Wishes:
     """What a rank would like to happen at the end of the step. full: it has no room for a
-    snapshot now, so that none should be made that another rank would lack."""
+    snapshot now, so that none should be made that another rank would lack.
+
+    save: a checkpoint. remember: a snapshot in memory. copy, upload: what is saved is to go to
+    peers, to the bucket. brief: when stopping, a snapshot for peers is to do, as time is short.
+    """
 
     stop: bool = False
     save: bool = False
     full: bool = False
+    remember: bool = False
+    copy: bool = False
+    upload: bool = False
+    brief: bool = False
+
+
+_WISHES = {4 << index: wish.name for index, wish in enumerate(fields(Wishes))}
+"""The bit of each wish in a record."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +107,7 @@ def vote(groups: Groups, tree: ReductionTree, shares: Shares, ballot: Ballot) ->
         norm=norm,
         whole=all(b.whole for b, _ in ballots),
         finite=finite and isfinite(norm),
-        wishes=Wishes(
-            any(b.wishes.stop for b, _ in ballots),
-            any(b.wishes.save for b, _ in ballots),
-            any(b.wishes.full for b, _ in ballots),
-        ),
+        wishes=_wishes(reduce(or_, (flags for _, flags in ballots))),
     )
 
 
@@ -139,10 +148,8 @@ def _by_leaf(losses: Sequence[Sequence[float]], spoken: Sequence[Sequence[int]])
 def _encode(ballot: Ballot) -> torch.Tensor:
     """[3 + leaves] int64; floats as their bits."""
     finite = isfinite(ballot.squares) and all(isfinite(loss) for loss in ballot.losses)
-    flags = (
-        _WHOLE * ballot.whole | _FINITE * finite
-        | _STOP * ballot.wishes.stop | _SAVE * ballot.wishes.save | _FULL * ballot.wishes.full
-    )  # fmt: skip
+    flags = _WHOLE * ballot.whole | _FINITE * finite
+    flags |= sum(bit for bit, name in _WISHES.items() if getattr(ballot.wishes, name))
     words = [ballot.tokens, flags, *_bits((ballot.squares, *ballot.losses))]
     return torch.tensor(words, dtype=torch.int64)
 
@@ -150,8 +157,11 @@ def _encode(ballot: Ballot) -> torch.Tensor:
 def _decode(record: torch.Tensor) -> tuple[Ballot, int]:
     tokens, flags, *rest = record.tolist()
     squares, *losses = _floats(rest)
-    wishes = Wishes(bool(flags & _STOP), bool(flags & _SAVE), bool(flags & _FULL))
-    return Ballot(tokens, squares, tuple(losses), wishes, bool(flags & _WHOLE)), flags
+    return Ballot(tokens, squares, tuple(losses), _wishes(flags), bool(flags & _WHOLE)), flags
+
+
+def _wishes(flags: int) -> Wishes:
+    return Wishes(**{name: bool(flags & bit) for bit, name in _WISHES.items()})
 
 
 def _bits(values: Sequence[float]) -> tuple[int, ...]:

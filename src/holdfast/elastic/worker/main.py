@@ -11,14 +11,15 @@ come back with its answers. Nothing here writes to a disk.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from holdfast.checkpoint.capture import Capturer, Skipped
-from holdfast.checkpoint.mover_client import SETTLE_SLICE, MoverClient
+from holdfast.checkpoint.mover_client import SETTLE_SLICE, MoverClient, MoverGoneError
 from holdfast.checkpoint.pieces import Cost
+from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.run import RunConfig
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
@@ -27,18 +28,29 @@ from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.worker.reporter import Reporter
 from holdfast.elastic.worker.restoring import RottenError, restore
 from holdfast.elastic.worker.store import HttpStore
-from holdfast.errors import FencedError, NonFiniteError, PeerLostError
+from holdfast.errors import (
+    FencedError,
+    HoldfastError,
+    NonFiniteError,
+    PeerLostError,
+    UserError,
+)
 from holdfast.events import (
     CheckpointCaptured,
     CheckpointSkipped,
+    SettingIgnored,
     WorkerReady,
 )
 from holdfast.layout import Topology
+from holdfast.policy.classes import Classes
 from holdfast.policy.hazard import Hazard
+from holdfast.policy.save import Into
+from holdfast.policy.tiers import BUCKET, DISK, PEERS
 from holdfast.spec.order import BatchSchedule
 from holdfast.spec.state import state_table
 from holdfast.train.adopt import adopt
 from holdfast.train.build import Session, build
+from holdfast.train.cadence import Known
 from holdfast.train.memory import keep_freed_memory
 from holdfast.train.precision import same_products_on_any_threads
 from holdfast.train.runner import Outcome
@@ -47,6 +59,8 @@ from holdfast.train.state import LocalTensor
 from holdfast.train.vote import Wishes
 from holdfast.wire.client import Client
 from holdfast.wire.secret import Secret
+
+Made = TypeVar("Made")
 
 _LAST_WORDS = 2.0
 """Seconds that a worker tries to be heard in a generation that is over."""
@@ -131,13 +145,12 @@ class Worker:
         too, and the state is whole unless a replica was sharded over a process that is gone."""
         session, saver = self._present, self._saver
         assert saver is not None, "the capturer is made with the session"
-        told = self._boot.hazard
         try:
             with session.loader(self.step) as loader:
                 return train(
                     session.engine, loader, AgentMembership(self.reporter), self.reporter, saver,
                     session.evaluator, self._config, rank=self._rank, start_step=self.step,
-                    hazard=None if told is None else Hazard.from_json(told),
+                    known=_known(self._boot), durations=lambda: self.reporter.wishes.durations,
                 )  # fmt: skip
         finally:
             saver.fence()  # the snapshot of a step that is complete is worth having in any case
@@ -178,14 +191,36 @@ class Worker:
         """An arena for the state of the session, which is ready then."""
         boot, config, session = self._boot, self._config, self._present
         tensors = {local.name: local.tensor for local in session.engine.state()}
-        capturer = Capturer(
-            MoverClient(boot.mover_socket, self._secret, self._topology.generation),
-            self._topology, state_table(config.model, config.train.precision), self._rank,
-            tensors, run=config.name, slots=config.checkpoint.slots,
-        )  # fmt: skip
+        mover = MoverClient(boot.mover_socket, self._secret, self._topology.generation)
+        table = state_table(config.model, config.train.precision)
+
+        def make(slots: int) -> Capturer:
+            return Capturer(
+                mover, self._topology, table, self._rank, tensors, run=config.name, slots=slots
+            )
+
+        capturer = where_there_is_room(make, config.checkpoint, self._ignored)
         self._saver = ArenaSaver(capturer, self.reporter, self._rank, config)
         seconds = time.monotonic() - begun
         self.reporter.emit(WorkerReady(self._rank, seconds, step=self.step))
+
+    def _ignored(self, key: str, reason: str) -> None:
+        self.reporter.emit(SettingIgnored(key, reason, step=self.step))
+
+
+def where_there_is_room(
+    make: Callable[[int], Made], rules: CheckpointConfig, ignored: Callable[[str, str], None]
+) -> Made:
+    """With as many slots as the run file asks for, or one fewer where that is left to us."""
+    slots = rules.most_slots
+    try:
+        return make(slots)
+    except HoldfastError as error:
+        other = isinstance(error, FencedError | MoverGoneError | UserError)
+        if other or rules.slots != "auto" or slots == 2:
+            raise
+        ignored("checkpoint.slots", f"{error}; with two, some saves will wait for each other")
+        return make(2)
 
 
 class AgentMembership:
@@ -193,12 +228,18 @@ class AgentMembership:
 
     def __init__(self, reporter: Reporter) -> None:
         self._reporter = reporter
+        self._done = 0  # the newest request that has been passed on
 
     def wishes(self, step: int) -> Wishes:
         """Raises FencedError when a newer generation has been opened: this step must not be."""
         if self._reporter.fenced:
             raise FencedError(f"a newer generation began before step {step} was voted on")
-        return Wishes(stop=self._reporter.wishes.stop)
+        told = self._reporter.wishes
+        into, self._done = (told.into if told.request > self._done else ()), told.request
+        return Wishes(
+            stop=told.stop, brief=told.brief, save=DISK in into, remember=PEERS in into,
+            copy=PEERS in into, upload=BUCKET in into,
+        )  # fmt: skip
 
 
 class ArenaSaver:
@@ -238,13 +279,15 @@ class ArenaSaver:
     def fence(self) -> float:
         return self._capturer.fence()
 
-    def announce(self, step: int, meta: Mapping[str, Any], durable: bool) -> None:
+    def announce(self, step: int, meta: Mapping[str, Any], into: Into) -> None:
         """The mover is told on the reporter's thread, once everything before it is in the
         journal; that thread is asked when the copy is whole, so that it never waits for one."""
         position = self._schedule.position(step + 1)
 
         def tell() -> None:
-            skipped = self._capturer.announce(step, {**meta, "position": position}, durable)
+            skipped = self._capturer.announce(
+                step, {**meta, "position": position}, into.durable, into.copied, into.uploaded
+            )
             if skipped is not None:
                 self._reporter.emit(CheckpointSkipped(self._rank, skipped.reason, step=step))
 
@@ -253,7 +296,7 @@ class ArenaSaver:
     def close(self) -> None:
         self._capturer.close()
 
-    def settle(self, step: int, seconds: float) -> str | None:
+    def settle(self, step: int, seconds: float, durable: bool = True) -> str | None:
         """A slow disk is not a hang: progress is reported for as long as this waits."""
         deadline = time.monotonic() + seconds
         self._capturer.fence()
@@ -265,6 +308,8 @@ class ArenaSaver:
             if self._reporter.fenced or time.monotonic() >= deadline:
                 return "the agent could not store the last reports"
             alive()
+        if not durable:
+            return None  # the mover has it: what becomes of it the agent hears
         return self._capturer.settle(step, max(0.0, deadline - time.monotonic()), alive)
 
 
@@ -273,6 +318,12 @@ def _end(reporter: Reporter, code: int, error: BaseException) -> int:
     print(f"{type(error).__name__}: {error}", flush=True)
     reporter.close(2.0)
     return code
+
+
+def _known(boot: WorkerBoot) -> Known:
+    """What the agent has seen break."""
+    hazard = None if boot.hazard is None else Hazard.from_json(boot.hazard)
+    return Known(hazard, Classes(tuple(boot.classes)) if boot.classes else Classes())
 
 
 def _complain(error: BaseException) -> None:

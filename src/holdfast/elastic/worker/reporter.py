@@ -12,13 +12,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Event
+from holdfast.policy.measured import seconds_from_json
 from holdfast.wire.client import Client, RequestError
 
 _BATCH = 500  # events in one request
@@ -30,6 +31,10 @@ class Wishes:
 
     stop: bool = False
     newest_generation: int = 0
+    brief: bool = False  # stopping: a snapshot that peers get is to do
+    request: int = 0  # number of the newest request for a save; 0: none
+    into: frozenset[int] = frozenset()  # the tiers that it asks for
+    durations: Mapping[int, float] = field(default_factory=dict)  # by tier, until a save is done
 
 
 class Reporter:
@@ -216,5 +221,9 @@ class Reporter:
             return True, False
         except HoldfastError:
             return False, False
-        self._wishes = Wishes(bool(answer["stop"]), int(answer["generation"]))
+        self._wishes = Wishes(
+            bool(answer["stop"]), int(answer["generation"]), bool(answer.get("brief")),
+            int(answer.get("request", 0)), frozenset(answer.get("into", ())),
+            seconds_from_json(answer.get("durations", {})),
+        )  # fmt: skip
         return True, bool(answer["stored"])

@@ -1,0 +1,63 @@
+"""`holdfast notice`: tell a run that machines are about to go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.cli.call import app as make_app
+from holdfast.cli.output import print_json, say
+from holdfast.cli.runs import open_run, trainer_answers
+from holdfast.errors import HoldfastError, RunFolderError, UserError
+
+app = make_app("Tell a run that machines are about to go.")
+
+
+@app.command()
+def notice(
+    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    seconds: Annotated[float, typer.Option(help="until they are gone")],
+    node: Annotated[
+        list[str] | None, typer.Option(help="one that goes; may be repeated; none: all of them")
+    ] = None,
+    leave: Annotated[bool, typer.Option("--leave", help="the run is to stop by then")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
+) -> int:
+    """Have a run that is at work save what will be complete in time, and with --leave, stop.
+
+    Exit code 1 where nothing will be complete in time, by what was measured so far.
+
+    \b
+    Example:
+      holdfast notice runs/quickstart --seconds 30 --leave
+    """
+    from holdfast.elastic.notices import NOTICE
+    from holdfast.wire.client import Client, RequestError
+    from holdfast.wire.secret import open_secret
+    from holdfast.wire.term import newest_term
+
+    found = open_run(run)
+    if not trainer_answers(found.folder):
+        raise RunFolderError(
+            "nobody is training here, or on another machine", where=str(found.folder),
+            remedy="call this on the machine that trains, while it does",
+        )  # fmt: skip
+    _, holder = newest_term(found.store)
+    client = Client(str((holder or {}).get("address", "")), open_secret(found.folder))
+    try:
+        plan = client.post(NOTICE, {"seconds": seconds, "nodes": list(node or ()), "leave": leave})
+    except RequestError as error:
+        raise UserError(str(error), where="notice", remedy="see holdfast notice --help") from error
+    except HoldfastError as error:
+        raise RunFolderError(
+            str(error), where=str(found.folder), remedy="call this while the run is at work"
+        ) from error
+    finally:
+        client.close()
+    if json:
+        print_json(plan)
+    else:
+        say(str(plan["reason"]))
+    return 0 if plan["tiers"] else 1

@@ -1,0 +1,147 @@
+"""What a run does when it hears that a machine is about to go: the save that will be complete.
+
+A notice is a deadline in seconds, the nodes that go (none named: this one), and whether the run is
+to leave. It comes from SIGTERM where `cluster.grace_seconds` says how long afterwards the kill
+follows, or by the verb `/notice`, which `holdfast notice` speaks, signed like every request. From
+the measured bandwidth of each tier `policy/emergency.py` picks what will be complete in time:
+
+    the run goes on   rank 0 is asked, once, for a save into those tiers after the next step
+    the run leaves    a durable save, as always; where the disk would not make it and a peer does,
+                      a snapshot for peers instead ("brief"), and the agent waits until they have it
+
+Where nothing would be complete the quickest is tried all the same: a bandwidth is a guess, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.config.run import RunConfig
+from holdfast.events import (
+    EmergencyPlanned,
+    Event,
+    GenerationStarted,
+    NoticeReceived,
+    Record,
+    SnapshotKept,
+)
+from holdfast.layout import Topology
+from holdfast.policy.emergency import MARGIN, Emergency, Route, at_risk, emergency
+from holdfast.policy.measured import Measured
+from holdfast.policy.tiers import BUCKET, DISK, PEERS, Tiers
+from holdfast.spec.state import state_table
+
+NOTICE = "/notice"
+"""The path of a notice on the agent's control port."""
+ASSUMED = {PEERS: 100e6, DISK: 200e6, BUCKET: 50e6}
+"""Bytes a second where nothing was measured yet: a link of 1 Gbit/s, a slow disk."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """seconds: until the nodes are gone. leave: the run is to end by then."""
+
+    seconds: float
+    nodes: tuple[str, ...] = ()
+    leave: bool = False
+    source: str = "notice"
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Notice:
+        """Raises ValueError, KeyError and TypeError for what is none."""
+        seconds, nodes = float(value["seconds"]), tuple(map(str, value.get("nodes", ())))
+        if not 0 < seconds < 1e6:
+            raise ValueError(f"a notice of {seconds:g} seconds makes no sense")
+        return Notice(seconds, nodes, bool(value.get("leave", False)))
+
+
+class Notices:
+    """What was heard, and what the workers are asked for. Lives in the agent's event loop."""
+
+    def __init__(
+        self, config: RunConfig, emit: Callable[[Event], object], say: Callable[[str], None]
+    ) -> None:
+        self.measured = Measured()
+        self._config, self._emit, self._say = config, emit, say
+        self._present = Tiers.of(config.checkpoint).present
+        self._request = 0
+        self._into: tuple[int, ...] = ()
+        self._deadline: float | None = None
+        self._brief = False
+        self._kept = -1  # the newest step of this generation that a peer has
+        self._news = asyncio.Event()
+
+    # --- what is done about it ------------------------------------------------------------------
+    def heard(self, notice: Notice, topology: Topology, step: int) -> Emergency:
+        """Decide, write it down, and ask for it. Raises ValueError for a node that is not there."""
+        nodes = notice.nodes or tuple(sorted(set(topology.nodes)))
+        table = state_table(self._config.model, self._config.train.precision)
+        lost = at_risk(topology, table, nodes)
+        plan = emergency(notice.seconds, lost.bytes, self.routes(lost.bytes))
+        self._emit(NoticeReceived(
+            notice.seconds, list(nodes), notice.leave, notice.source, step=step))  # fmt: skip
+        self._emit(EmergencyPlanned(
+            list(plan.tiers), notice.seconds, lost.bytes, plan.reason, step=step))  # fmt: skip
+        self._say(f"{', '.join(nodes)} will be gone in {notice.seconds:g} s: {plan.reason}")
+        chosen = plan.tiers or self._quickest(lost.bytes)
+        if notice.leave:
+            self._deadline = time.monotonic() + notice.seconds * (1 - MARGIN / 2)
+            self._brief = DISK not in chosen and PEERS in chosen
+        else:
+            self._request += 1
+            self._into = tuple(chosen)
+        return plan
+
+    def routes(self, nbytes: int) -> tuple[Route, ...]:
+        """The ways out of this machine, as measured. A save begins at the next step boundary, and
+        the bucket is fed from the run store."""
+        wait = self.measured.step_seconds
+        speed = {
+            tier: self.measured.bytes_per_second(tier) or assumed
+            for tier, assumed in ASSUMED.items()
+        }
+        links = {PEERS: (wait, "network"), DISK: (wait, "disk"),
+                 BUCKET: (wait + nbytes / speed[DISK], "network")}  # fmt: skip
+        return tuple(
+            Route(tier, speed[tier], seconds, link=link)
+            for tier, (seconds, link) in links.items() if tier in self._present
+        )  # fmt: skip
+
+    def _quickest(self, nbytes: int) -> tuple[int, ...]:
+        return (min(self.routes(nbytes), key=lambda route: route.needs(nbytes)).tier,)
+
+    # --- what the workers are told --------------------------------------------------------------
+    def answer(self, rank: int) -> dict[str, Any]:
+        """Part of the answer to a worker's report. One rank asks for all, with its vote."""
+        told: dict[str, Any] = {"brief": self._brief}
+        if rank == 0:
+            told |= {"request": self._request, "into": list(self._into),
+                     "durations": self.measured.to_json()}  # fmt: skip
+        return told
+
+    # --- leaving --------------------------------------------------------------------------------
+    def observe(self, record: Record) -> None:
+        self.measured.observe(record)
+        if isinstance(record.event, GenerationStarted):
+            self._kept = -1
+        elif isinstance(record.event, SnapshotKept):
+            self._kept = max(self._kept, record.event.step)
+            self._news.set()
+
+    async def not_kept(self, step: int) -> str | None:
+        """Where the run leaves with a snapshot for peers: why none has the state after `step`, or
+        None. Waits for it until time is up."""
+        if not self._brief or self._deadline is None:
+            return None
+        while self._kept < step:
+            self._news.clear()
+            left = self._deadline - time.monotonic()
+            try:
+                await asyncio.wait_for(self._news.wait(), max(0.0, left))
+            except TimeoutError:
+                return "time was up before a peer had it"
+        return None

@@ -1,0 +1,75 @@
+"""How long each tier took so far, out of the journal: seconds and bytes a second. Pure.
+
+    tier 1: SnapshotKept           from its turn to the peer's last answer
+    tier 2: CheckpointCommitted    from the first captured header to the commit object
+    tier 3: CheckpointUploaded     from its turn to the bucket's commit object
+
+The medians of the last few are kept: they follow a disk that fills up, and forget one hiccup. The
+agent reads on while it runs and again, from the journal, when a run is taken up; so the first
+emergency of a session already knows the bandwidths of the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from holdfast.events import (
+    CheckpointCommitted,
+    CheckpointUploaded,
+    Event,
+    Record,
+    SnapshotKept,
+    StepDone,
+)
+
+KEPT = 9
+"""Saves over which a tier is measured."""
+
+
+class Measured:
+    """Takes records; belongs to one thread."""
+
+    def __init__(self) -> None:
+        self._saves: dict[int, list[tuple[float, int]]] = {}  # tier -> (seconds, bytes)
+        self._steps: list[float] = []
+
+    def observe(self, record: Record) -> None:
+        event: Event = record.event
+        match event:
+            case SnapshotKept():
+                self._note(1, event.seconds, event.bytes - event.spared)
+            case CheckpointCommitted():
+                self._note(2, event.seconds, event.bytes)
+            case CheckpointUploaded():
+                self._note(3, event.seconds, event.bytes)
+            case StepDone():
+                self._steps = [*self._steps, event.seconds][-KEPT:]
+
+    def _note(self, tier: int, seconds: float, nbytes: int) -> None:
+        found = self._saves.setdefault(tier, [])
+        found.append((seconds, nbytes))
+        del found[:-KEPT]
+
+    @property
+    def step_seconds(self) -> float:
+        """A usual step; 0 as long as none was seen."""
+        return median(self._steps) if self._steps else 0.0
+
+    def seconds(self) -> dict[int, float]:
+        """Until a save is done, by tier; tiers that nothing was seen of are left out."""
+        return {tier: median(s for s, _ in found) for tier, found in self._saves.items()}
+
+    def bytes_per_second(self, tier: int) -> float | None:
+        """None where nothing was seen, or only what had no bytes to send."""
+        found = [n / s for s, n in self._saves.get(tier, ()) if s > 0 and n > 0]
+        return median(found) if found else None
+
+    def to_json(self) -> dict[str, Any]:
+        """What a worker is told: `seconds`."""
+        return {str(tier): seconds for tier, seconds in self.seconds().items()}
+
+
+def seconds_from_json(value: Mapping[str, Any]) -> dict[int, float]:
+    return {int(tier): float(seconds) for tier, seconds in value.items()}

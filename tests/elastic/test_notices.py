@@ -1,0 +1,107 @@
+"""What an agent decides when it hears of a deadline, and what it tells the workers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from holdfast.config.run import RunConfig
+from holdfast.elastic.notices import Notice, Notices
+from holdfast.events import (
+    CheckpointCommitted,
+    EmergencyPlanned,
+    Event,
+    GenerationStarted,
+    NoticeReceived,
+    Record,
+    SnapshotKept,
+)
+from holdfast.layout import Layout, place
+
+PEER = {"name": "stage", "address": "127.0.0.1:7600"}
+MODEL = {"preset": None, "layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "ffn_dim": 16,
+         "vocab_size": 32}  # fmt: skip
+
+
+class World:
+    """Notices of a run on nodes a and b, what they wrote down and what they said."""
+
+    def __init__(self, **checkpoint: Any) -> None:
+        config = RunConfig.model_validate({"model": MODEL, "checkpoint": checkpoint})
+        self.topology = place(Layout(dp_replicate=2), 1, ("a", "b"))
+        self.events: list[Event] = []
+        self.said: list[str] = []
+        self.notices = Notices(config, self.events.append, self.said.append)
+
+    def saw(self, event: Event) -> None:
+        self.notices.observe(Record(1, "mover", 0, 1e9, event))
+
+    def hear(self, *nodes: str, seconds: float = 30.0, leave: bool = False) -> tuple[int, ...]:
+        notice = Notice(seconds, nodes, leave)
+        return self.notices.heard(notice, self.topology, 7).tiers
+
+
+def test_a_run_that_goes_on_is_asked_once_and_by_one_rank() -> None:
+    world = World(peers=[PEER], bucket="s3://bucket/run")
+    assert set(world.hear("a")) == {1, 2, 3}
+    heard, plan = world.events
+    assert isinstance(heard, NoticeReceived)
+    assert isinstance(plan, EmergencyPlanned)
+    assert (heard.nodes, heard.step, plan.step) == (["a"], 7, 7)
+    both = World()
+    both.hear()
+    assert isinstance(both.events[1], EmergencyPlanned)
+    assert 0 < plan.bytes < both.events[1].bytes, "a owns some of it, both own all"
+    told = world.notices.answer(0)
+    assert (told["request"], told["into"], told["brief"]) == (1, list(plan.tiers), False)
+    assert "request" not in world.notices.answer(1)
+    world.hear("b")
+    assert world.notices.answer(0)["request"] == 2
+    assert world.said[0].startswith("a will be gone in 30 s: ")
+
+
+def test_bandwidths_are_those_that_were_measured() -> None:
+    world = World(peers=[PEER])
+    for _ in range(9):
+        world.saw(CheckpointCommitted("k", 10**6, 1e5))
+    assert world.hear() == (1,)
+    assert world.notices.answer(0)["durations"] == {"2": 1e5}
+
+
+def test_what_cannot_be_done_in_time_is_tried_all_the_same() -> None:
+    world = World()
+    for _ in range(9):
+        world.saw(CheckpointCommitted("k", 10**6, 1e5))
+    assert world.hear(leave=True) == ()
+    assert "nothing can be complete in time" in world.said[0]
+    assert world.notices.answer(0)["brief"] is False  # durably, as there is no peer
+    assert asyncio.run(world.notices.not_kept(7)) is None
+
+
+def test_a_run_that_leaves_with_a_snapshot_waits_until_a_peer_has_it() -> None:
+    async def leave(kept: int, seconds: float) -> str | None:
+        world = World(peers=[PEER])
+        for _ in range(9):
+            world.saw(CheckpointCommitted("k", 10**6, 1e5))
+        world.saw(SnapshotKept("stage", 10**6, 1.0, step=99))
+        world.saw(GenerationStarted({}, "resume", None, step=5))  # 99 was of another branch
+        world.hear(leave=True, seconds=seconds)
+        assert world.notices.answer(1) == {"brief": True}
+        waiting = asyncio.create_task(world.notices.not_kept(8))
+        await asyncio.sleep(0)
+        world.saw(SnapshotKept("stage", 10**6, 1.0, step=kept))
+        return await waiting
+
+    assert asyncio.run(leave(8, 600.0)) is None
+    assert asyncio.run(leave(7, 0.05)) == "time was up before a peer had it"
+
+
+def test_a_node_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match="no rank is on node c"):
+        World().hear("c")
+    for body in ({"seconds": 0}, {"seconds": -3}, {"seconds": "soon"}, {"seconds": 1e9}):
+        with pytest.raises(ValueError, match=r"makes no sense|could not convert"):
+            Notice.from_json(body)
+    assert Notice.from_json({"seconds": 30, "nodes": ["a"]}) == Notice(30.0, ("a",))
