@@ -173,7 +173,7 @@ def _show_whole(size: Size, row: Found) -> None:
         f"durable after {row['durable']:.2f}; on leaving {_ms(row['leaving'])} ms, not counted"
     )
     used = ", ".join(f"{name} {seconds:.2f}" for name, seconds in row["helpers"].items())
-    print(f"  CPU s a save: {used}")
+    print(f"  CPU s from one save to the next: {used}")
     shares = {f"as measured, every {row['every']:g} s": row["share"]}
     if row["every"] != CADENCE:
         shares[f"at one save every {CADENCE:g} s"] = each / CADENCE

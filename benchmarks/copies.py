@@ -31,6 +31,7 @@ from holdfast.checkpoint.blob import ExtentHasher, header, total_size
 from holdfast.checkpoint.peer_settings import Peer, PeerSettings
 from holdfast.checkpoint.peer_source import PeerSource
 from holdfast.checkpoint.peers import Peers
+from holdfast.checkpoint.save import fitting_extent
 from holdfast.checkpoint.snapshots import MemoryFile, Shelf, Snapshot
 from holdfast.events import Event, SnapshotKept
 from holdfast.layout import Layout, place
@@ -40,7 +41,7 @@ from holdfast.spec.ownership import owned_boxes
 from holdfast.spec.state import TensorSpec
 from holdfast.wire.secret import Secret
 
-EXTENT = 16 * 2**20
+READ = 16 * 2**20
 COLUMNS = 1024
 
 
@@ -85,7 +86,7 @@ class Sender:
                 0, 256, min(p.nbytes, 1 << 20), np.uint8
             ).repeat(-(-p.nbytes // (1 << 20)))[: p.nbytes]  # fmt: skip
             del data
-        hasher = ExtentHasher(EXTENT)
+        hasher = ExtentHasher(fitting_extent(READ, self.size))  # as a run has them
         for _ in hasher.feed([view]):
             pass
         view.release()
@@ -207,8 +208,8 @@ def _rows(
     out = memoryview(bytearray(sender.size))
 
     def read() -> None:
-        for start in range(0, sender.size, EXTENT):
-            part = out[start : start + EXTENT]
+        for start in range(0, sender.size, READ):
+            part = out[start : start + READ]
             source.read_into(name, start, part)
             xxh3_128_hexdigest(part)
 
