@@ -34,8 +34,9 @@ from holdfast.spec.state import StateTable
 from holdfast.wire.runstore import AlreadyExistsError, RunStore
 from holdfast.wire.term import newest_generation
 
-CHUNK_BYTES = 16 * 2**20
-"""Bytes written at a time. A direct write of 4 MiB leaves the disk idle between two of them."""
+CHUNK_BYTES = 64 * 2**20
+"""Bytes written at a time. Between two direct writes the disk is idle until the thread runs again,
+which takes the longer the busier training keeps the processor."""
 
 SMALLEST_EXTENT = 64 * 2**10
 
