@@ -101,7 +101,10 @@ def test_beside_a_snapshot_of_every_step_the_durable_saves_come_first(run_file: 
         assert captured[found], f"step {due} was owed, and step {found} stayed in memory"
         assert found == due or due in skipped or min(skipped, default=STEPS) < due
     durable = {step for step, is_durable in captured.items() if is_durable}
-    assert {e.step for e in events if isinstance(e, CheckpointCommitted)} == durable
+    committed = {event.step for event in events if isinstance(event, CheckpointCommitted)}
+    assert STEPS in committed <= durable
+    # Those under way beside the last one may be committed when nobody listens any more.
+    assert set(sorted(durable)[:-3]) <= committed
 
 
 def _killed(run_file: Path, folder: Path) -> tuple[Outcome, list[int]]:
