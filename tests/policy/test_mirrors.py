@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.layout import Layout, Topology, place
-from holdfast.policy.mirrors import held_apart, without
+from holdfast.policy.mirrors import held_apart, mirrors, without
 from holdfast.policy.placement import Machine, shared
 from holdfast.spec.boxes import Box
 from holdfast.spec.ownership import owned_boxes
@@ -62,3 +62,30 @@ def test_what_is_left_of_a_box() -> None:
     assert sum(part.size for part in rest) == box.size - 2 * 4
     assert not any(part.intersect(hole) for part in rest)
     assert without(box, Box("w", (0, 0), (2, 5))) == [box]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_a_mirror_holds_all_that_a_rank_owns_and_stands_on_another_node(
+    data: st.DataObject,
+) -> None:
+    model = data.draw(st.sampled_from(MODELS))
+    plain = data.draw(topologies(model.layers, 4))
+    nodes = tuple(data.draw(st.sampled_from("abc")) for _ in plain.nodes)
+    topology = Topology(1, plain.replicas, nodes)
+    machines = {"a": Machine("a", rack="1"), "b": Machine("b", rack="1"), "c": Machine("c")}
+    table = state_table(model)[::5]
+    for rank, mirror in mirrors(topology, machines).items():
+        assert nodes[rank] != nodes[mirror]
+        held = elements(local_boxes(topology, table, mirror))
+        assert elements(owned_boxes(topology, table, rank)) <= held
+
+
+def test_a_mirror_stands_as_far_away_as_it_can_and_the_work_is_shared() -> None:
+    three = place(Layout(dp_replicate=3, dp_shard=2), 1, ("a", "a", "b", "b", "c", "c"))
+    racks = {"a": Machine("a", rack="1"), "b": Machine("b", rack="1"), "c": Machine("c")}
+    assert mirrors(three, {}) == {0: 2, 1: 3, 2: 4, 3: 5, 4: 0, 5: 1}
+    assert mirrors(three, racks) == {0: 4, 1: 5, 2: 4, 3: 5, 4: 0, 5: 1}
+    together = place(Layout(dp_replicate=2), 1, ("a", "a"))
+    assert mirrors(together, {}) == {}
+    assert mirrors(place(Layout(dp_shard=2), 1, ("a", "b")), {}) == {}

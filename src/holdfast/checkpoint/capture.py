@@ -96,17 +96,20 @@ class Capturer:
         *,
         run: str,
         slots: int = 2,
+        part: int | None = None,
     ) -> None:
         """Ask the mover for an arena and lay the views out.
 
+        part: the rank whose share is captured, where that is another one's, of which this rank
+        holds every box too (`policy.mirrors`): for memory alone.
         Raises CheckpointError when a tensor does not have the shape or dtype that the table and
         the topology give it on this rank.
         """
         self.skipped = 0
         self._mover = mover
-        self._rank = rank
+        self._rank = rank if part is None else part
         self._run = digest(run)
-        boxes = owned_boxes(topology, table, rank)
+        boxes = owned_boxes(topology, table, self._rank)
         self._placed = placed(boxes, table)
         self._local = {b.name: b for b in local_boxes(topology, table, rank)}
         self._head = header(self._placed)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +29,8 @@ from holdfast.checkpoint.snapshots import Shelf, Snapshot
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Event, PeerFailed, SettingIgnored, SnapshotKept
 from holdfast.layout import Topology
-from holdfast.policy.placement import place_copies
+from holdfast.policy.mirrors import mirrors
+from holdfast.policy.placement import Machine, place_copies
 from holdfast.spec.state import StateTable
 from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
@@ -106,6 +107,7 @@ class Copies:
         self._here: dict[tuple[int, int], set[int]] = {}  # own ranks shelved, by step
         self._lines = {peer.name: _Line(peer) for peer in settings.peers}
         self._held: dict[str, tuple[str, ...]] = {}  # the placement in force
+        self._mirrors: dict[int, int] = {}  # rank -> the one that captures its part too
         self._warned: set[str] = set()
         self._over: list[ExitStack] = []  # pins that nobody needs: ended without our lock held
         for line in self._lines.values():
@@ -117,6 +119,7 @@ class Copies:
         """A generation begins: what waits of older ones is dropped."""
         with self._change:
             self._plan = (topology, table)
+            self._mirrors = mirrors(topology, self._machines())
             self._here = {}
             for line in self._lines.values():
                 if line.waiting is not None:
@@ -133,6 +136,8 @@ class Copies:
             if self._plan is None or self._plan[0].generation != generation or self._closed:
                 return
             ranks = self._own(rank)
+            if rank not in ranks:
+                return  # captured here as the mirror of another node's: that one offers it
             here = self._here.setdefault((generation, step), set())
             here.add(rank)
             if here != ranks:
@@ -160,10 +165,18 @@ class Copies:
 
     # --- what is offered to whom ------------------------------------------------------------
     def _own(self, rank: int) -> set[int]:
-        """The ranks of this node: those on the node of one of them."""
+        """The ranks of this node: those under its name; where that is not in the topology, those
+        on the node of one of them."""
         assert self._plan is not None
         nodes = self._plan[0].nodes
-        return {other for other, node in enumerate(nodes) if node == nodes[rank]}
+        name = self._settings.machine.name
+        mine = name if name in nodes else nodes[rank]
+        return {other for other, node in enumerate(nodes) if node == mine}
+
+    def _machines(self) -> dict[str, Machine]:
+        return {m.name: m for m in (self._settings.machine, *(
+            line.peer.machine for line in self._lines.values()
+        ))}  # fmt: skip
 
     def _pinned(self, generation: int, step: int, ranks: Iterable[int]) -> _Step | None:
         """A step with its slots kept; None when one has been given back already.
@@ -184,7 +197,8 @@ class Copies:
 
     def _queue(self, offered: _Step) -> None:
         offered.users = 1  # this method
-        for name in self._holders(sum(s.part.blob.size for s in offered.snapshots)):
+        ranks = [snapshot.part.rank for snapshot in offered.snapshots]
+        for name in self._holders(sum(s.part.blob.size for s in offered.snapshots), ranks):
             line = self._lines[name]
             if line.waiting is not None:
                 line.counts["superseded"] += 1
@@ -195,10 +209,11 @@ class Copies:
         self._let_go(offered)
         self._change.notify_all()
 
-    def _holders(self, size: int) -> tuple[str, ...]:
+    def _holders(self, size: int, ranks: Sequence[int]) -> tuple[str, ...]:
         """The machines that are to hold this node's copies now. Where others train in the same
         generation, under their names in its topology, the plan is for all of them, so that each
-        mover comes to the same one; they are taken to be as large as this one."""
+        mover comes to the same one; they are taken to be as large as this one. A machine that
+        captures these ranks' parts too comes first: nothing has to travel there."""
         assert self._plan is not None
         now = self._clock()
         machines = [line.peer.machine for line in self._lines.values() if now >= line.back]
@@ -214,7 +229,11 @@ class Copies:
             if text not in self._warned and text.startswith(f"{own.name} "):
                 self._warned.add(text)
                 self._add(SettingIgnored("checkpoint.peers", text))
-        return plan.holders[own.name]
+        nodes = self._plan[0].nodes
+        mirroring = {nodes[self._mirrors[rank]] for rank in ranks if rank in self._mirrors}
+        first = [name for name in mirroring & names if len(mirroring) == 1]
+        rest = [name for name in plan.holders[own.name] if name not in first]
+        return tuple([*first, *rest][: self._settings.copies])
 
     def _let_go(self, offered: _Step) -> None:
         offered.users -= 1

@@ -233,6 +233,12 @@ class Shelf:
             )
         return found
 
+    def own(self, generation: int, rank: int) -> dict[int, Part]:
+        """step -> the part of a rank that was captured on this node."""
+        with self._lock:
+            found = [s for s in self._snapshots.values() if s.own and s.part.rank == rank]
+        return {s.part.step: s.part for s in found if s.part.generation == generation and s.whole}
+
     def read_into(self, generation: int, step: int, rank: int, start: int, out: memoryview) -> None:
         """Fill `out` with bytes [start, start + len(out)) of the blob.
 
