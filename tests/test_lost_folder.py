@@ -30,7 +30,7 @@ from holdfast.wire.journal import Record, follow, read
 from holdfast.wire.runstore import FolderStore
 from tests.cli.support import apart, start, write_run_file
 
-STEPS = 200
+STEPS = 400
 KILL_AT = 10
 VARIABLE = "HOLDFAST_SECRET_FILE"
 
@@ -104,7 +104,7 @@ def _lose(process: subprocess.Popen[str], folder: Path) -> None:
     end = threading.Event()
     deadline = threading.Timer(120, end.set)
     deadline.start()
-    for records in follow(FolderStore(folder), stop=end):
+    for records in follow(FolderStore(folder), poll=0.05, stop=end):
         if any(isinstance(r.event, SnapshotKept) and r.event.step >= KILL_AT for r in records):
             break
     else:

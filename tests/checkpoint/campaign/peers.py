@@ -184,7 +184,7 @@ def _die(at: int, where: str) -> Hook:
 
 
 def _moment(rng: random.Random) -> tuple[int, str]:
-    return rng.randrange(1, 60), rng.choice(["before", "middle", "after"])
+    return rng.randrange(1, 25), rng.choice(["before", "middle", "after"])
 
 
 def keeper_killed(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
