@@ -14,7 +14,7 @@ from holdfast.checkpoint.mover_client import MoverClient
 from holdfast.checkpoint.peer_settings import Peer, PeerSettings
 from holdfast.checkpoint.peer_source import open_peers
 from holdfast.layout import Layout, Topology, place
-from holdfast.policy.mirrors import mirrors
+from holdfast.policy.mirrors import mirror_of
 from holdfast.policy.placement import Machine
 from holdfast.spec.state import local_boxes
 from holdfast.wire.term import open_generation
@@ -46,7 +46,7 @@ class Side:
         dtypes = {spec.name: DTYPE[spec.dtype] for spec in TABLE}
         self.tensors = {b.name: torch.zeros(b.lengths, dtype=dtypes[b.name]) for b in boxes}
         self.own = self._capturer(None)
-        (mirrored,) = [r for r, m in mirrors(topology(), {}).items() if m == self.number]
+        (mirrored,) = [r for r in range(2) if mirror_of(topology(), {}, r) == self.number]
         self.mirror = self._capturer(mirrored)
 
     def _capturer(self, part: int | None) -> Capturer:

@@ -107,7 +107,7 @@ class Capturer:
         """
         self.skipped = 0
         self._mover = mover
-        self._rank = rank if part is None else part
+        self._rank, self._mirror = (rank, False) if part is None else (part, True)
         self._run = digest(run)
         boxes = owned_boxes(topology, table, self._rank)
         self._placed = placed(boxes, table)
@@ -115,7 +115,7 @@ class Capturer:
         self._head = header(self._placed)
         self._layout = digest(self._head)
         self._length = total_size(self._head, self._placed)
-        fd = mover.arena(rank, slot_capacity(self._length), slots)
+        fd = mover.arena(self._rank, slot_capacity(self._length), slots)
         try:
             self._arena = Arena(fd)
         finally:
@@ -259,6 +259,8 @@ class Capturer:
 
     def _told(self, step: int, reason: str) -> Skipped:
         """Others may have this step: their slots must not wait for this rank's part of it."""
+        if self._mirror:
+            return Skipped(step, reason)  # the owner has it: it is pulled from there
         with suppress(HoldfastError):
             self._mover.skipped(self._rank, step, reason)
         return Skipped(step, reason)

@@ -29,7 +29,7 @@ from holdfast.checkpoint.snapshots import Shelf, Snapshot
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Event, PeerFailed, SettingIgnored, SnapshotKept
 from holdfast.layout import Topology
-from holdfast.policy.mirrors import mirrors
+from holdfast.policy.mirrors import mirror_of
 from holdfast.policy.placement import Machine, place_copies
 from holdfast.spec.state import StateTable
 from holdfast.wire.runstore import MissingKeyError
@@ -107,7 +107,7 @@ class Copies:
         self._here: dict[tuple[int, int], set[int]] = {}  # own ranks shelved, by step
         self._lines = {peer.name: _Line(peer) for peer in settings.peers}
         self._held: dict[str, tuple[str, ...]] = {}  # the placement in force
-        self._mirrors: dict[int, int] = {}  # rank -> the one that captures its part too
+        self._mirrors: dict[int, int | None] = {}  # rank -> the one that captures its part too
         self._warned: set[str] = set()
         self._over: list[ExitStack] = []  # pins that nobody needs: ended without our lock held
         for line in self._lines.values():
@@ -119,7 +119,7 @@ class Copies:
         """A generation begins: what waits of older ones is dropped."""
         with self._change:
             self._plan = (topology, table)
-            self._mirrors = mirrors(topology, self._machines())
+            self._mirrors = {}
             self._here = {}
             for line in self._lines.values():
                 if line.waiting is not None:
@@ -229,11 +229,22 @@ class Copies:
             if text not in self._warned and text.startswith(f"{own.name} "):
                 self._warned.add(text)
                 self._add(SettingIgnored("checkpoint.peers", text))
-        nodes = self._plan[0].nodes
-        mirroring = {nodes[self._mirrors[rank]] for rank in ranks if rank in self._mirrors}
-        first = [name for name in mirroring & names if len(mirroring) == 1]
+        first = self._mirroring(ranks) & names
         rest = [name for name in plan.holders[own.name] if name not in first]
         return tuple([*first, *rest][: self._settings.copies])
+
+    def _mirroring(self, ranks: Sequence[int]) -> set[str]:
+        """The machine that captures the parts of all of these ranks too, if there is one."""
+        assert self._plan is not None
+        topology, found = self._plan[0], set[str]()
+        for rank in ranks:
+            if rank not in self._mirrors:
+                self._mirrors[rank] = mirror_of(topology, self._machines(), rank)
+            mirror = self._mirrors[rank]
+            if mirror is None:
+                return set()
+            found.add(topology.nodes[mirror])
+        return found if len(found) == 1 else set()
 
     def _let_go(self, offered: _Step) -> None:
         offered.users -= 1

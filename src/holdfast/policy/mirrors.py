@@ -61,32 +61,32 @@ def held_apart(
     return frozenset(found)
 
 
-def mirrors(topology: Topology, machines: Mapping[str, Machine]) -> dict[int, int]:
-    """rank -> the rank that captures its part too, for those that have one: at the same place of
-    another replica of the same kind, on a machine that shares the least with its own, and no node.
+def mirror_of(topology: Topology, machines: Mapping[str, Machine], rank: int) -> int | None:
+    """The rank that captures this one's part too, if there is one: at the same place of another
+    replica of the same kind, on a machine that shares the least with its own, and no node.
 
-    Of replicas that stand equally far away each takes the next one, in their order around, so that
-    every rank mirrors about as many as mirror it.
+    Of replicas that stand equally far away it is the next one, in their order around, so that every
+    rank mirrors about as many as mirror it.
     """
 
-    def machine(rank: int) -> Machine:
-        name = topology.nodes[rank]
+    def machine(of: int) -> Machine:
+        name = topology.nodes[of]
         return machines.get(name, Machine(name))
 
-    found: dict[int, int] = {}
-    for number, replica in enumerate(topology.replicas):
-        around = [*topology.replicas[number + 1 :], *topology.replicas[:number]]
-        twins = [other for other in around if other.kind == replica.kind]
-        for place, rank in enumerate(replica.ranks):
-            apart = [
-                (danger, twin.ranks[place])
-                for twin in twins
-                if "node" not in (both := shared(machine(rank), machine(twin.ranks[place])))
-                for danger in [tuple(kind in both for kind in DOMAINS)]
-            ]
-            if apart:
-                found[rank] = min(apart, key=lambda one: one[0])[1]
-    return found
+    number, replica = next((n, r) for n, r in enumerate(topology.replicas) if rank in r.ranks)
+    place = replica.ranks.index(rank)
+    best, least = None, len(DOMAINS) * (True,)
+    for other in (*topology.replicas[number + 1 :], *topology.replicas[:number]):
+        if other.kind != replica.kind:
+            continue
+        twin = other.ranks[place]
+        both = shared(machine(rank), machine(twin))
+        danger = tuple(kind in both for kind in DOMAINS)
+        if "node" not in both and danger < least:
+            best, least = twin, danger
+        if not any(least):
+            break
+    return best
 
 
 def _covered(box: Box, ranks: Iterable[int], local: Callable[[int], dict[str, Box]]) -> bool:
