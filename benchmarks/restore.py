@@ -6,12 +6,15 @@ ranks onto 3), from memory, from the disk, and from a store where every request 
 byte is checked. Floors are measured in the same run, in turn with the cases: one copy of the bytes
 between warm memory; one out of the mover's memory by a process that maps it first, as a new worker
 must (page faults, dearer in a virtual machine); xxh3 over them; a plain read of the files one after
-another; one object of the same bytes from the slow store. CPU seconds are those of the process that
-restores; `read` is bytes read per byte needed. The kernel is told to forget the files before
-each read from the disk. No torch.
+another; the same bytes from the slow store as one object, in requests as large and as many at a
+time as a bucket is read with. CPU seconds are those of the process that restores; `read` is bytes
+read per byte needed. The kernel is told to forget the files before each read from the disk. No
+torch. The lines below the table are the bars, and whether they hold.
 
 "killed worker" is what stands between a worker's death and its successor's state: find the newest
-step, ask for the memory, map it, read and check; without the start of a process.
+step, ask for the memory, read and check; without the start of a process. "killed process" is the
+same with a real process, which holds the whole state and is killed (SIGKILL): until the next one
+has it; seconds until that one runs, and until its memory is there, are shown beside it.
 """
 
 from __future__ import annotations
@@ -40,21 +43,25 @@ from holdfast.checkpoint.mover import MoverBoot
 from holdfast.checkpoint.mover_client import MoverClient
 from holdfast.checkpoint.restore import Checkpoint
 from holdfast.checkpoint.service import Settings
-from holdfast.checkpoint.sources import MappedSource, Mixed, Readable, Source, StoreSource
+from holdfast.checkpoint.sources import MappedSource, Mixed, Source, StoreSource
 from holdfast.layout import Layout, Topology, place
 from holdfast.spec.boxes import Box
 from holdfast.spec.manifest import Commit, commit_key, placed
 from holdfast.spec.ownership import owned_boxes
 from holdfast.spec.state import StateTable, TensorSpec, local_boxes
+from holdfast.wire.bucket import BucketStore
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
 from holdfast.wire.term import open_generation
 
 STEP = 1
 REQUEST_SECONDS = 0.02
-SLOW_THREADS = 48
+READERS = 3
 RANGE_BYTES = 8 * 2**20
+MEMORY_WALL, MEMORY_CPU, DISK_WALL, SLOW_WALL, READ, BACK = 1.3, 1.6, 1.2, 1.2, 1.05, 1.0
 NOTHING = memoryview(b"")
+
+Plan = list[tuple[Box, memoryview]]
 
 
 class Cost(NamedTuple):
@@ -72,12 +79,17 @@ class Row(NamedTuple):
 class SlowStore:
     """A store that answers every request after a fixed time, as a distant bucket does."""
 
-    def __init__(self, store: Readable) -> None:
+    def __init__(self, store: FolderStore) -> None:
         self._store = store
 
+    reads = BucketStore.reads
+
     def read_into(self, key: str, start: int, out: memoryview) -> None:
+        self.scatter(key, start, [out])
+
+    def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         time.sleep(REQUEST_SECONDS)
-        self._store.read_into(key, start, out)
+        self._store.scatter(key, start, outs)
 
 
 class Mover:
@@ -144,7 +156,7 @@ def table_of(nbytes: int) -> StateTable:
     )
 
 
-def wanted(topology: Topology, table: StateTable, rank: int) -> list[tuple[Box, memoryview]]:
+def wanted(topology: Topology, table: StateTable, rank: int) -> Plan:
     """What a rank holds, and warm memory for it."""
     boxes = [box for box in local_boxes(topology, table, rank) if box.size]
     return [(box, memoryview(np.ones(box.size * 4, np.uint8))) for box in boxes]
@@ -157,8 +169,8 @@ def timed(work: Callable[[], object]) -> Cost:
 
 
 @contextmanager
-def mapped(mover: Mover, generation: int, key: str) -> Iterator[tuple[Commit, Mixed]]:
-    holdings = mover.client(generation).holdings(key)
+def mapped(client: MoverClient, key: str) -> Iterator[tuple[Commit, Mixed]]:
+    holdings = client.holdings(key)
     memory = MappedSource(holdings.slots)
     try:
         yield holdings.commit, Mixed([memory])
@@ -196,38 +208,37 @@ class Bench:
             plans = [wanted(topology, self.table, rank) for rank in range(ranks)]
             name = f"{len(self.commit.writers)} ranks onto {ranks}"
             found[f"memory, {name}"] = (self._memory(name, plans), "copy from mapped memory")
-            disk = self._stored(f"disk, {name}", plans, StoreSource(store), None)
+            disk = self._stored(f"disk, {name}", plans, StoreSource(store), 1)
             found[f"disk, {name}"] = (disk, "sequential read")
             slow = StoreSource(SlowStore(store), "slow store")
-            case = self._stored(f"slow store, {name}", plans, slow, SLOW_THREADS)
+            case = self._stored(f"slow store, {name}", plans, slow, ranks)
             found[f"slow store, {name}"] = (case, "one object, 20 ms a request")
         return found
 
-    def _memory(self, name: str, plans: list[list[tuple[Box, memoryview]]]) -> Callable[[], None]:
+    def _memory(self, name: str, plans: list[Plan]) -> Callable[[], None]:
         def run() -> None:
-            with mapped(self.mover, self.generation, self.key) as (commit, mixed):
-                self._fill(f"memory, {name}", commit, mixed, plans, None)
+            with mapped(self.mover.client(self.generation), self.key) as (commit, mixed):
+                self._fill(f"memory, {name}", commit, mixed, plans, 1)
 
         return run
 
     def _stored(
         self,
         name: str,
-        plans: list[list[tuple[Box, memoryview]]],
+        plans: list[Plan],
         source: Source,
-        threads: int | None,
+        at_once: int,
     ) -> Callable[[], None]:
-        return lambda: self._fill(name, self.commit, Mixed([source]), plans, threads)
+        return lambda: self._fill(name, self.commit, Mixed([source]), plans, at_once)
 
     def _fill(
-        self, name: str, commit: Commit, mixed: Mixed, plans: list[list[tuple[Box, memoryview]]],
-        threads: int | None,
+        self, name: str, commit: Commit, mixed: Mixed, plans: list[Plan],
+        at_once: int,
     ) -> None:  # fmt: skip
         # Each rank is another process; here they go one after the other, except where they would
         # only wait side by side.
-        with ThreadPoolExecutor(len(plans) if threads == SLOW_THREADS else 1) as ranks:
-            share = SLOW_THREADS // len(plans) if threads == SLOW_THREADS else None
-            list(ranks.map(lambda p: Checkpoint(mixed, commit).read_all(p, threads=share), plans))
+        with ThreadPoolExecutor(at_once) as ranks:
+            list(ranks.map(lambda plan: Checkpoint(mixed, commit).read_all(plan), plans))
         needed = sum(out.nbytes for plan in plans for _, out in plan)
         self.read[name] = sum(mixed.tally.bytes.values()) / needed
 
@@ -261,39 +272,88 @@ class Bench:
                     pass
 
     def _one_object(self) -> None:
-        """The same bytes and the same number of requests at a time, as one object would take."""
+        """Ranges of the blobs as of one object, into memory that is there."""
         slow = SlowStore(self.mover.store)
-        ranges = [
-            (writer.blob.key, start, min(RANGE_BYTES, writer.blob.size - start))
-            for writer in self.commit.writers
-            for start in range(0, writer.blob.size, RANGE_BYTES)
-        ]
+        count, size = SlowStore.reads
+        ranges: list[tuple[str, int, memoryview]] = []
+        at = 0
+        for blob in (writer.blob for writer in self.commit.writers):
+            for start in range(blob.data_start, blob.size, size):
+                length = min(size, blob.size - start)
+                ranges.append((blob.key, start, self.target.data[at : at + length]))
+                at += length
+        with ThreadPoolExecutor(count * READERS) as threads:
+            list(threads.map(lambda each: slow.read_into(*each), ranges))
 
-        def one(at: tuple[str, int, int]) -> None:
-            slow.read_into(at[0], at[1], memoryview(bytearray(at[2])))
 
-        with ThreadPoolExecutor(SLOW_THREADS) as threads:
-            list(threads.map(one, ranges))
+def restored(client: MoverClient, generation: int, table: StateTable, plan: Plan) -> None:
+    """From the question what to begin from to the last checked byte."""
+    newest = client.newest()
+    assert newest.key is not None
+    client.expect(place(Layout(), generation, ("node",)), table, newest.step)
+    with mapped(client, newest.key) as (commit, mixed):
+        Checkpoint(mixed, commit).read_all(plan)
 
 
 def killed_worker(mover: Mover, bench: Bench, generation: int) -> Cost:
-    """From the question what to begin from to the last checked byte."""
-    topology = place(Layout(), generation, ("node",))
-    plan = wanted(topology, bench.table, 0)
+    plan = wanted(place(Layout(), generation, ("node",)), bench.table, 0)
     open_generation(mover.store, generation, {})
-
-    def run() -> None:
-        client = mover.client(generation)
-        newest = client.newest()
-        assert newest.key is not None
-        client.expect(topology, bench.table, newest.step)
-        with mapped(mover, generation, newest.key) as (commit, mixed):
-            Checkpoint(mixed, commit).read_all(plan)
-
-    return timed(run)
+    return timed(lambda: restored(mover.client(generation), generation, bench.table, plan))
 
 
-def measure(folder: Path, megabytes: int, rounds: int) -> list[Row]:
+class Killed(NamedTuple):
+    """Seconds from a kill until the next process runs, has memory, and has its bytes."""
+
+    start: float
+    memory: float
+    back: float
+
+
+def killed_process(mover: Mover, megabytes: int, generation: int) -> Killed:
+    """A process that holds the whole state is killed, and another one takes its place."""
+    first, _ = _worker(mover, megabytes, generation)
+    killed = time.monotonic()
+    first.kill()
+    first.wait(60)
+    second, (started, ready, back) = _worker(mover, megabytes, generation + 1)
+    second.kill()
+    second.wait(60)
+    return Killed(started - killed, ready - started, back - ready)
+
+
+def _worker(
+    mover: Mover, megabytes: int, generation: int
+) -> tuple[subprocess.Popen[bytes], list[float]]:
+    """A process that has the state, and the moments (of the machine's clock) of its way there."""
+    open_generation(mover.store, generation, {})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.restore", "--worker"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    boot = [mover.socket, mover.secret.hex(), generation, megabytes]
+    process.stdin.write(json.dumps(boot).encode() + b"\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    process.stdout.close()
+    return process, json.loads(line)
+
+
+def work() -> None:
+    """The process of `_worker`; it holds what it has until it is killed, or alone."""
+    started = time.monotonic()
+    socket, secret, generation, megabytes = json.loads(sys.stdin.readline())
+    table = table_of(megabytes * 2**20)
+    plan = wanted(place(Layout(), generation, ("node",)), table, 0)
+    ready = time.monotonic()
+    client = MoverClient(socket, Secret(bytes.fromhex(secret)), generation)
+    restored(client, generation, table, plan)
+    print(json.dumps([started, ready, time.monotonic()]), flush=True)
+    sys.stdin.read()
+
+
+def measure(folder: Path, megabytes: int, rounds: int) -> tuple[list[Row], Killed]:
     mover = Mover(folder)
     try:
         table = table_of(megabytes * 2**20)
@@ -304,7 +364,7 @@ def measure(folder: Path, megabytes: int, rounds: int) -> list[Row]:
         floors = bench.floors()
         cases = bench.cases([
             place(Layout(dp_shard=8), 2, ("node",) * 8),
-            place(Layout(dp_shard=3), 2, ("node",) * 3),
+            place(Layout(dp_shard=READERS), 2, ("node",) * READERS),
         ])  # fmt: skip
         costs: dict[str, list[Cost]] = {name: [] for name in (*floors, *cases)}
         for _ in range(rounds):
@@ -321,7 +381,7 @@ def measure(folder: Path, megabytes: int, rounds: int) -> list[Row]:
         rows.append(
             Row("killed worker", killed_worker(mover, bench, 2), "copy from mapped memory", None)
         )
-        return rows
+        return rows, killed_process(mover, megabytes, 3)
     finally:
         mover.close()
 
@@ -345,15 +405,46 @@ def show(rows: Sequence[Row], megabytes: int) -> None:
         print(line)
 
 
+def verdicts(rows: Sequence[Row], killed: Killed) -> list[str]:
+    """The bars, and whether they hold."""
+    floors = {row.name: row.cost for row in rows if not row.floor}
+    out = []
+    for name, cost, floor, read in rows:
+        if not floor or read is None:
+            continue
+        due = {"memory": MEMORY_WALL, "disk": DISK_WALL, "slow store": SLOW_WALL}
+        wall = due[name.partition(",")[0]]
+        out.append(_bar(f"{name}, wall", cost.wall / floors[floor].wall, wall, floor))
+        if name.startswith("memory"):
+            out.append(_bar(f"{name}, CPU", cost.cpu / floors[floor].cpu, MEMORY_CPU, floor))
+        out.append(_bar(f"{name}, read", read, READ, "bytes needed"))
+    out.append(
+        f"killed process: {killed.start:.3f} s until the next one runs, {killed.memory:.3f} s for "
+        f"its memory; " + _bar("its bytes", killed.back, BACK, "second")
+    )
+    return out
+
+
+def _bar(what: str, value: float, bound: float, unit: str) -> str:
+    held = "yes" if value <= bound else "NO"
+    return f"{what}: {value:.3f} of at most {bound:g} x {unit}: {held}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="32 MB, one round: that it runs")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if chosen.worker:
+        work()
+        return
     megabytes, rounds = (32, 1) if chosen.quick else (chosen.megabytes, chosen.rounds)
     with tempfile.TemporaryDirectory(prefix="holdfast-restore-") as folder:
-        show(measure(Path(folder), megabytes, rounds), megabytes)
+        rows, killed = measure(Path(folder), megabytes, rounds)
+    show(rows, megabytes)
+    print(*verdicts(rows, killed), sep="\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import socketserver
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from holdfast.checkpoint.budget import Budget
@@ -227,11 +227,13 @@ class NetworkStore(FolderStore):
             raise MissingKeyError(f"there is no {key}")
         return kept
 
-    def read_into(self, key: str, start: int, out: memoryview) -> None:
+    def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         if not _blob(key):
-            super().read_into(key, start, out)
+            super().scatter(key, start, outs)
             return
-        out.cast("B")[:] = self._storage.get(key, start, start + out.nbytes)
+        for out in outs:
+            out[:] = self._storage.get(key, start, start + len(out))
+            start += len(out)
 
     def delete(self, key: str) -> None:
         super().delete(key)

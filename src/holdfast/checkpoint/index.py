@@ -32,6 +32,6 @@ class Index:
             if rank not in self._due:
                 self._due[rank] = {p.box.name: p for p in self.due(rank)}
             held = self._due[rank].get(box.name)
-            if held is not None and held.box.intersect(box) is not None:
+            if held is not None and held.box.meets(box):
                 found.append((held, self._blobs[rank]))
         return found

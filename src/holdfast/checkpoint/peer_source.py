@@ -15,21 +15,25 @@ from typing import Any
 from holdfast.checkpoint.peer_settings import Peer
 from holdfast.checkpoint.peer_wire import RESTORE, PeerClient
 from holdfast.checkpoint.snapshots import Held
+from holdfast.checkpoint.sources import Scatter
 from holdfast.errors import HoldfastError
 from holdfast.layout import Topology
 from holdfast.spec.manifest import Part
 from holdfast.spec.state import StateTable, TensorSpec
-from holdfast.wire.runstore import MissingKeyError
+from holdfast.wire.runstore import MissingKeyError, Reads
 from holdfast.wire.secret import Secret
 
 OPEN_SECONDS = 5.0
 """A peer that does not answer within this time is not restored from."""
 READ_SECONDS = 20.0
 """A peer that sends nothing for so long is given up; the next source is asked."""
+READS = Reads(4, 8 * 2**20)
 
 
 class PeerSource:
     """Snapshots on one peer's shelf. Safe to use from any thread."""
+
+    reads = READS
 
     def __init__(
         self, name: str, address: str, secret: Secret, generation: int, run: str = ""
@@ -78,6 +82,10 @@ class PeerSource:
         self._client.read_into(key, start, view, RESTORE)
         return view
 
+    def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Raises as `data` does."""
+        self._client.scatter(key, start, outs, RESTORE)
+
     def read_into(self, key: str, start: int, out: memoryview) -> None:
         """Fill `out`; raises as `data` does."""
         self._client.read_into(key, start, out, RESTORE)
@@ -115,6 +123,8 @@ class PeerBlobs:
     """Some blobs on one peer's shelf, for a reader that has been told which: no inventory needed.
     Safe to use from any thread."""
 
+    reads = READS
+
     def __init__(
         self,
         name: str,
@@ -138,6 +148,10 @@ class PeerBlobs:
         self._client.read_into(key, start, view, RESTORE)
         return view
 
+    def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Raises as `data` does."""
+        self._client.scatter(key, start, outs, RESTORE)
+
     def close(self) -> None:
         self._client.close()
 
@@ -147,6 +161,8 @@ class PeerMemories:
     for anew, with the generation that rules then, so that whatever answers is fenced by it."""
 
     name = "peers"
+    reads = READS
+    scatter: Scatter | None = None
 
     def __init__(
         self,

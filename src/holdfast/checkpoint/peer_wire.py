@@ -23,7 +23,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlencode
@@ -101,19 +101,26 @@ class PeerClient:
         Raises MissingKeyError when the peer does not hold it (any more), and as `inventory` does.
         The bytes are not checked here.
         """
-        target = out.cast("B")
-        path = self._path(RANGE, key=key, start=start, stop=start + len(target), use=use)
+        self.scatter(key, start, [out.cast("B")], use)
+
+    def scatter(self, key: str, start: int, outs: Sequence[memoryview], use: str = RESTORE) -> None:
+        """As `read_into`, into several buffers of bytes, one after the other."""
+        due = sum(map(len, outs))
+        path = self._path(RANGE, key=key, start=start, stop=start + due, use=use)
 
         def take(response: http.client.HTTPResponse, nonce: str, proof: str) -> None:
             check_answer(self._secret, nonce, OK, path.encode(), proof)
-            if response.length != len(target):
-                raise PeerError(f"{self.address} answers {response.length} of {len(target)} bytes")
-            at = 0
-            while at < len(target):
-                count = response.readinto(target[at:])
-                if not count:
-                    raise PeerError(f"{self.address} broke off after {at} bytes of {key}")
-                at += count
+            if response.length != due:
+                raise PeerError(f"{self.address} answers {response.length} of {due} bytes")
+            done = 0
+            for target in outs:
+                at = 0
+                while at < len(target):
+                    count = response.readinto(target[at:])
+                    if not count:
+                        raise PeerError(f"{self.address} broke off after {done} bytes of {key}")
+                    at += count
+                    done += count
             response.read()  # nothing is left: the connection can be used again
 
         self._ask("GET", path, b"", take)

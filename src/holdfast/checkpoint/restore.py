@@ -17,19 +17,16 @@ from xxhash import xxh3_128_hexdigest
 
 from holdfast.checkpoint.blob import parse_header
 from holdfast.checkpoint.index import Index
-from holdfast.checkpoint.reading import (
-    STRETCH_BYTES,
-    THREADS,
+from holdfast.checkpoint.reading import Reader
+from holdfast.checkpoint.sources import Mixed, Readable, StoreSource, Tally
+from holdfast.checkpoint.stretches import (
     Move,
-    Reader,
     StoredBox,
-    Stretch,
     copy_out,
     flat,
     moves_into,
     stretches,
 )
-from holdfast.checkpoint.sources import Mixed, Readable, StoreSource, Tally
 from holdfast.errors import CheckpointError, CorruptError, HoldfastError, StoreError
 from holdfast.spec.boxes import Box
 from holdfast.spec.manifest import (
@@ -46,6 +43,7 @@ from holdfast.spec.manifest import (
 from holdfast.spec.state import ITEM_BYTES, TensorSpec
 from holdfast.wire.runstore import MissingKeyError, RunStore
 
+STRETCH_BYTES = 8 * 2**20
 CACHE_BYTES = 256 * 2**20
 OPENING_THREADS = 8
 
@@ -107,13 +105,15 @@ class Checkpoint:
         Raises CheckpointError when the tensor is not there or the box leaves its shape, and
         CorruptError when an extent does not have its checksum; `out` is then worthless.
         """
-        for stretch in stretches(self._moves(box, out)):
-            found = self._remembered(stretch)
-            missing = [extent for extent in stretch.extents if extent.offset not in found]
-            found |= self._fetch(stretch.blob, missing)
-            for extent, moves in zip(stretch.extents, stretch.moves, strict=True):
-                copy_out(extent, found[extent.offset], moves)
-                self._keep((stretch.blob.key, extent.offset), found[extent.offset])
+        for stretch in stretches(self._moves(box, out), lambda blob: STRETCH_BYTES):
+            blob = stretch.blob
+            extents = list(blob.extents(stretch.start, stretch.stop))
+            found = self._remembered(blob, extents)
+            missing = [extent for extent in extents if extent.offset not in found]
+            found |= self._fetch(blob, missing)
+            for one in stretches([(blob, move) for move in stretch.moves], lambda blob: 0):
+                copy_out(one.start, found[one.start], one.moves)
+                self._keep((blob.key, one.start), found[one.start])
 
     def read_all(
         self,
@@ -122,18 +122,17 @@ class Checkpoint:
         threads: int | None = None,
     ) -> None:
         """Fill every `out` with its box's elements: each extent that holds some of them is read
-        once, checked, and copied to its places. Memory beside the targets is a few megabytes a
-        thread. By default there are two where a source is waited for, and one for what lies in
-        mapped memory: several would hand the interpreter lock to and fro. `alive` is called every
-        second or so. Raises as `read` does."""
+        once, and checked before this returns. Memory beside the targets is a few megabytes a
+        thread; by default there are as many threads as the source that wants most requests under
+        way. `alive` is called every second or so. Raises as `read` does."""
         begun = time.perf_counter()
         moves = [move for box, out in wanted for move in self._moves(box, out)]
-        work = stretches(moves)
+        best = {key: self._mixed.best(key) for key in {blob.key for blob, _ in moves}}
+        work = stretches(moves, lambda blob: best[blob.key].bytes)
         self._mixed.spent("plan", time.perf_counter() - begun)
         if threads is None:
-            mapped = all(self._mixed.mapped(stretch.blob.key) for stretch in work)
-            threads = 1 if mapped else THREADS
-        Reader(self._mixed, time.perf_counter, threads).read(work, alive)
+            threads = max((reads.requests for reads in best.values()), default=1)
+        Reader(self._mixed, threads).read(work, alive)
 
     def _moves(self, box: Box, out: memoryview) -> list[tuple[Blob, Move]]:
         spec = self.spec(box.name)
@@ -161,11 +160,11 @@ class Checkpoint:
     def _index(self) -> Index:
         return Index(self.commit)
 
-    def _remembered(self, stretch: Stretch) -> dict[int, memoryview]:
-        """What is remembered of a stretch, by offset; taken out, to be put back as the newest."""
+    def _remembered(self, blob: Blob, extents: Sequence[Extent]) -> dict[int, memoryview]:
+        """What is remembered of some extents, by offset; taken out, to be put back as newest."""
         found: dict[int, memoryview] = {}
-        for extent in stretch.extents:
-            view = self._cache.pop((stretch.blob.key, extent.offset), None)
+        for extent in extents:
+            view = self._cache.pop((blob.key, extent.offset), None)
             if view is not None:
                 self._cached -= len(view)
                 found[extent.offset] = view

@@ -4,8 +4,9 @@
 its checksum: what one source lacks or has rotten comes from the next. Only when none has an extent
 whole is the checkpoint broken.
 
-A source that has the bytes mapped gives a view of them, so that they are copied once, into the
-tensor they are for; others read into a buffer.
+Bytes are read straight into the tensors that they are for where those take long runs of them
+(`Source.scatter`), and are checked there. Else they are read into a buffer, or seen where they are
+mapped, checked, and copied.
 """
 
 from __future__ import annotations
@@ -19,15 +20,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from xxhash import xxh3_128_hexdigest
+from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from holdfast.checkpoint.arena import Arena, SlotHeader
 from holdfast.checkpoint.snapshots import Held, Shelf
+from holdfast.checkpoint.stretches import Stretch, copy_into, copy_out
 from holdfast.errors import CorruptError, HoldfastError
 from holdfast.layout import Topology
 from holdfast.spec.manifest import Blob, Extent, parse_save_key
 from holdfast.spec.state import StateTable
-from holdfast.wire.runstore import MissingKeyError
+from holdfast.wire.runstore import NEAR, MissingKeyError, Reads, Scattering
+from holdfast.wire.scatter import read_at
+
+MAPPED = Reads(2, 2**20)
+"""Little at a time, so that it is checked while the processor has it in its cache; by two threads,
+which take less time where a core is free."""
+
+Scatter = Callable[[str, int, Sequence[memoryview]], None]
 
 
 class Source(Protocol):
@@ -36,6 +45,17 @@ class Source(Protocol):
     @property
     def name(self) -> str:
         """For people: "memory", "peer node1", "run store"."""
+        ...
+
+    @property
+    def reads(self) -> Reads:
+        """How it is best read."""
+        ...
+
+    @property
+    def scatter(self) -> Scatter | None:
+        """Fill several buffers, one after the other, with a blob's bytes from a start on, in one
+        request; None where that is not to be had. Raises as `data` does."""
         ...
 
     def has(self, key: str) -> bool:
@@ -71,6 +91,8 @@ class StoreSource:
 
     def __init__(self, store: Readable, name: str = "run store") -> None:
         self.name = name
+        self.reads: Reads = getattr(store, "reads", NEAR)
+        self.scatter: Scatter | None = store.scatter if isinstance(store, Scattering) else None
         self._store = store
 
     def has(self, key: str) -> bool:
@@ -86,6 +108,8 @@ class ShelfSource:
     """A shelf of this process."""
 
     name = "memory"
+    reads = NEAR
+    scatter: Scatter | None = None
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
@@ -108,11 +132,13 @@ class ShelfSource:
 class MappedSource:
     """Slots of arenas that a mover shares with this process, mapped to be read only.
 
-    A memory file is mapped when its first byte is asked for. The mover keeps the slots for as long
+    A memory file is mapped when its first byte is asked for; what is read by `scatter` is read
+    from the file, which spares the page faults. The mover keeps the slots for as long
     as the generation has no snapshot of its own; `confirm` says whether that held.
     """
 
     name = "memory"
+    reads = MAPPED
 
     def __init__(self, slots: Mapping[str, tuple[int, int, SlotHeader]]) -> None:
         """`slots`: the key of a blob -> descriptor of the memory file, slot, what it must say. The
@@ -125,13 +151,26 @@ class MappedSource:
         return key in self._slots
 
     def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
+        _, slot, header = self._slots[key]
+        arena = self._checked(key, start + length)
+        return arena.data(slot, header.length)[start : start + length]
+
+    def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        fd, slot, _ = self._slots[key]
+        stop = start + sum(map(len, outs))
+        done = read_at(fd, self._checked(key, stop).data_offset(slot) + start, outs)
+        if start + done < stop:
+            raise CorruptError(f"{key} ends at byte {start + done}, {stop} were expected")
+
+    def _checked(self, key: str, stop: int) -> Arena:
+        """The arena of a blob that is there, and has bytes up to `stop`."""
         fd, slot, header = self._slots[key]
         arena = self._arena(fd)
         if arena.header(slot) != header:
             raise MissingKeyError(f"{key} is no longer in memory")
-        if start + length > header.length:
-            raise CorruptError(f"{key} has {header.length} bytes, {start + length} were expected")
-        return arena.data(slot, header.length)[start : start + length]
+        if stop > header.length:
+            raise CorruptError(f"{key} has {header.length} bytes, {stop} were expected")
+        return arena
 
     def confirm(self) -> None:
         """Raises CorruptError when a slot that was read from has changed since."""
@@ -206,13 +245,37 @@ class Mixed:
             yield extent, view if good else self._elsewhere(blob, extent, rest)
         self.spent("verify", seconds)
 
+    def fill(self, stretch: Stretch, buffer: memoryview) -> None:
+        """Every byte that is wanted of a stretch, to its place, and each extent checked. `buffer`
+        has room for the stretch.
+
+        Raises as `extents` does; the targets are then worthless.
+        """
+        blob, start = stretch.blob, stretch.start
+        places = stretch.places(buffer)
+        rest = [source for source in self._sources if source.has(blob.key)]
+        errors: list[HoldfastError] = []
+        while rest:
+            scatter = rest[0].scatter if places is not None else None
+            if places is not None and scatter is not None:
+                if self._scatter(rest[0], scatter, blob, start, places, stretch.length, errors):
+                    self._check_places(stretch, places, rest)
+                    return
+            else:
+                data = self._ask(rest[0], blob, start, stretch.length, buffer, errors)
+                if data is not None:
+                    self._copy_checked(stretch, data, rest)
+                    return
+            rest.pop(0)
+        raise _reason(blob, blob.extent(stretch.first), errors)
+
+    def best(self, key: str) -> Reads:
+        """How the first source that has a blob is best read."""
+        return next((s.reads for s in self._sources if s.has(key)), NEAR)
+
     def spent(self, phase: str, seconds: float) -> None:
         with self._lock:
             self.tally.seconds[phase] += seconds
-
-    def mapped(self, key: str) -> bool:
-        """Whether a blob lies in memory of this process, to be read in place."""
-        return any(isinstance(s, MappedSource) and s.has(key) for s in self._sources)
 
     def confirm(self) -> None:
         """To be called after the last byte was copied. Raises CorruptError when memory that was
@@ -237,6 +300,49 @@ class Mixed:
             self.tally.bytes[source.name] += length
         return data
 
+    def _scatter(
+        self, source: Source, scatter: Scatter, blob: Blob, start: int,
+        places: Sequence[memoryview], length: int, errors: list[HoldfastError],
+    ) -> bool:  # fmt: skip
+        begun = self._clock()
+        try:
+            scatter(blob.key, start, places)
+        except HoldfastError as error:
+            self._note(source, blob, error)
+            errors.append(error)
+            return False
+        with self._lock:
+            self.tally.seconds["read"] += self._clock() - begun
+            self.tally.bytes[source.name] += length
+        return True
+
+    def _check_places(
+        self, stretch: Stretch, places: Sequence[memoryview], sources: Sequence[Source]
+    ) -> None:
+        """Check a stretch where it lies; what is rotten is written over from another source."""
+        bad = self._check(stretch, places)
+        for number in bad:
+            extent = stretch.blob.extent(number)
+            view = self._elsewhere(stretch.blob, extent, sources)
+            copy_into(places, extent.offset - stretch.start, view)
+
+    def _copy_checked(self, stretch: Stretch, data: memoryview, sources: Sequence[Source]) -> None:
+        """Check a stretch in `data`, and copy what is wanted of it."""
+        bad = self._check(stretch, [data])
+        begun = self._clock()
+        copy_out(stretch.start, data, stretch.moves)
+        self.spent("copy", self._clock() - begun)
+        for number in bad:
+            extent = stretch.blob.extent(number)
+            copy_out(extent.offset, self._elsewhere(stretch.blob, extent, sources), stretch.moves)
+
+    def _check(self, stretch: Stretch, places: Sequence[memoryview]) -> list[int]:
+        """The extents that are not as they were written."""
+        begun = self._clock()
+        bad = _rotten_places(stretch, places)
+        self.spent("verify", self._clock() - begun)
+        return bad
+
     def _elsewhere(self, blob: Blob, extent: Extent, sources: Sequence[Source]) -> memoryview:
         """An extent that the first of `sources` has rotten."""
         errors: list[HoldfastError] = [self._rotten(sources[0], blob, extent)]
@@ -260,6 +366,41 @@ class Mixed:
     def _note(self, source: Source, blob: Blob, error: HoldfastError) -> None:
         with self._lock:
             self.tally.problems.append((source.name, blob.key, str(error)))
+
+
+def _rotten_places(stretch: Stretch, places: Sequence[memoryview]) -> list[int]:
+    """The extents of a stretch, whose bytes lie in `places` one after the other, that are not as
+    they were written."""
+    size = stretch.blob.extent_bytes
+    found: list[str] = []
+    left, begun = min(size, stretch.length), None  # bytes due of an extent, and its hash so far
+    for place in places:
+        at = 0
+        if begun is not None:
+            at = min(left, len(place))
+            begun.update(place[:at])
+            left -= at
+            if left:
+                continue
+            found.append(begun.hexdigest())
+            begun = None
+        # Python's cost for each extent is what restores are made of: nothing more in this loop.
+        whole = (len(place) - at) // size * size
+        found += [
+            xxh3_128_hexdigest(place[low : low + size]) for low in range(at, at + whole, size)
+        ]
+        at += whole
+        left = min(size, stretch.length - len(found) * size)
+        if 0 < left == len(place) - at:  # the last one, which is shorter
+            found.append(xxh3_128_hexdigest(place[at:]))
+        elif at < len(place):
+            begun = xxh3_128(place[at:])
+            left -= len(place) - at
+    due = stretch.blob.checksums[stretch.first : stretch.last]
+    if found == list(due):
+        return []
+    pairs = enumerate(zip(found, due, strict=True), stretch.first)
+    return [number for number, (a, b) in pairs if a != b]
 
 
 def _reason(blob: Blob, extent: Extent, errors: Sequence[HoldfastError]) -> HoldfastError:

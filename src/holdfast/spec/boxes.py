@@ -51,6 +51,17 @@ class Box:
         )
         return Box(self.name, starts, lengths) if all(n > 0 for n in lengths) else None
 
+    def meets(self, other: Box) -> bool:
+        """Whether there is a common part."""
+        if self.name != other.name or len(self.offsets) != len(other.offsets):
+            return False
+        for a, n, b, m in zip(
+            self.offsets, self.lengths, other.offsets, other.lengths, strict=True
+        ):
+            if a + n <= b or b + m <= a or not n or not m:
+                return False
+        return True
+
     def contains(self, other: Box) -> bool:
         """Whether every element of `other` is in this box."""
         if self.name != other.name or len(self.offsets) != len(other.offsets):
@@ -78,6 +89,10 @@ def runs(source: Box, target: Box) -> Iterator[Run]:
     Trailing dims that the common part fills in both boxes are merged into one run, so that two
     row ranges of one matrix give a single run. Both starts rise from run to run.
     """
+    if source.lengths[1:] == target.lengths[1:] and source.offsets[1:] == target.offsets[1:]:
+        if source.meets(target):
+            yield _rows(source, target)
+        return
     common = source.intersect(target)
     if common is None:
         return
@@ -92,12 +107,29 @@ def runs(source: Box, target: Box) -> Iterator[Run]:
     source_strides, target_strides = _strides(source.lengths), _strides(target.lengths)
     source_start = _at(common, source, source_strides)
     target_start = _at(common, target, target_strides)
+    if outer == 1:  # columns of a matrix: as many runs as it has rows
+        for i in range(common.lengths[0]):
+            yield Run(
+                source_start + i * source_strides[0], target_start + i * target_strides[0], count
+            )
+        return
     for index in product(*(range(n) for n in common.lengths[:outer])):
         yield Run(
             source_start + sum(i * s for i, s in zip(index, source_strides, strict=False)),
             target_start + sum(i * s for i, s in zip(index, target_strides, strict=False)),
             count,
         )
+
+
+def _rows(source: Box, target: Box) -> Run:
+    """The one run of two boxes that differ at most in their rows, which most do: quick."""
+    if not source.lengths:
+        return Run(0, 0, 1)
+    a, b = source.offsets[0], target.offsets[0]
+    first = max(a, b)
+    count = min(a + source.lengths[0], b + target.lengths[0]) - first
+    row = prod(source.lengths[1:])
+    return Run((first - a) * row, (first - b) * row, count * row)
 
 
 def coverage(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:

@@ -72,6 +72,7 @@ class Ownership:
             self._rows.setdefault(self._held(spec), []).append(number)
         self._merged: dict[tuple[_Held, ...], list[int]] = {}
         self._cuts: dict[tuple[_Cut, int, int], Box] = {}
+        self._touched: dict[object, tuple[int, ...]] = {}
         self._patterns: dict[object, tuple[_Share, ...]] = {}
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
@@ -105,12 +106,18 @@ class Ownership:
 
     def owners(self, box: Box, spec: TensorSpec) -> tuple[int, ...]:
         """The ranks whose shares could touch a box of a tensor: a few too many, none too few."""
+        stages = stages_of(spec, self._kind)
+        key = (stages, _cut_of(spec), box.offsets, box.lengths)
+        if key not in self._touched:  # the blocks of a model are alike
+            self._touched[key] = self._owners(box, spec, stages)
+        return self._touched[key]
+
+    def _owners(self, box: Box, spec: TensorSpec, stages: tuple[int, ...]) -> tuple[int, ...]:
         found: set[int] = set()
         shape = self._kind.mesh_shape
-        stages = stages_of(spec, self._kind)
         for dp_shard, tp in product(range(shape[1]), range(shape[3])):
             there = self._cut(spec, dp_shard, tp)
-            if Box(box.name, there.offsets, there.lengths).intersect(box) is not None:
+            if Box(box.name, there.offsets, there.lengths).meets(box):
                 at = product(stages, (dp_shard,), range(shape[2]), (tp,))
                 mesh_ranks = [ravel(place, shape) for place in at]
                 found.update(saver.ranks[m] for saver in self.savers for m in mesh_ranks)

@@ -14,13 +14,14 @@ import re
 import secrets
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from holdfast.errors import CorruptError, HoldfastError, OutOfSpaceError, RunFolderError
 from holdfast.wire.direct import DirectWriter
+from holdfast.wire.scatter import read_at
 
 Buffer = bytes | bytearray | memoryview
 """What can be written. (`collections.abc.Buffer` is younger than Python 3.11.)"""
@@ -89,6 +90,27 @@ class Matching(Protocol):
         where that cannot be told."""
 
 
+class Reads(NamedTuple):
+    """How a store is best read: requests under way at a time, and bytes of each. A distant one
+    wants many, because each waits for its answer."""
+
+    requests: int
+    bytes: int
+
+
+NEAR = Reads(2, 8 * 2**20)
+"""One request is answered while the answer to another is checked."""
+
+
+@runtime_checkable
+class Scattering(Protocol):
+    """A store that reads a range into several buffers in one request."""
+
+    def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Fill all of `outs`, one after the other, with the object's bytes from `start` on.
+        Raises as `read_into` does."""
+
+
 def check_key(key: str) -> str:
     """The key itself. Raises ValueError for one that could leave the store or hide in it."""
     parts = key.split("/")
@@ -140,17 +162,18 @@ class FolderStore:
             return self._path(key).read_bytes()
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
-        view = out.cast("B")
-        with self._spoken(key), self._path(key).open("rb", buffering=0) as file:
-            file.seek(start)
-            done = 0
-            while done < len(view):
-                count = file.readinto(view[done:])
-                if not count:
-                    raise CorruptError(
-                        f"{key} ends at byte {start + done}, {start + len(view)} were expected"
-                    )
-                done += count
+        self.scatter(key, start, [out.cast("B")])
+
+    def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        due = sum(map(len, outs))
+        with self._spoken(key):
+            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                done = read_at(fd, start, outs)
+            finally:
+                os.close(fd)
+        if done < due:
+            raise CorruptError(f"{key} ends at byte {start + done}, {start + due} were expected")
 
     def list(self, prefix: str) -> list[str]:
         # Only the deepest whole folder of the prefix is walked: listing one generation's journal

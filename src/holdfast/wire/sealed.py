@@ -38,10 +38,12 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from holdfast.errors import CorruptError, StoreError
 from holdfast.wire.parts import in_parts
 from holdfast.wire.runstore import (
+    NEAR,
     AlreadyExistsError,
     Buffer,
     Matching,
     MissingKeyError,
+    Reads,
     RunStore,
     chunks,
 )
@@ -106,6 +108,7 @@ class SealedStore:
             raise ValueError(f"a key has {KEY_BYTES} bytes")
         self.inner = inner
         self.where = str(getattr(inner, "where", getattr(inner, "folder", "")))
+        self.reads: Reads = getattr(inner, "reads", NEAR)
         self._key = key
         self._key_id = _derive(key, b"", b"holdfast key id")[:8]
         self._compress = compress

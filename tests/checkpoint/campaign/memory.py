@@ -8,7 +8,7 @@ run store, and names what turned out to be rotten when it asks again: what a wor
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -229,18 +229,25 @@ def overwritten(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
     left = rng.randrange(12)
     ends = rng.random() < 0.6
 
+    def disturb() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            arena.release(slot)
+            arena.begin(slot)
+            arena.data(slot, len(data))[:] = data
+            if ends:
+                arena.finish(slot, digest("campaign"), 2, 15, len(data), digest(data[:start]))
+
     class Disturbed(MappedSource):
         def data(self, key: str, start_: int, length: int, buffer: memoryview) -> memoryview:
-            nonlocal left
             view = super().data(key, start_, length, buffer)
-            left -= 1
-            if left == 0:
-                arena.release(slot)
-                arena.begin(slot)
-                arena.data(slot, len(data))[:] = data
-                if ends:
-                    arena.finish(slot, digest("campaign"), 2, 15, len(data), digest(data[:start]))
+            disturb()
             return view
+
+        def scatter(self, key: str, start_: int, outs: Sequence[memoryview]) -> None:
+            super().scatter(key, start_, outs)
+            disturb()
 
     found = scene.restore(rng, source=Disturbed)
     return _end(

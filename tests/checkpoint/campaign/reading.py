@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,11 @@ class Ailing(FolderStore):
         self._reach("get", key)
         return super().get(key)
 
-    def read_into(self, key: str, start: int, out: memoryview) -> None:
+    def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
         number, self.count = self.count, self.count + 1
         if self._fails(number, "read", key) or (start > 0 and self._fails(number, "data", key)):
             raise spoken_error(OSError(errno.EIO, os.strerror(errno.EIO)), self.folder)
-        super().read_into(key, start, out)
+        super().scatter(key, start, outs)
 
     def list(self, prefix: str) -> Any:
         self._reach("list", prefix)

@@ -1,0 +1,54 @@
+"""One range of a file into several buffers, so that no byte is read into one and then copied."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+
+_BUFFERS = 1024  # IOV_MAX: buffers that one call of the system takes
+
+
+def read_at(fd: int, start: int, outs: Sequence[memoryview]) -> int:
+    """Fill buffers, one after the other, with a file's bytes from `start` on; how many bytes came:
+    fewer than there is room for where the file ends before. The buffers are flat, of bytes."""
+    left = [out for out in outs if len(out)]
+    done = 0
+    while left:
+        count = _read_some(fd, left[:_BUFFERS], start + done)
+        if not count:
+            break
+        done += count
+        full = 0
+        while full < len(left) and count >= len(left[full]):
+            count -= len(left[full])
+            full += 1
+        left = left[full:]
+        if count:
+            left[0] = left[0][count:]
+    return done
+
+
+def _read_some(fd: int, outs: Sequence[memoryview], start: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, outs, start)
+    data = os.pread(fd, len(outs[0]), start)  # where there is no scattered read (macOS)
+    outs[0][: len(data)] = data
+    return len(data)
+
+
+def in_groups(outs: Iterable[memoryview], most: int) -> Iterator[list[memoryview]]:
+    """The same room in groups of at most `most` bytes each, cut where need be."""
+    group: list[memoryview] = []
+    room = most
+    for out in outs:
+        rest = out
+        while rest:
+            taken = rest[:room]
+            group.append(taken)
+            room -= len(taken)
+            rest = rest[len(taken) :]
+            if not room:
+                yield group
+                group, room = [], most
+    if group:
+        yield group
