@@ -28,6 +28,9 @@ from holdfast.events import CheckpointFailed
 from holdfast.wire.secret import Secret
 from holdfast.wire.term import open_generation
 from tests.checkpoint.support import TABLE, Mover, Workers, assert_holds, files, topology
+from tests.ranks import wait_until
+from tests.wire import s3
+from tests.wire.s3 import Fault, Proxy, Request
 
 Start = Callable[..., Mover]
 
@@ -136,11 +139,51 @@ def test_what_older_generations_left_unfinished_is_swept(start: Start) -> None:
     for path in half:  # what a killed mover leaves of an object
         path.write_bytes(b"half")
     mover.begin(topology(2, generation=2))
-    assert [path.exists() for path in half] == [False, False, False, True]
+    wait_until(
+        lambda: [path.exists() for path in half] == [False, False, False, True], 60, "a sweep"
+    )
     half[-1].unlink()
-    left = [n for n in files(mover.store) if n.startswith(("data", "parts"))]
-    assert len(left) == 4
-    assert all("0000000001-rank" in name for name in left)
+
+    def left() -> list[str]:
+        return [n for n in files(mover.store) if n.startswith(("data", "parts"))]
+
+    wait_until(lambda: len(left()) <= 4, 60, "objects are gone too")
+    assert len(left()) == 4
+    assert all("0000000001-rank" in name for name in left())
+
+
+def test_a_slow_sweep_delays_no_answer_and_what_is_written_waits_for_it(
+    start: Start, proxy: Proxy, s3_credentials: None
+) -> None:
+    """The run store is a bucket that holds back the removal of what generation 1 left."""
+    armed, reached, gate = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(request: Request) -> Fault | None:
+        if armed.is_set() and s3.removes(request):
+            reached.set()
+            gate.wait(120)
+        return None
+
+    proxy.rule = slow
+    mover = start(at=s3.location(proxy.address, f"slow-{id(proxy)}", timeout=120))
+    topo = topology(2)
+    workers = Workers(mover.begin(topo), topo)
+    workers.compute(1)
+    assert isinstance(workers.capturers[0].capture(1), Captured)
+    assert workers.capturers[0].announce(1, {}) is None
+    assert mover.client(1).drain()
+    armed.set()
+    try:
+        topo = topology(generation=2)
+        client = mover.begin(topo)
+        assert reached.wait(60)
+        others = Workers(client, topo)
+        others.save(2)
+        assert client.settle(2, 0.5) == "not committed after 0.5 s"
+    finally:
+        gate.set()
+    assert client.settle(2, 60) is None
+    assert not [key for key in mover.store.list("data/") if "0000000001-rank" in key]
 
 
 def test_what_cannot_be_listed_is_not_swept(start: Start) -> None:
@@ -151,8 +194,8 @@ def test_what_cannot_be_listed_is_not_swept(start: Start) -> None:
     commits, aside = mover.store.folder / "commits", mover.store.folder / "aside"
     commits.rename(aside)
     commits.symlink_to("commits")  # reading it is an error, also for root
-    with pytest.raises(HoldfastError, match="Too many levels"):
-        mover.begin(topology(generation=2))
+    swept = mover.begin(topology(generation=2))
+    wait_until(lambda: swept.status()["saves"]["warnings"], 60, "the sweep was given up")
     with pytest.raises(HoldfastError, match="Too many levels"):
         mover.client(2).newest()
     commits.unlink()

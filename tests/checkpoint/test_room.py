@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from holdfast.checkpoint.arena import Arena, digest, slot_capacity
 from holdfast.checkpoint.blob import header, total_size
 from holdfast.checkpoint.service import Service, Settings
 from holdfast.checkpoint.snapshots import MemoryFile
+from holdfast.errors import FencedError
 from holdfast.events import SnapshotDropped
 from holdfast.layout import Topology
 from holdfast.spec.manifest import placed
@@ -80,6 +83,38 @@ def test_without_room_for_both_the_older_snapshot_goes_when_all_have_restored(
     assert "no memory for an arena" in dropped[0]["reason"]
     remember(service, new, second, 0, 4)
     assert service.shelf.complete() == [(2, 4)]
+
+
+def test_an_arena_in_the_making_delays_nobody_and_a_newer_generation_is_not_overlooked(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gigabytes take seconds: meanwhile the mover answers, and the next generation can begin."""
+    first, second = topology(), topology(generation=2)
+    begin(service, tmp_path, first)
+    making, go = threading.Event(), threading.Event()
+    create = Arena.create
+
+    def slow(name: str, slots: int, capacity: int) -> int:
+        if name.startswith("holdfast-1-"):
+            making.set()
+            assert go.wait(60)
+        return create(name, slots, capacity)
+
+    monkeypatch.setattr(Arena, "create", staticmethod(slow))
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            late = [threads.submit(ask, service, first, 0, os.getpid())]
+            assert making.wait(60)
+            late.append(threads.submit(ask, service, first, 0, os.getpid()))
+            assert begin(service, tmp_path, second) == 0
+            arena = ask(service, second, 0, os.getpid())
+        finally:
+            go.set()
+        for asked in late:
+            with pytest.raises(FencedError):
+                asked.result(60)
+    remember(service, arena, second, 0, 1)
+    assert service.shelf.complete() == [(2, 1)]
 
 
 def test_memory_of_a_worker_that_has_ended_is_used_again(service: Service, tmp_path: Path) -> None:

@@ -100,6 +100,11 @@ class Request(NamedTuple):
         return "LIST" if self.method == "GET" and not self.key else self.method
 
 
+def removes(request: Request) -> bool:
+    """Whether objects are to be removed; which ones stands in the body."""
+    return request.method == "DELETE" or (request.method == "POST" and "delete" in request.query)
+
+
 @dataclass(frozen=True)
 class Fault:
     """What happens instead of an answer. `status` answers with an error, 0 with nothing at all:

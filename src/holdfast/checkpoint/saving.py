@@ -65,13 +65,16 @@ class Saves:
         self._committing = threading.Lock()
         self._newest: Save | None = None  # that was committed, under `_committing`
         self._begun: tuple[int, int | None] = (0, None)  # generation, and the step it began from
+        self._swept = threading.Event()  # what older generations left is gone
+        self._swept.set()
         self._threads = ThreadPoolExecutor(SAVE_THREADS, "save")
 
     def begin(self, generation: int, start: int | None = None) -> None:
-        """Remove what older generations left unfinished."""
-        with self._committing:
-            self._begun = generation, start
-            cleaning.sweep(self._store, generation)
+        """Remove what older generations left unfinished, behind the answer: a store may take long
+        to be swept. What `generation` writes waits for that."""
+        swept = threading.Event()
+        self._begun, self._swept = (generation, start), swept
+        self._threads.submit(self._sweep, generation, swept)
 
     def expect(self, save: Save) -> None:
         """A rank has handed over its part of a save."""
@@ -81,7 +84,7 @@ class Saves:
 
     def submit(self, plan: Plan, writing: Writing) -> None:
         """Save what was handed over, and will be shelved, pinned, or given up."""
-        self._threads.submit(self._save, plan, writing)
+        self._threads.submit(self._save, plan, writing, self._swept)
 
     def promote(self, generation: int, choice: Choice) -> None:
         """Make durable what `generation` began from and only memory holds. Its slots are kept
@@ -93,17 +96,28 @@ class Saves:
             with suppress(MissingKeyError):  # a part of it is in the memory of another machine
                 snapshots.append(pins.enter_context(self._shelf.pin(*at, writer.rank)))
         self._outcomes.again(at)
-        self._threads.submit(self._promote, generation, choice, snapshots, pins)
+        self._threads.submit(self._promote, generation, choice, snapshots, pins, self._swept)
 
     def close(self) -> None:
         self._threads.shutdown(wait=True)
 
+    def _sweep(self, generation: int, swept: threading.Event) -> None:
+        try:
+            with self._committing:
+                cleaning.sweep(self._store, generation)
+        except Exception as error:  # what is left takes room, and no more
+            self._outcomes.warn(f"what older generations left could not be removed: {error}")
+        finally:
+            swept.set()
+
     # --- one save -----------------------------------------------------------------------------
-    def _save(self, plan: Plan, writing: Writing) -> None:
-        """One rank's part of a save; every failure becomes an outcome."""
+    def _save(self, plan: Plan, writing: Writing, swept: threading.Event) -> None:
+        """One rank's part of a save; every failure becomes an outcome. It waits for the sweep that
+        was queued before it: a later one is queued behind it, perhaps for this very thread."""
         save = writing.save
         try:
             try:  # a save that another rank's failure has made useless ends there
+                swept.wait()
                 writing.write(self._store, partial(self._outcomes.failure, save))
             finally:
                 snapshot = writing.snapshot()
@@ -160,11 +174,13 @@ class Saves:
                 self._outcomes.warn(f"what is left of older saves could not be removed: {error}")
 
     def _promote(
-        self, generation: int, choice: Choice, snapshots: list[Snapshot], pins: ExitStack
-    ) -> None:
+        self, generation: int, choice: Choice, snapshots: list[Snapshot], pins: ExitStack,
+        swept: threading.Event,
+    ) -> None:  # fmt: skip
         save = choice.commit.generation, choice.commit.step
         with self._change:
             self._change.wait_for(lambda: not self.pending[save], PROMOTE_SECONDS)
+        swept.wait()  # the keys are those of an older generation, which are being swept
         try:
             with pins:
                 for snapshot in snapshots:

@@ -126,6 +126,8 @@ class Service:
         self._change = threading.Condition()
         self._plan: Plan | None = None
         self._ranks: dict[int, _Rank] = {}
+        self._making: set[tuple[int, int]] = set()  # (generation, rank) of arenas in the making
+        self._allocating = threading.Lock()  # of the present generation
         self._asked: set[int] = set()  # ranks that have restored: they asked for an arena
         self._handed: dict[int, dict[int, float]] = {}  # step -> rank -> when it was handed over
         self._given_up: set[int] = set()  # steps of this generation that lack a rank for good
@@ -157,6 +159,7 @@ class Service:
             )  # fmt: skip
             self._ranks, self._asked, self._handed = {}, set(), {}
             self._given_up = set()
+            self._allocating = threading.Lock()
             self._change.notify_all()
         self.outcomes.wake()
         complete = set(self.shelf.complete())
@@ -194,12 +197,47 @@ class Service:
         A worker that asks again gets the same memory, so a slot being saved stays safe. `process`
         is the one that asks, and will write there.
         """
-        with self._change:  # no newer generation begins before this arena is there
-            found = self._arena(self._current(generation), rank, blob_bytes, slots)
+        with self._change:
+            plan = self._current(generation)
+            head, tensors = self._asked_for(plan, rank, blob_bytes, slots)
+            # It may be in the making for one who asked before and did not wait for the answer.
+            self._change.wait_for(
+                lambda: (generation, rank) not in self._making or self._plan is not plan
+            )
+            self._current(generation)
+            found = self._ranks.get(rank)
+            if found is None:
+                memory = self._reusable(rank, blob_bytes, slots)
+                if memory is None:
+                    self._making.add((generation, rank))
+                else:
+                    found = self._ranks[rank] = _Rank(memory, head, tensors)
+        if found is None:
+            found = self._made(plan, rank, slots, head, tensors)
+        with self._change:
+            self._current(generation)
             found.memory.given_to(process)
             return os.dup(found.memory.fd)
 
-    def _arena(self, plan: Plan, rank: int, blob_bytes: int, slots: int) -> _Rank:
+    def _made(
+        self, plan: Plan, rank: int, slots: int, head: bytes, tensors: tuple[Placed, ...]
+    ) -> _Rank:
+        """A rank's arena, in new memory. Gigabytes take seconds, so it is made without the lock;
+        a newer generation that began meanwhile is seen at the end, and the memory goes again."""
+        try:
+            memory = self._room(plan, rank, slot_capacity(total_size(head, tensors)), slots)
+            with self._change:
+                self._current(plan.generation)
+                return self._ranks.setdefault(rank, _Rank(memory, head, tensors))
+        finally:
+            with self._change:
+                self._making.discard((plan.generation, rank))
+                self._change.notify_all()
+
+    def _asked_for(
+        self, plan: Plan, rank: int, blob_bytes: int, slots: int
+    ) -> tuple[bytes, tuple[Placed, ...]]:
+        """Note that a rank asks; what its blobs begin with, and hold."""
         if not 0 <= rank < plan.topology.world_size:
             raise CheckpointError(f"rank {rank} is not in a world of {plan.topology.world_size}")
         tensors = placed(owned_boxes(plan.topology, plan.table, rank), plan.table)
@@ -213,10 +251,7 @@ class Service:
         self._asked.add(rank)
         self.shelf.belongs(plan.generation, rank)
         self._change.notify_all()
-        if rank not in self._ranks:
-            memory = self._reusable(rank, due, slots) or self._room(plan, rank, due, slots)
-            self._ranks.setdefault(rank, _Rank(memory, head, tensors))
-        return self._ranks[rank]
+        return head, tensors
 
     def _reusable(self, rank: int, capacity: int, slots: int) -> MemoryFile | None:
         """The memory of an older generation, all of whose writers have ended: its pages are there
@@ -235,15 +270,26 @@ class Service:
         and then go. Raises HoldfastError when there is none then either."""
         name = f"holdfast-{plan.generation}-{rank}"
         try:
-            return MemoryFile(Arena.create(name, slots, capacity))
+            return self._created(name, slots, capacity)
         except HoldfastError as error:
-            everyone = plan.topology.world_size
-            self._change.wait_for(lambda: len(self._asked) == everyone, ROOM_SECONDS)
-            self._current(plan.generation)
+            with self._change:
+                self._change.wait_for(lambda: self._all_asked(plan), ROOM_SECONDS)
+                self._current(plan.generation)
             gone = self.shelf.drop_where(lambda g, s: g < plan.generation)
             for _, step in gone:
                 self.outcomes.add(SnapshotDropped(str(error), step=step))
-        return MemoryFile(Arena.create(name, slots, capacity))
+        return self._created(name, slots, capacity)
+
+    def _created(self, name: str, slots: int, capacity: int) -> MemoryFile:
+        with self._allocating:  # one after the other: each looks at how much memory is left
+            return MemoryFile(Arena.create(name, slots, capacity))
+
+    def _all_asked(self, plan: Plan) -> bool:
+        """Whether every rank has restored, and what is still made for older generations is gone; or
+        a newer one has begun."""
+        older = any(generation < plan.generation for generation, _ in self._making)
+        done = len(self._asked) == plan.topology.world_size and not older
+        return done or self._plan is not plan
 
     def spare(self, keys: Callable[[], Collection[str]]) -> None:
         """Checkpoints that retention leaves alone for now, asked each time."""
