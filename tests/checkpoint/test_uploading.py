@@ -24,6 +24,7 @@ from holdfast.wire.runstore import FolderStore
 from holdfast.wire.stores import UnfitStoreError, open_store
 from holdfast.wire.term import newest_generation
 from tests.checkpoint.support import Mover, Workers, assert_holds, events_until, topology
+from tests.ranks import wait_until
 from tests.wire import s3
 from tests.wire.s3 import Fault, Proxy, Request
 
@@ -101,6 +102,59 @@ def test_a_bucket_slower_than_retention_gets_whole_checkpoints(start: Start, pro
     assert not [event for event in events if isinstance(event, UploadFailed)]
     workers.commit(5)
     events_until(client, lambda e: isinstance(e, CheckpointRemoved) and e.step == 1)
+
+
+def _stored(where: str, part_of_key: str) -> list[str]:
+    store = open_store(where)
+    return [key for key in (*store.list("data/"), *store.list("parts/")) if part_of_key in key]
+
+
+def test_what_an_abandoned_copy_left_in_the_bucket_goes_also_when_that_fails_at_first(
+    start: Start, proxy: Proxy
+) -> None:
+    """Two blobs of step 1 have arrived, the third is refused; then step 2 takes its place."""
+    refused: list[Request] = []
+    armed = threading.Event()  # once the bucket has been probed
+
+    def rule(request: Request) -> Fault | None:
+        if request.method == "PUT" and "0000000001-rank00002" in request.key:
+            return Fault(503, "SlowDown")
+        if armed.is_set() and not refused and s3.removes(request):
+            refused.append(request)
+            return Fault(503, "SlowDown")
+        return None
+
+    proxy.rule = rule
+    where = s3.location(proxy.address, f"abandoned-{id(proxy)}", retries=0)
+    client, workers = _workers(start(bucket=where))
+    workers.commit(1)
+    events_until(client, lambda event: isinstance(event, UploadFailed))
+    assert len(_stored(where, "0000000001-rank")) > 0
+    armed.set()
+    workers.commit(2)
+    events_until(client, _uploaded(2))
+    workers.commit(3)
+    events_until(client, _uploaded(3))
+    wait_until(lambda: not _stored(where, "0000000001-rank"), 60, "nothing is left of step 1")
+    assert refused
+    assert [step_of(key) for key in listing(open_store(where))] == [3, 2]
+
+
+def test_what_older_generations_left_in_the_bucket_goes_at_the_first_upload(start: Start) -> None:
+    where = s3.location(s3.server())
+    bucket = open_store(where)
+    older, ours = (f"data/000000000{g}/0000000009-rank00000-0.safetensors" for g in (1, 2))
+    for key in (older, ours, "parts/0000000001/0000000009-rank00000.json"):
+        bucket.create(key, b"of a copy that was cut short")
+    mover = start(bucket=where)
+    topo = topology(1, 3, generation=2)
+    client = mover.begin(topo)
+    Workers(client, topo).commit(1)
+    events_until(client, _uploaded(1))
+    wait_until(lambda: _stored(where, "0000000009-rank") == [ours], 60, "the older ones are gone")
+    found = newest_verified(bucket)
+    assert found is not None
+    assert_holds(found, 1)
 
 
 def test_the_upload_of_a_killed_mover_is_resumed_by_the_next(start: Start, proxy: Proxy) -> None:

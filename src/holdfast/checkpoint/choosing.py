@@ -69,7 +69,7 @@ def newest_past(store: RunStore) -> int | None:
     """The newest step that the run had once committed or begun from, by its notes of starts and its
     journal; None when it never had any, or has begun again from nothing since.
 
-    Only asked where nothing is left: then a run that lost its checkpoints would look like a new one.
+    Asked where nothing is left: a run that lost its checkpoints would look like a new one.
     """
     begun = newest_start(store)
     past = 0

@@ -84,16 +84,16 @@ def discard(store: RunStore, generation: int, step: int) -> int:
     return len(keys)
 
 
-def sweep(store: RunStore, generation: int) -> int:
-    """Remove what older generations began and never committed, objects and halves of objects; the
-    number removed.
+def sweep(store: RunStore, generation: int, spare: Collection[tuple[int, int]] = ()) -> int:
+    """Remove what older generations began and never committed, objects and halves of objects, but
+    for `spare` (step, generation); the number removed.
 
     They are fenced, so nobody can complete it any more.
     """
     count = store.sweep("commits/")
     for prefix in ("parts/", "data/"):
         count += store.sweep(prefix, keep=f"{prefix}{generation:010d}/")
-    committed = {parse_commit_key(key) for key in listing(store)}
+    committed = {parse_commit_key(key) for key in listing(store)} | set(spare)
     for key in (*store.list("parts/"), *store.list("data/")):
         found = parse_save_key(key)
         if found and found[1] < generation and found not in committed:

@@ -40,10 +40,11 @@ class Copied:
 
 def copy_checkpoint(
     source: RunStore, key: str, target: RunStore, progress: Progress = lambda done, total: None,
-    *, read_back: bool = True,
+    *, read_back: bool = True, passed: Progress = lambda done, total: None,
 ) -> Copied:  # fmt: skip
     """Copy one checkpoint; done again, it copies nothing. Without `read_back`, a large blob that a
-    bucket has is known by the checksum that the bucket keeps beside it, and not read.
+    bucket has is known by the checksum that the bucket keeps beside it, and not read. `progress`
+    is told of each blob that has arrived, `passed` of each extent that is handed over.
 
     Raises CheckpointError when the source is broken or the target belongs to another run, and
     what the stores raise. An object in the target that is not what it should be is replaced.
@@ -57,7 +58,8 @@ def copy_checkpoint(
         if arrived or _whole(target, writer.blob):
             there += writer.blob.size
         else:
-            _replace(target, writer.blob.key, partial(_checked, source, writer.blob))
+            told = partial(_from, passed, copied + there, commit.nbytes)
+            _replace(target, writer.blob.key, partial(_checked, source, writer.blob, told))
             copied += writer.blob.size
         progress(copied + there, commit.nbytes)
         _copy_part(source, target, commit, writer)
@@ -105,7 +107,13 @@ def _matches(source: RunStore, target: RunStore, blob: Blob) -> bool:
     return target.matches(blob.key, _checked(source, blob))
 
 
-def _checked(store: RunStore, blob: Blob) -> Iterator[memoryview]:
+def _from(passed: Progress, before: int, total: int, count: int) -> None:
+    passed(before + count, total)
+
+
+def _checked(
+    store: RunStore, blob: Blob, passed: Callable[[int], None] = lambda count: None
+) -> Iterator[memoryview]:
     """The blob's bytes, an extent at a time, each checked before it is passed on. Every one has
     memory of its own: a bucket's client may still send the last while the next is read."""
     for extent in blob.extents():
@@ -117,6 +125,7 @@ def _checked(store: RunStore, blob: Blob) -> Iterator[memoryview]:
         if xxh3_128_hexdigest(view) != extent.xxh3:
             raise _broken(f"{blob.key}: checksum does not match at byte {extent.offset}")
         yield view
+        passed(extent.offset + extent.length)
 
 
 def _broken(what: str) -> CheckpointError:

@@ -16,6 +16,7 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,9 +72,11 @@ class Server:
     """Answers requests on the unix socket, one thread per connection."""
 
     def __init__(
-        self, service: Service, secret: Secret, path: str, peers: Peers | None = None
-    ) -> None:
-        self._service = service
+        self, service: Service, secret: Secret, path: str, peers: Peers | None = None,
+        upload: Callable[[float], dict[str, Any] | None] = lambda wait: None,
+    ) -> None:  # fmt: skip
+        """`upload` says what keeps the newest checkpoint from being in the bucket."""
+        self._service, self._upload = service, upload
         self._peers = peers
         self._secret = secret
         self._verifier = Verifier(secret, time.time)
@@ -168,6 +171,8 @@ class Server:
             case "events":
                 events, mark = service.outcomes.since(body["since"], body["wait"])
                 return {"events": events, "next": mark}
+            case "upload":
+                return {"left": self._upload(float(body["wait"]))}
             case "status":
                 peers = {} if self._peers is None else {"peers": self._peers.status()}
                 return service.status() | peers
@@ -234,8 +239,11 @@ def main() -> None:
     except UserError as error:  # an address that cannot be listened on
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
-    server = Server(service, Secret.from_hex(boot.secret), boot.socket, peers)
     uploader = _uploader(boot, service)
+    server = Server(
+        service, Secret.from_hex(boot.secret), boot.socket, peers,
+        *([] if uploader is None else [uploader.waiting]),
+    )  # fmt: skip
 
     # The signal writes into a pipe: a handler that raises would be too late for an accept that is
     # just about to block.

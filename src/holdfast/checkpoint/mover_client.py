@@ -129,6 +129,13 @@ class MoverClient:
         events = [event_from_json(kind, value) for kind, value in body["events"]]
         return events, int(body["next"])
 
+    def upload(self, wait: float) -> dict[str, Any] | None:
+        """What keeps the newest checkpoint from being in the bucket: its key, bytes "sent" of
+        "total", seconds it stands "still", the "reason" of the last failure, and whether it is
+        "over". None once it is there, or where there is no bucket; waits up to `wait` seconds."""
+        left = self._call("upload", {"wait": wait}, wait + ANSWER_SECONDS)["left"]
+        return None if left is None else dict(left)
+
     def status(self) -> dict[str, Any]:
         """Counts and the state of every arena, for people and metrics."""
         return self._call("status", {})

@@ -40,13 +40,13 @@ class Outcomes:
             self._started.setdefault(save, self._clock())
 
     def succeed(self, save: Save, key: str, nbytes: int) -> None:
+        for listener in self.durable:  # before anybody who waits for the end can ask further
+            listener(key)
         with self._change:
             seconds = self._clock() - self._started.get(save, self._clock())
             self._keys[save] = key
             self._again.discard(save)
             self._put(CheckpointCommitted(key, nbytes, seconds, step=save[1]))
-        for listener in self.durable:
-            listener(key)
 
     def fail(self, save: Save, reason: str) -> None:
         """The first reason counts; one event per save."""

@@ -7,7 +7,12 @@ order (`copying.py`), so that one that was killed is no checkpoint there, and th
 with the blobs that have not arrived.
 
 A run whose folder is lost begins from the bucket: `bring_back` copies the newest whole checkpoint
-into the folder before anything else is asked there, so there is one read path.
+into the folder before anything else is asked there. What the folder has rotten is read from the
+bucket where it lies (`second.py`).
+
+What a copy that was given up left there is removed behind the next upload (`Uploader._tidy`), and
+what older generations left, once after each start. An end that is no accident waits for the last
+copy (`Uploader.waiting`, `elastic/last_upload.py`).
 """
 
 from __future__ import annotations
@@ -16,19 +21,52 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from holdfast.checkpoint import cleaning
 from holdfast.checkpoint.copying import copy_checkpoint
 from holdfast.checkpoint.restore import Checkpoint, listing, step_of
 from holdfast.errors import CheckpointError, CorruptError, HoldfastError, StoreError
 from holdfast.events import CheckpointUploaded, Event, UploadFailed
+from holdfast.spec.manifest import parse_commit_key
 from holdfast.wire.runstore import MissingKeyError, RunStore
 from holdfast.wire.stores import UnfitStoreError, open_store, probe
+from holdfast.wire.term import newest_generation
 
 RETRY_SECONDS = (1.0, 60.0)
 """Pause after the first failure, and the longest one; doubled in between."""
 CLOSE_SECONDS = 20.0
-"""How long a mover that ends waits for its last upload; what is left is sent at the next start."""
+"""How long a mover that ends waits for its last upload; what is left is sent at the next start. (At
+a normal end its agent has waited before, for as long as bytes moved.)"""
+REMOVALS = 5
+"""How often the removal of what an abandoned copy left is tried, each time behind an upload."""
+
+
+class Moving:
+    """How far the copy of one checkpoint has come. Bytes that are sent once more do not count: a
+    copy that fails at the same place again and again stands still."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.key: str | None = None
+        self.reason = ""
+        self._sent = self._total = 0
+        self._since = clock()
+
+    def begin(self, key: str | None) -> None:
+        if key != self.key:
+            self.key, self.reason, self._since = key, "", self._clock()
+            self._sent = self._total = 0
+
+    def to(self, sent: int, total: int) -> None:
+        self._total = total
+        if sent > self._sent:
+            self._sent, self._since = sent, self._clock()
+
+    def told(self) -> dict[str, Any]:
+        """As JSON: bytes, seconds since the last one moved, and what failed last."""
+        still = self._clock() - self._since
+        return {"sent": self._sent, "total": self._total, "still": still, "reason": self.reason}
 
 
 class Uploader:
@@ -49,6 +87,11 @@ class Uploader:
         self._wanted: str | None = None
         self._key: str | None = None  # being sent
         self._failed = False
+        self._moving = Moving(self._clock)
+        self._arrived: str | None = None  # the newest that the bucket has
+        self._begun: set[str] = set()  # copies that were begun and have not arrived
+        self._left: dict[tuple[int, int], int] = {}  # (step, generation) -> attempts to remove it
+        self._sweeps = REMOVALS
         self._busy = True  # until the first look at what lies in the source
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
@@ -65,6 +108,23 @@ class Uploader:
         slower than retention would never get a whole one."""
         with self._change:
             return () if self._key is None else (self._key,)
+
+    def waiting(self, wait: float) -> dict[str, Any] | None:
+        """What keeps the newest checkpoint from being in the bucket; None once it is there. Waits
+        up to `wait` seconds for that. "over": it will not get there by waiting on."""
+        newest = next(iter(listing(self._source)), None)
+        with self._change:
+            if newest is None or self._change.wait_for(lambda: self._arrived == newest, wait):
+                return None
+            idle = not self._busy and self._wanted is None
+            if idle and self._moving.key != newest:  # one that need not have been sent
+                self._wanted = newest
+                self._change.notify_all()
+                idle = False
+            told = self._moving.told() | {"key": newest, "over": idle}
+            if self._moving.key != newest:  # an older one is on its way, this one waits
+                told |= {"sent": 0, "total": 0}
+            return told
 
     def close(self, wait: float = CLOSE_SECONDS) -> None:
         """Let end what is on its way, for a while; a bucket that fails is not waited for."""
@@ -107,6 +167,7 @@ class Uploader:
             if self._closing:
                 return None
             self._key, self._wanted, self._busy = self._wanted, None, True
+            self._moving.begin(self._key)
             return self._key
 
     def _done(self, again: str | None) -> None:
@@ -121,26 +182,71 @@ class Uploader:
         try:
             if self._target is None:
                 self._target = self._open_target()
-            copied = copy_checkpoint(self._source, key, self._target, read_back=False)
+            self._begun.add(key)
+            copied = copy_checkpoint(
+                self._source, key, self._target, self._moved, read_back=False, passed=self._moved
+            )
+            self._begun.discard(key)
             self._failed = False
             seconds = self._clock() - begun
             self._tell(CheckpointUploaded(key, copied.copied, seconds, step=copied.step))
-            with suppress(HoldfastError):  # then the next upload removes what is too old
-                cleaning.retain(self._target, self._keep, (), ())
+            with self._change:
+                self._arrived = key
+                self._change.notify_all()
         except (MissingKeyError, CheckpointError) as error:
             # Removed meanwhile, as a newer one is there; or broken, and to be found out elsewhere.
             self._say(key, error)
-            return True
         except Exception as error:
             self._say(key, error)
             return False
+        if self._target is not None:
+            with suppress(Exception):  # what is left takes room, and the thread must not end
+                self._tidy(self._target)
         return True
+
+    def _moved(self, done: int, total: int) -> None:
+        with self._change:
+            self._moving.to(done, total)
+
+    def _tidy(self, target: RunStore) -> None:
+        """Remove from the bucket what is too old there, and blobs that no commit will name: of
+        copies that were given up, and once what older generations left. What cannot be removed now
+        is tried again behind the next upload, a few times."""
+        with self._change:
+            wanted = self._wanted
+        for key in self._begun - {wanted}:
+            self._leave(key)
+        self._begun &= {wanted}
+        with suppress(HoldfastError):
+            for key in cleaning.going(target, self._keep, (), ()):
+                self._leave(key)
+                target.delete(key)
+        for at in list(self._left):
+            self._left[at] -= 1
+            try:
+                cleaning.discard(target, at[1], at[0])
+            except HoldfastError:
+                if self._left[at]:
+                    continue
+            del self._left[at]
+        if self._sweeps:
+            self._sweeps -= 1
+            with suppress(HoldfastError):
+                spare = {at for at in [parse_commit_key(wanted or "")] if at}
+                cleaning.sweep(target, newest_generation(self._source), spare)
+                self._sweeps = 0
+
+    def _leave(self, key: str) -> None:
+        if at := parse_commit_key(key):
+            self._left.setdefault(at, REMOVALS)
 
     def _say(self, key: str, error: Exception) -> None:
         """Once until an upload has succeeded."""
+        known = isinstance(error, HoldfastError)
+        text = str(error) if known else f"{type(error).__name__}: {error}"
+        with self._change:
+            self._moving.reason = text
         if not self._failed:
-            known = isinstance(error, HoldfastError)
-            text = str(error) if known else f"{type(error).__name__}: {error}"
             self._tell(UploadFailed(key, text, step=step_of(key)))
         self._failed = True
 

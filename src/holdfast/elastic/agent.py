@@ -32,6 +32,7 @@ from holdfast.elastic.board import Board, Observer, Say
 from holdfast.elastic.boot import DEFAULT_ENTRY
 from holdfast.elastic.children import Template
 from holdfast.elastic.generation import Generation
+from holdfast.elastic.last_upload import LastUpload
 from holdfast.elastic.mover_link import MoverLink
 from holdfast.elastic.notices import NOTICE, Notice, Notices
 from holdfast.elastic.opening import boots, plan_topology
@@ -146,6 +147,8 @@ class Agent:
         self._mover = MoverLink(
             self._config, self._folder, self._secret, settings, self._take_from_mover
         )
+        patience = self._config.checkpoint.bucket_wait_seconds
+        self._last_upload = LastUpload(self._mover, patience, self._say)
         served = [asyncio.create_task(listener.serve()) for listener in listeners]
         watches = [asyncio.create_task(self._tick()), asyncio.create_task(self._watch_term())]
         run = asyncio.create_task(self._run())
@@ -244,7 +247,10 @@ class Agent:
         """The exit code, or None to open the next generation."""
         if isinstance(verdict, Left) and verdict.unsaved is None:
             verdict = Left(verdict.step, await self._notices.not_kept(verdict.step))
+        missing = None
         if isinstance(verdict, Finished | Left):
+            if verdict.unsaved is None:
+                missing = await self._last_upload.arrived(self._number)
             await self._mover.drain(self._number)
         if isinstance(verdict, Lost) and self._stop is None:
             return self._restart_or_give_up(verdict)
@@ -253,12 +259,16 @@ class Agent:
                 why = f"the state after step {step} could not be saved: {unsaved}"
                 self._stopped(self._committed, why)
                 return 1
+            case Finished(step) if missing is not None:
+                self._stopped(step, missing)
+                return 1
             case Finished(step):
                 self._become(RunState.FINISHED)
                 self._board.emit("agent", RunFinished(step=step))
                 return 0
             case Left(step):
-                self._stopped(step, self._stop or "the workers left")
+                why = self._stop or "the workers left"
+                self._stopped(step, why if missing is None else f"{why}; {missing}")
                 return 0
             case Failed(sentence, code):
                 self._fail(sentence, journal=code != exits.FENCED)
@@ -487,7 +497,11 @@ class Agent:
             self._become(RunState.LEAVING)
 
     def _signalled(self, name: str, run: asyncio.Task[int]) -> None:
-        if self._stop is None:
+        if self._last_upload.missing and not self._leave_now:  # nothing else is waited for
+            self._leave_now = True
+            self._stopped(self._committed, f"{name}; {self._last_upload.missing}")
+            run.cancel()
+        elif self._stop is None:
             grace = self._config.cluster.grace_seconds
             if name == "SIGTERM" and grace and self._current is not None:
                 notice = Notice(grace, leave=True, source=name)

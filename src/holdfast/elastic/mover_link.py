@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from holdfast.checkpoint.mover import MoverBoot
 from holdfast.checkpoint.mover_client import MoverClient, MoverGoneError, Newest
@@ -106,6 +107,13 @@ class MoverLink:
         """What is wrong with a checkpoint that no worker will read; None when nothing is."""
         client = MoverClient(self.socket_path, self._secret, generation)
         return await asyncio.to_thread(client.damage, key)
+
+    async def upload(self, generation: int, wait: float) -> dict[str, Any] | None:
+        """As `MoverClient.upload`."""
+        if not self._settings.bucket:
+            return None
+        client = MoverClient(self.socket_path, self._secret, generation)
+        return await asyncio.to_thread(client.upload, wait)
 
     async def drain(self, generation: int) -> None:
         """Take every event that has happened so far."""
