@@ -174,7 +174,9 @@ def test_what_is_not_this_model_is_refused(tmp_path: Path) -> None:
     theirs, _ = their_state("torchtitan")
     del theirs["layers.1.attention.qkv_linear.wq.weight"]
     save(tmp_path / "missing", theirs)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.attention\.qkv_linear\.wq\.weight is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"layers\.1\.attention\.qkv_linear\.wq\.weight is missing"
+    ):
         import_dcp(MemoryStore(), tmp_path / "missing", MODEL)
     theirs, _ = their_state("holdfast", padded=True)
     theirs["norm.weight"] = torch.ones(17)

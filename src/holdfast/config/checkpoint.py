@@ -43,7 +43,9 @@ class CheckpointConfig(Section):
     )
     bucket_keep_last: int = Field(3, ge=1, description="newest checkpoints kept in the bucket")
     bucket_wait_seconds: float = Field(
-        180, ge=0, description="at its end the run waits for the bucket while bytes move; so long "
+        180,
+        ge=0,
+        description="at its end the run waits for the bucket while bytes move; so long "
         "where none does",
     )
     slots: Annotated[int, Field(ge=2, le=3)] | Literal["auto"] = Field(

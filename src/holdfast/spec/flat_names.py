@@ -8,9 +8,10 @@ model under the parameters' own names and the optimizer, flattened, under `optim
     optimizer.state.layers.0.feed_forward.w1.weight.exp_avg, ...exp_avg_sq
     optimizer.param_groups.layers.0.feed_forward.w1.weight.lr, ... (no tensors)
 
-A scheme is one way to name the parameters: ours, torchtitan's for Llama 3 (as of 0.3, and as
-before), or Hugging Face's. torchtitan's Llama turns neighbouring pairs of a head's rows, everybody else its two halves: the
-rows of q and k stand in another order there (`pairs` heads), and so do their moments'.
+A scheme is one way to name the parameters: ours, torchtitan's for Llama 3 (since 0.3, and as
+before), or Hugging Face's. torchtitan's Llama turns neighbouring pairs of a head's rows, everybody
+else its two halves: the rows of q and k stand in another order there (`pairs` heads), and so do
+their moments'.
 """
 
 from __future__ import annotations
