@@ -3,8 +3,10 @@
 The order is that of a save: blobs, parts, the commit object last, so that a copy that is cut short
 is no checkpoint there, and the same command goes on where it was: what lies there whole, checked
 against its checksums, is not copied again. Every extent is checked as it streams by, and none is
-held that the target has taken. Nothing secret is copied: a run's secret is no part of its
-checkpoints.
+held that the target has taken. Two that copy different checkpoints of one step there (a machine
+that was cut off does) would mix their blobs: so whoever begins says first what he brings, by an
+object that only one can create, and takes it away again behind the commit object. Nothing secret
+is copied: a run's secret is no part of its checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from xxhash import xxh3_128_hexdigest
 
 from holdfast.checkpoint.restore import listing
 from holdfast.errors import CheckpointError, CorruptError, FencedError
-from holdfast.spec.manifest import Blob, Commit, Writer, part_key, writer_name
+from holdfast.spec.manifest import Blob, Commit, Writer, part_key, part_prefix, writer_name
 from holdfast.wire.runstore import AlreadyExistsError, Matching, MissingKeyError, RunStore
 from holdfast.wire.term import generation_key, newest_generation, open_generation
 
@@ -26,6 +28,10 @@ DESCRIPTION = ("run.yaml", "environment.json", "resolved.json")
 """What makes a folder a run folder; copied where it is not there, the one that counts last."""
 
 Progress = Callable[[int, int], None]
+
+
+class ClaimedError(CheckpointError):
+    """Somebody else copies another checkpoint of this step there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,9 @@ def copy_checkpoint(
     """
     raw = source.get(key)
     commit = Commit.from_bytes(raw, key)
-    _refuse_other(target, commit, raw)
+    claim = None if _refuse_other(target, commit, raw) else _claimed(target, commit, raw)
+    if claim is not None:  # somebody may have come to his end between the two
+        _refuse_other(target, commit, raw)
     copied = there = 0
     for writer in commit.writers:
         arrived = not read_back and _matches(source, target, writer.blob)
@@ -66,11 +74,35 @@ def copy_checkpoint(
     _describe(source, target, commit)
     with suppress(AlreadyExistsError):  # the same bytes, or `_refuse_other` had spoken
         target.create(key, raw)
+    if claim is not None:
+        target.delete(claim)
     return Copied(key, commit.step, copied, there)
 
 
-def _refuse_other(target: RunStore, commit: Commit, raw: bytes) -> None:
-    """A target that holds checkpoints of another run, or another one of this step."""
+def _claimed(target: RunStore, commit: Commit, raw: bytes) -> str:
+    """Say which checkpoint of the step is brought; where that is said. One that was killed may go
+    on under its own claim. Raises ClaimedError where another one is brought."""
+    key, own = f"{part_prefix(commit.generation, commit.step)}claim", xxh3_128_hexdigest(raw)
+    while True:
+        try:
+            target.create(key, own.encode())
+        except AlreadyExistsError:
+            try:
+                found = target.get(key)
+            except MissingKeyError:
+                continue  # theirs is complete now: `_refuse_other` will see it
+            if found != own.encode():
+                raise ClaimedError(
+                    f"another checkpoint of step {commit.step}, generation {commit.generation}, "
+                    "is being copied there", where="the target", remedy="name a new folder",
+                ) from None  # fmt: skip
+        return key
+
+
+def _refuse_other(target: RunStore, commit: Commit, raw: bytes) -> bool:
+    """A target that holds checkpoints of another run, or another one of this step. Whether it holds
+    this one."""
+    held = False
     for key in listing(target):
         try:
             stored = target.get(key)
@@ -87,6 +119,8 @@ def _refuse_other(target: RunStore, commit: Commit, raw: bytes) -> None:
                 f"holds another checkpoint of step {commit.step}, generation "
                 f"{commit.generation}", where="the target", remedy="name a new folder",
             )  # fmt: skip
+        held = held or key == commit.key
+    return held
 
 
 def _whole(store: RunStore, blob: Blob) -> bool:

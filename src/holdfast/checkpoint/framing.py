@@ -23,6 +23,9 @@ from holdfast.errors import (
     CorruptError,
     FencedError,
     HoldfastError,
+    OutOfSpaceError,
+    RunFolderError,
+    StoreError,
     UserError,
 )
 from holdfast.wire.auth import AuthError, Proof, check_answer, sign, sign_answer
@@ -131,21 +134,28 @@ _KINDS: dict[str, type[HoldfastError]] = {
 }
 
 
+_SPOKEN: dict[str, type[UserError]] = {
+    kind.__name__: kind for kind in (CheckpointError, StoreError, RunFolderError, OutOfSpaceError)
+}
+
+
 def describe(error: HoldfastError) -> dict[str, Any]:
     """An error as the body of an answer."""
     if isinstance(error, UserError):
+        names = (kind.__name__ for kind in type(error).__mro__)
         return {
-            "error": "CheckpointError", "message": error.message,
-            "where": error.where, "remedy": error.remedy,
+            "error": next((name for name in names if name in _SPOKEN), "CheckpointError"),
+            "message": error.message, "where": error.where, "remedy": error.remedy,
         }  # fmt: skip
     return {"error": type(error).__name__, "message": str(error)}
 
 
 def _error(body: dict[str, Any]) -> HoldfastError:
     message = str(body.get("message"))
-    if body.get("error") == "CheckpointError":
-        return CheckpointError(message, where=body.get("where"), remedy=body.get("remedy"))
-    return _KINDS.get(str(body.get("error")), HoldfastError)(message)
+    name = str(body.get("error"))
+    if name in _SPOKEN:
+        return _SPOKEN[name](message, where=body.get("where"), remedy=body.get("remedy"))
+    return _KINDS.get(name, HoldfastError)(message)
 
 
 def send(connection: socket.socket, line: bytes, fds: Sequence[int] = ()) -> None:

@@ -27,26 +27,26 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.checkpoint import cleaning, restore
-from holdfast.checkpoint.arena import Arena, SlotHeader, digest, slot_capacity
-from holdfast.checkpoint.blob import header, total_size
+from holdfast.checkpoint.arena import SlotHeader, digest
+from holdfast.checkpoint.arenas import Arenas, RankArena
+from holdfast.checkpoint.blob import total_size
 from holdfast.checkpoint.choosing import Choice, Chooser, note_start
 from holdfast.checkpoint.outcomes import Outcomes
 from holdfast.checkpoint.save import Plan, fitting_extent, seal_part
 from holdfast.checkpoint.saving import Saves
 from holdfast.checkpoint.second import Second
-from holdfast.checkpoint.snapshots import MemoryFile, Shelf, Snapshot, header_to_json
+from holdfast.checkpoint.snapshots import Shelf, Snapshot, header_to_json
 from holdfast.checkpoint.sources import MemorySource, ShelfSource
 from holdfast.checkpoint.writing import Writing
-from holdfast.errors import CheckpointError, CorruptError, FencedError, HoldfastError
+from holdfast.errors import CorruptError, FencedError, HoldfastError
 from holdfast.events import CheckpointRejected, SnapshotComplete, SnapshotDropped, SourceRejected
 from holdfast.layout import Topology
 from holdfast.policy.save import Into
-from holdfast.spec.manifest import Placed, commit_key, parse_commit_key, placed
-from holdfast.spec.ownership import owned_boxes
+from holdfast.spec.manifest import commit_key, parse_commit_key
 from holdfast.spec.state import StateTable
 from holdfast.wire.runstore import MissingKeyError, RunStore
 from holdfast.wire.stores import open_store
@@ -54,9 +54,6 @@ from holdfast.wire.stores import open_store
 HASH_THREADS = 2
 DESCRIPTORS = 200
 """Descriptors that one answer may carry; the kernel allows 253."""
-ROOM_SECONDS = 60.0
-"""How long an arena that finds no room waits for the others of its generation to have restored, so
-that older snapshots can go."""
 
 
 @dataclass(frozen=True)
@@ -73,26 +70,12 @@ class Settings:
     bucket_keep_last: int = 3
 
 
-@dataclass
-class _Rank:
-    """One rank's arena, and what its blobs look like."""
-
-    memory: MemoryFile
-    head: bytes
-    tensors: tuple[Placed, ...]
-    taken: dict[int, int] = field(default_factory=dict)  # slot -> the newest sequence taken over
-
-    @property
-    def arena(self) -> Arena:
-        return self.memory.arena
-
-
 @dataclass(frozen=True)
 class _Capture:
     """What a rank handed over."""
 
     plan: Plan
-    owner: _Rank
+    owner: RankArena
     rank: int
     slot: int
     due: SlotHeader
@@ -125,10 +108,10 @@ class Service:
         self._clock = clock
         self._change = threading.Condition()
         self._plan: Plan | None = None
-        self._ranks: dict[int, _Rank] = {}
-        self._making: set[tuple[int, int]] = set()  # (generation, rank) of arenas in the making
-        self._allocating = threading.Lock()  # of the present generation
-        self._asked: set[int] = set()  # ranks that have restored: they asked for an arena
+        self._arenas = Arenas(
+            self.shelf, self._change, self._current, lambda: self._hashing > 0,
+            lambda step, why: self.outcomes.add(SnapshotDropped(why, step=step)),
+        )  # fmt: skip
         self._handed: dict[int, dict[int, float]] = {}  # step -> rank -> when it was handed over
         self._given_up: set[int] = set()  # steps of this generation that lack a rank for good
         self._choice: Choice | None = None
@@ -157,9 +140,8 @@ class Service:
                 generation, topology, table, self._settings.config_hash,
                 self._settings.dataset_version, extent,
             )  # fmt: skip
-            self._ranks, self._asked, self._handed = {}, set(), {}
-            self._given_up = set()
-            self._allocating = threading.Lock()
+            self._arenas.begin()
+            self._handed, self._given_up = {}, set()
             self._change.notify_all()
         self.outcomes.wake()
         complete = set(self.shelf.complete())
@@ -197,99 +179,7 @@ class Service:
         A worker that asks again gets the same memory, so a slot being saved stays safe. `process`
         is the one that asks, and will write there.
         """
-        with self._change:
-            plan = self._current(generation)
-            head, tensors = self._asked_for(plan, rank, blob_bytes, slots)
-            # It may be in the making for one who asked before and did not wait for the answer.
-            self._change.wait_for(
-                lambda: (generation, rank) not in self._making or self._plan is not plan
-            )
-            self._current(generation)
-            found = self._ranks.get(rank)
-            if found is None:
-                memory = self._reusable(rank, blob_bytes, slots)
-                if memory is None:
-                    self._making.add((generation, rank))
-                else:
-                    found = self._ranks[rank] = _Rank(memory, head, tensors)
-        if found is None:
-            found = self._made(plan, rank, slots, head, tensors)
-        with self._change:
-            self._current(generation)
-            found.memory.given_to(process)
-            return os.dup(found.memory.fd)
-
-    def _made(
-        self, plan: Plan, rank: int, slots: int, head: bytes, tensors: tuple[Placed, ...]
-    ) -> _Rank:
-        """A rank's arena, in new memory. Gigabytes take seconds, so it is made without the lock;
-        a newer generation that began meanwhile is seen at the end, and the memory goes again."""
-        try:
-            memory = self._room(plan, rank, slot_capacity(total_size(head, tensors)), slots)
-            with self._change:
-                self._current(plan.generation)
-                return self._ranks.setdefault(rank, _Rank(memory, head, tensors))
-        finally:
-            with self._change:
-                self._making.discard((plan.generation, rank))
-                self._change.notify_all()
-
-    def _asked_for(
-        self, plan: Plan, rank: int, blob_bytes: int, slots: int
-    ) -> tuple[bytes, tuple[Placed, ...]]:
-        """Note that a rank asks; what its blobs begin with, and hold."""
-        if not 0 <= rank < plan.topology.world_size:
-            raise CheckpointError(f"rank {rank} is not in a world of {plan.topology.world_size}")
-        tensors = placed(owned_boxes(plan.topology, plan.table, rank), plan.table)
-        head = header(tensors)
-        due = slot_capacity(total_size(head, tensors))
-        if blob_bytes != due or slots not in (2, 3):
-            raise CheckpointError(
-                f"rank {rank} asks for {slots} slots of {blob_bytes} bytes, its state needs "
-                f"2 or 3 of {due}"
-            )
-        self._asked.add(rank)
-        self.shelf.belongs(plan.generation, rank)
-        self._change.notify_all()
-        return head, tensors
-
-    def _reusable(self, rank: int, capacity: int, slots: int) -> MemoryFile | None:
-        """The memory of an older generation, all of whose writers have ended: its pages are there
-        already, and the slot of the newest complete snapshot stays held."""
-        for memory in self.shelf.memory_of(rank):
-            fits = memory.arena.capacity == capacity and memory.arena.slots == slots
-            if fits and memory.deserted and not self._hashing:
-                for slot in range(slots):  # captured, and its worker died before it said so
-                    if not self.shelf.keeps(memory, slot):
-                        memory.arena.release(slot)
-                return memory
-        return None
-
-    def _room(self, plan: Plan, rank: int, capacity: int, slots: int) -> MemoryFile:
-        """New memory. Where both do not fit, older snapshots stay until every rank has restored,
-        and then go. Raises HoldfastError when there is none then either."""
-        name = f"holdfast-{plan.generation}-{rank}"
-        try:
-            return self._created(name, slots, capacity)
-        except HoldfastError as error:
-            with self._change:
-                self._change.wait_for(lambda: self._all_asked(plan), ROOM_SECONDS)
-                self._current(plan.generation)
-            gone = self.shelf.drop_where(lambda g, s: g < plan.generation)
-            for _, step in gone:
-                self.outcomes.add(SnapshotDropped(str(error), step=step))
-        return self._created(name, slots, capacity)
-
-    def _created(self, name: str, slots: int, capacity: int) -> MemoryFile:
-        with self._allocating:  # one after the other: each looks at how much memory is left
-            return MemoryFile(Arena.create(name, slots, capacity))
-
-    def _all_asked(self, plan: Plan) -> bool:
-        """Whether every rank has restored, and what is still made for older generations is gone; or
-        a newer one has begun."""
-        older = any(generation < plan.generation for generation, _ in self._making)
-        done = len(self._asked) == plan.topology.world_size and not older
-        return done or self._plan is not plan
+        return self._arenas.get(generation, rank, blob_bytes, slots, process)
 
     def spare(self, keys: Callable[[], Collection[str]]) -> None:
         """Checkpoints that retention leaves alone for now, asked each time."""
@@ -299,7 +189,7 @@ class Service:
         """Whether a slot of the rank became free in time."""
         self._current(generation)
         with self._change:
-            found = self._ranks.get(rank)
+            found = self._arenas.ranks.get(rank)
             if found is None:
                 return False
             arena = found.arena
@@ -330,7 +220,7 @@ class Service:
         """
         with self._change:
             plan = self._current(generation)
-            found = self._ranks.get(rank)
+            found = self._arenas.ranks.get(rank)
             if found is None:
                 raise HoldfastError(f"rank {rank} has no arena")
             due = SlotHeader(
@@ -537,7 +427,7 @@ class Service:
                     "bytes": r.memory.nbytes,
                     "held": [s for s in range(r.arena.slots) if r.arena.held(s)],
                 }
-                for rank, r in sorted(self._ranks.items())
+                for rank, r in sorted(self._arenas.ranks.items())
             }
             generation = self._plan.generation if self._plan else 0
         return {

@@ -25,7 +25,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,6 +39,22 @@ from holdfast.spec.state import StateTable
 from holdfast.wire.runstore import MissingKeyError
 
 
+class _Process:
+    """One that is known by a descriptor, so that another with its number is not taken for it."""
+
+    def __init__(self, number: int) -> None:
+        """Raises OSError when there is no such process."""
+        self.number = number
+        self._fd = os.pidfd_open(number)
+        weakref.finalize(self, os.close, self._fd)
+
+    @property
+    def ended(self) -> bool:
+        ready = select.poll()  # select() takes no descriptor above 1,023
+        ready.register(self._fd, select.POLLIN)
+        return bool(ready.poll(0))
+
+
 class MemoryFile:
     """An arena and the descriptor behind it; both go with the last snapshot that needs them."""
 
@@ -47,25 +63,26 @@ class MemoryFile:
         weakref.finalize(self, os.close, fd)
         self.fd = fd
         self.arena = Arena(fd)
-        self._writers: list[int | None] = []  # a descriptor of each process; None: cannot be had
+        self._writers: list[_Process] = []
+        self._unknown = False  # somebody was given it whose end cannot be seen
 
     def given_to(self, process: int | None) -> None:
         """Note that a process has mapped it to write there."""
-        writer = None
-        if process is not None and hasattr(os, "pidfd_open"):
-            with suppress(OSError):
-                writer = os.pidfd_open(process)
-                weakref.finalize(self, os.close, writer)
-        self._writers.append(writer)
+        self._writers = [writer for writer in self._writers if not writer.ended]
+        if any(writer.number == process for writer in self._writers):
+            return
+        self._unknown = self._unknown or process is None or not hasattr(os, "pidfd_open")
+        if process is not None and not self._unknown:
+            try:
+                self._writers.append(_Process(process))
+            except OSError:
+                self._unknown = True
 
     @property
     def deserted(self) -> bool:
         """Whether every process that could write there is known to have ended. Only then may
         somebody else: two writers in one slot would make a snapshot of neither."""
-        known = [writer for writer in self._writers if writer is not None]
-        if len(known) < len(self._writers):
-            return False
-        return all(select.select([writer], [], [], 0)[0] for writer in known)
+        return not self._unknown and all(writer.ended for writer in self._writers)
 
     @property
     def nbytes(self) -> int:

@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.checkpoint import cleaning
-from holdfast.checkpoint.copying import copy_checkpoint
+from holdfast.checkpoint.copying import ClaimedError, copy_checkpoint
 from holdfast.checkpoint.restore import Checkpoint, listing, step_of
 from holdfast.errors import CheckpointError, CorruptError, HoldfastError, StoreError
 from holdfast.events import CheckpointUploaded, Event, UploadFailed
@@ -193,6 +193,9 @@ class Uploader:
             with self._change:
                 self._arrived = key
                 self._change.notify_all()
+        except ClaimedError as error:
+            self._begun.discard(key)  # what lies there is not ours to remove
+            self._say(key, error)
         except (MissingKeyError, CheckpointError) as error:
             # Removed meanwhile, as a newer one is there; or broken, and to be found out elsewhere.
             self._say(key, error)

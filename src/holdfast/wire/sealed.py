@@ -61,6 +61,7 @@ _EXTENT, _INDEX = 0, 1  # kinds of nonce
 _TAIL_BYTES = 64 * 2**10
 _READ_BYTES = 8 * 2**20
 _REMEMBERED = 4096
+_BESIDE = 8
 
 
 @dataclass(frozen=True)
@@ -190,12 +191,20 @@ class SealedStore:
     def _sealer(self, key: str, footer: bytes) -> _Sealer:
         _, _, _, key_id, salt, _ = _FOOTER.unpack(footer)
         if key_id != self._key_id:
+            if self._ours_beside(key):
+                raise CorruptError(f"{key}: its end names another key than the objects beside it")
             raise StoreError(
                 f"{key} is sealed with another key", where=self.where,
                 remedy="name the file of the key that the run was begun with",
             )  # fmt: skip
         about = footer + key.encode()
         return _Sealer(AESGCM(_derive(self._key, salt, b"holdfast object " + key.encode())), about)
+
+    def _ours_beside(self, key: str) -> bool:
+        """Whether objects beside this one are sealed with our key: then not the key is wrong."""
+        beside = [k for k in self.inner.list(f"{key.rpartition('/')[0]}/") if k != key]
+        footers = map(self._footer_of, beside[:_BESIDE])
+        return any(f is not None and _FOOTER.unpack(f)[3] == self._key_id for f in footers)
 
     def _seal(self, key: str, data: Iterable[memoryview], footer: bytes) -> Iterator[bytes]:
         _, flags, extent_bytes, key_id, salt, _ = _FOOTER.unpack(footer)

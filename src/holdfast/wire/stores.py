@@ -238,6 +238,11 @@ def _endpoint(bucket: Bucket) -> str:
         found = next((os.environ[name] for name in names if os.environ.get(name)), "")
     if bucket.endpoint and bucket.scheme == "gs":
         raise StoreError("gs:// takes no endpoint", where=bucket.where, remedy="use s3:// for it")
+    if "@" in found or "?" in found:  # it is shown in messages and kept in the run file
+        raise StoreError(
+            "the endpoint holds more than an address", where=bucket.where.partition("?")[0],
+            remedy="leave users, passwords and signatures to the environment or a credentials file",
+        )  # fmt: skip
     if found.startswith("http://"):
         if not bucket.allow_http:
             raise StoreError(
