@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.choosing import newest_start
 from holdfast.checkpoint.copying import copy_checkpoint
 from holdfast.checkpoint.mover_client import MoverClient, Newest
 from holdfast.checkpoint.restore import listing
@@ -92,3 +93,16 @@ def test_a_note_of_a_start_that_cannot_be_read_makes_no_commit_worthless(start: 
     mover.kill()
     _, newest = _open(start(), 3)
     assert (newest.step, newest.rejected) == (5, ())
+
+
+def test_a_strange_file_among_the_notes_is_ignored(start: Start) -> None:
+    mover = start()
+    workers, _ = _begin(mover, 1)
+    workers.commit(5)
+    for folder in ("starts", "generations"):
+        for name in ("notes.txt", "0000000001.json~", "zzz"):
+            (mover.store.folder / folder / name).write_bytes(b"not ours\n")
+    mover.kill()
+    _, newest = _begin(start(), 2)
+    assert (newest.step, newest.rejected) == (5, ())
+    assert newest_start(mover.store) == 2

@@ -122,3 +122,17 @@ def test_generations_open_once_and_in_order() -> None:
             open_generation(store, late, {})
     open_generation(store, 11, {})
     assert newest_generation(store) == 11
+
+
+def test_strange_files_among_terms_and_generations_say_nothing() -> None:
+    store = MemoryStore()
+    open_generation(store, 3, {})
+    open_term(store, "host:1", SECRET, lambda address: False)
+    for folder in ("terms", "generations"):
+        for name in ("notes.txt", "0000000009.json.bak", "zzz.json", "9.json"):
+            store.create(f"{folder}/{name}", b"not ours\n")
+    assert newest_generation(store) == 3
+    number, holder = newest_term(store)
+    assert number == 1
+    assert holder is not None
+    open_generation(store, 4, {})

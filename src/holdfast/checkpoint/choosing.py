@@ -33,6 +33,7 @@ from holdfast.spec.state import StateTable
 from holdfast.wire.journal import PREFIX as JOURNAL
 from holdfast.wire.journal import parse
 from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
+from holdfast.wire.term import newest_number
 
 STARTS = "starts/"
 
@@ -61,8 +62,7 @@ def note_start(store: RunStore, generation: int, step: int) -> None:
 
 def newest_start(store: RunStore) -> int:
     """The newest generation that noted from which step it began; 0 for none."""
-    keys = store.list(STARTS)
-    return int(keys[-1].removeprefix(STARTS).removesuffix(".json")) if keys else 0
+    return newest_number(store.list(STARTS), STARTS)
 
 
 def newest_past(store: RunStore) -> int | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -121,14 +122,11 @@ def asks(secret: Secret, deadline: float = 10.0) -> Callable[[str], bool]:
 def newest_term(store: RunStore) -> tuple[int, dict[str, Any] | None]:
     """(number, who holds it): number 0 before the first, None when it was closed."""
     keys = store.list(TERMS)
-    numbers = [key for key in keys if not key.endswith("-closed.json")]
-    if not numbers:
-        return 0, None
-    number = int(numbers[-1].removeprefix(TERMS).removesuffix(".json"))
-    if _closed_key(number) in keys:
+    number = newest_number(keys, TERMS)
+    if not number or _closed_key(number) in keys:
         return number, None
     try:
-        value = json.loads(store.get(numbers[-1]))
+        value = json.loads(store.get(_term_key(number)))
     except (ValueError, MissingKeyError):
         return number, None
     return number, value if isinstance(value, dict) else None
@@ -136,8 +134,14 @@ def newest_term(store: RunStore) -> tuple[int, dict[str, Any] | None]:
 
 def newest_generation(store: RunStore) -> int:
     """The highest generation ever opened; 0 before the first."""
-    keys = store.list(GENERATIONS)
-    return int(keys[-1].removeprefix(GENERATIONS).removesuffix(".json")) if keys else 0
+    return newest_number(store.list(GENERATIONS), GENERATIONS)
+
+
+def newest_number(keys: list[str], prefix: str) -> int:
+    """The highest number among objects `<prefix><ten digits>.json`, 0 for none. Whatever else lies
+    there (an editor's copy, somebody's notes) is not ours and says nothing."""
+    whole = re.compile(re.escape(prefix) + r"([0-9]{10,})\.json")
+    return max((int(found[1]) for key in keys if (found := whole.fullmatch(key))), default=0)
 
 
 def open_generation(store: RunStore, generation: int, value: dict[str, Any]) -> None:
