@@ -103,3 +103,40 @@ def test_a_bucket_that_takes_nothing_any_more_is_not_waited_for_without_end(
     assert "stopped after step 6 (the bucket does not have step 6 yet: " in found.out + found.err
     assert "(503" in found.out + found.err
     assert _kinds(folder) == [RunStopped]
+
+
+def test_a_run_that_leaves_says_so_before_it_waits_and_waits_no_longer_than_it_has(
+    tmp_path: Path, proxy: Proxy
+) -> None:
+    """Nothing reaches the bucket, and SIGTERM says when the machine is gone."""
+    where = s3.location(proxy.address, f"leave-{id(proxy)}", timeout=60)
+    run_file, folder = write_run_file(tmp_path), tmp_path / "run"
+    trained, may = threading.Event(), threading.Event()
+
+    def held(request: Request) -> Fault | None:
+        if request.method == "PUT" and "data/" in request.key:
+            trained.set()
+            may.wait(120)
+        return None
+
+    proxy.rule = held
+    process = start(
+        "train", run_file, f"checkpoint.bucket={where}", "train.steps=100000",
+        "train.evaluate.every=0", "cluster.grace_seconds=4", "--json",
+    )  # fmt: skip
+    try:
+        assert trained.wait(90)
+        process.send_signal(signal.SIGTERM)
+        said = _until(process, "waiting for the bucket")
+        assert _kinds(folder) == [RunStopped], said  # killed from here on, it has stopped
+        rest = _until(process, "stopped after step")[-1]
+        may.set()
+        process.communicate(timeout=90)
+    finally:
+        may.set()
+        process.kill()
+    assert process.returncode == 0, rest
+    assert "time was up" in rest
+    reasons = [r.event.reason for r in read(FolderStore(folder)) if isinstance(r.event, RunStopped)]
+    assert reasons[0] == "SIGTERM"
+    assert "the bucket does not have step" in reasons[-1]

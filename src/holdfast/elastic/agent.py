@@ -114,6 +114,7 @@ class Agent:
         self._newest: Newest | None = None  # what the present generation began from
         self._tried: dict[str, str] = {}  # checkpoints that proved rotten when they were read
         self._stop: str | None = None
+        self._written: str | None = None  # why the run stopped, as the journal has it
         self._leave_now = False
         self._template: Template | None = None
 
@@ -250,7 +251,7 @@ class Agent:
         missing = None
         if isinstance(verdict, Finished | Left):
             if verdict.unsaved is None:
-                missing = await self._last_upload.arrived(self._number)
+                missing = await self._in_bucket(verdict)
             await self._mover.drain(self._number)
         if isinstance(verdict, Lost) and self._stop is None:
             return self._restart_or_give_up(verdict)
@@ -280,6 +281,17 @@ class Agent:
                 self._stopped(self._committed, f"{self._stop}; lost while saving: {cause}")
                 return 1
 
+    async def _in_bucket(self, verdict: Finished | Left) -> str | None:
+        """What the bucket lacks at the end. Whoever leaves writes that down first: it may be killed
+        while it waits."""
+
+        async def written() -> None:
+            self._write_stopped(verdict.step, self._stop or "the workers left")
+            await self._board.flush(sync=True)
+
+        before = written if isinstance(verdict, Left) else None
+        return await self._last_upload.arrived(self._number, before, self._notices.seconds_left)
+
     def _restart_or_give_up(self, verdict: Lost) -> int | None:
         self._become(RunState.RECOVERING)
         newest = self._newest
@@ -298,9 +310,16 @@ class Agent:
         return 1
 
     def _stopped(self, step: int, reason: str) -> None:
-        self._become(RunState.STOPPED)
-        self._board.emit("agent", RunStopped(reason, step=step))
+        self._write_stopped(step, reason)
         self._say(f"stopped after step {step} ({reason}); resume with: {self._resume}")
+
+    def _write_stopped(self, step: int, reason: str) -> None:
+        """Again with more to say, where the bucket was waited for: the last one counts."""
+        if self._state is not RunState.STOPPED:
+            self._become(RunState.STOPPED)
+        if reason != self._written:
+            self._written = reason
+            self._board.emit("agent", RunStopped(reason, step=step))
 
     def _fail(self, sentence: str, journal: bool = True) -> None:
         """`journal` is False once another trainer has taken over: the journal is its own then."""

@@ -124,6 +124,10 @@ class Notices:
         return told
 
     # --- leaving --------------------------------------------------------------------------------
+    def seconds_left(self) -> float | None:
+        """Until this machine is gone, with some to spare; None where nobody said when."""
+        return None if self._deadline is None else self._deadline - time.monotonic()
+
     def observe(self, record: Record) -> None:
         self.measured.observe(record)
         if isinstance(record.event, GenerationStarted):
