@@ -68,6 +68,10 @@ class StoreError(RunFolderError):
     nothing about the bytes in it: whoever looks for a good checkpoint must not take it for rot."""
 
 
+class OtherKeyError(StoreError):
+    """An object is sealed with another key than ours, or the end that names its key is rotten."""
+
+
 class OutOfSpaceError(UserError):
     """A disk is full."""
 

@@ -19,7 +19,7 @@ from functools import partial
 from xxhash import xxh3_128_hexdigest
 
 from holdfast.checkpoint.restore import listing
-from holdfast.errors import CheckpointError, CorruptError, FencedError
+from holdfast.errors import CheckpointError, CorruptError, FencedError, OtherKeyError
 from holdfast.spec.manifest import Blob, Commit, Writer, part_key, part_prefix, writer_name
 from holdfast.wire.runstore import AlreadyExistsError, Matching, MissingKeyError, RunStore
 from holdfast.wire.term import generation_key, newest_generation, open_generation
@@ -47,13 +47,16 @@ class Copied:
 def copy_checkpoint(
     source: RunStore, key: str, target: RunStore, progress: Progress = lambda done, total: None,
     *, read_back: bool = True, passed: Progress = lambda done, total: None,
+    fence: Callable[[], None] = lambda: None,
 ) -> Copied:  # fmt: skip
     """Copy one checkpoint; done again, it copies nothing. Without `read_back`, a large blob that a
     bucket has is known by the checksum that the bucket keeps beside it, and not read. `progress`
-    is told of each blob that has arrived, `passed` of each extent that is handed over.
+    is told of each blob that has arrived, `passed` of each extent that is handed over; `fence` is
+    asked just before the commit object is made, and raises where it may not be.
 
-    Raises CheckpointError when the source is broken or the target belongs to another run, and
-    what the stores raise. An object in the target that is not what it should be is replaced.
+    Raises CheckpointError when the source is broken, the target belongs to another run or somebody
+    removed there what had arrived, and what the stores raise. An object in the target that is not
+    what it should be is replaced.
     """
     raw = source.get(key)
     commit = Commit.from_bytes(raw, key)
@@ -72,6 +75,8 @@ def copy_checkpoint(
         progress(copied + there, commit.nbytes)
         _copy_part(source, target, commit, writer)
     _describe(source, target, commit)
+    _still_there(target, commit)
+    fence()
     with suppress(AlreadyExistsError):  # the same bytes, or `_refuse_other` had spoken
         target.create(key, raw)
     if claim is not None:
@@ -130,9 +135,23 @@ def _whole(store: RunStore, blob: Blob) -> bool:
             return False
         for _ in _checked(store, blob):
             pass
-    except (MissingKeyError, CorruptError, CheckpointError):
+    except (MissingKeyError, CorruptError, CheckpointError, OtherKeyError):
         return False
     return True
+
+
+def _still_there(target: RunStore, commit: Commit) -> None:
+    """What arrived first may have been swept while the rest was on its way."""
+    for writer in commit.writers:
+        try:
+            found = target.size(writer.blob.key)
+        except (MissingKeyError, CorruptError):
+            found = -1
+        if found != writer.blob.size:
+            raise CheckpointError(
+                f"somebody removed or changed {writer.blob.key} there while the checkpoint was "
+                "copied", where="the target", remedy="copy it again",
+            )  # fmt: skip
 
 
 def _matches(source: RunStore, target: RunStore, blob: Blob) -> bool:
@@ -186,7 +205,7 @@ def _copy_part(source: RunStore, target: RunStore, commit: Commit, writer: Write
         raise _broken(str(error)) from error
     if xxh3_128_hexdigest(data) != writer.part_xxh3:
         raise _broken(f"{key}: checksum does not match")
-    with suppress(MissingKeyError):
+    with suppress(MissingKeyError, CorruptError, OtherKeyError):
         if target.get(key) == data:
             return
     _replace(target, key, lambda: iter([memoryview(data)]))

@@ -213,8 +213,9 @@ def _uploader(boot: MoverBoot, service: Service) -> Uploader | None:
         return None
     keep = Keep(boot.settings.bucket_keep_last, boot.settings.keep_every)
     uploader = Uploader(
-        open_store(boot.store), lambda: opened(location), keep, service.outcomes.add
-    )
+        open_store(boot.store), lambda: opened(location), keep, service.outcomes.add,
+        rejected=service.rejected,
+    )  # fmt: skip
 
     def committed(key: str) -> None:
         if key in service.kept_back:

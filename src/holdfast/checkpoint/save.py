@@ -166,7 +166,7 @@ def try_commit(store: RunStore, plan: Plan, step: int) -> Commit | None:
     not make a whole checkpoint, CorruptError when one of them is broken.
     """
     prefix = part_prefix(plan.generation, step)
-    keys = store.list(prefix)
+    keys = [key for key in store.list(prefix) if key.endswith(".json")]  # but for a copy's claim
     if len(keys) < plan.topology.world_size:
         return None
     parts: dict[int, tuple[Part, bytes]] = {}

@@ -210,7 +210,8 @@ class Saves:
             with self._change:
                 busy = self.pending[plan.generation, step] > 0
             if step < committed and not busy:
-                parts = self._store.list(part_prefix(plan.generation, step))
+                found = self._store.list(part_prefix(plan.generation, step))
+                parts = [key for key in found if key.endswith(".json")]
                 if len(parts) < plan.topology.world_size:  # else another node is committing it
                     cleaning.discard(self._store, plan.generation, step)  # before it is told
                     self._outcomes.fail((plan.generation, step), "not every rank captured it")

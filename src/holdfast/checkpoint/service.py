@@ -383,6 +383,10 @@ class Service:
             }  # fmt: skip
         return answer | {"rejected": rejected, "seconds": self._clock() - begun}
 
+    def rejected(self) -> tuple[str, ...]:
+        """Keys of the checkpoints that were passed over."""
+        return tuple(self._saves.rejected)
+
     def damage(self, generation: int, key: str) -> str | None:
         """What keeps the checkpoint from being restored; every byte of it is read."""
         self._current(generation)

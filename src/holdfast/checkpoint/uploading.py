@@ -10,28 +10,36 @@ A run whose folder is lost begins from the bucket: `bring_back` copies the newes
 into the folder before anything else is asked there. What the folder has rotten is read from the
 bucket where it lies (`second.py`).
 
-What a copy that was given up left there is removed behind the next upload (`Uploader._tidy`), and
-what older generations left, once after each start. An end that is no accident waits for the last
-copy (`Uploader.waiting`, `elastic/last_upload.py`).
+Who was cut off sends and removes nothing there once a newer generation has sent something
+(`fence.py`); a step that was left behind, or found rotten, is neither sent nor waited for, nor
+brought back. What a copy that was given up left there is removed behind the next upload
+(`Uploader._tidy`), and what older generations left, once after each start. An end that is no
+accident waits for the last copy (`Uploader.waiting`, `elastic/last_upload.py`).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
-from holdfast.checkpoint import cleaning
+from holdfast.checkpoint import cleaning, fence
 from holdfast.checkpoint.copying import ClaimedError, copy_checkpoint
 from holdfast.checkpoint.restore import Checkpoint, listing, step_of
-from holdfast.errors import CheckpointError, CorruptError, HoldfastError, StoreError
+from holdfast.errors import (
+    CheckpointError,
+    CorruptError,
+    FencedError,
+    HoldfastError,
+    OtherKeyError,
+    StoreError,
+)
 from holdfast.events import CheckpointUploaded, Event, UploadFailed
 from holdfast.spec.manifest import parse_commit_key
 from holdfast.wire.runstore import MissingKeyError, RunStore
 from holdfast.wire.stores import UnfitStoreError, open_store, probe
-from holdfast.wire.term import newest_generation
 
 RETRY_SECONDS = (1.0, 60.0)
 """Pause after the first failure, and the longest one; doubled in between."""
@@ -79,14 +87,17 @@ class Uploader:
         keep: cleaning.Keep,
         tell: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
+        rejected: Callable[[], Collection[str]] = tuple,
     ) -> None:
+        """`rejected`: keys of those that were found rotten, or passed over."""
+        self._rejected = rejected
         self._source, self._open_target, self._keep = source, open_target, keep
         self._tell, self._clock = tell, clock
         self._change = threading.Condition()
         self._target: RunStore | None = None
         self._wanted: str | None = None
         self._key: str | None = None  # being sent
-        self._failed = False
+        self._failed = self._fenced = False
         self._moving = Moving(self._clock)
         self._arrived: str | None = None  # the newest that the bucket has
         self._begun: set[str] = set()  # copies that were begun and have not arrived
@@ -112,7 +123,7 @@ class Uploader:
     def waiting(self, wait: float) -> dict[str, Any] | None:
         """What keeps the newest checkpoint from being in the bucket; None once it is there. Waits
         up to `wait` seconds for that. "over": it will not get there by waiting on."""
-        newest = next(iter(listing(self._source)), None)
+        newest = self._newest()
         with self._change:
             if newest is None or self._change.wait_for(lambda: self._arrived == newest, wait):
                 return None
@@ -148,15 +159,22 @@ class Uploader:
                 self._change.wait_for(lambda: self._closing, pause)
             pause = min(2 * pause, RETRY_SECONDS[1])
 
+    def _newest(self) -> str | None:
+        """The newest in the source that counts: neither rejected nor left behind."""
+        keys = (key for key in listing(self._source) if self._counts(key))
+        return next(keys, None)
+
+    def _counts(self, key: str) -> bool:
+        return key not in self._rejected() and not fence.abandoned(self._source, key)
+
     def _look_back(self) -> None:
         """The newest that an earlier mover committed, and perhaps did not finish sending."""
         try:
-            found = listing(self._source)
+            found = self._newest()
         except HoldfastError:
-            found = []  # the run store has its own way to say so
+            found = None  # the run store has its own way to say so
         with self._change:
-            if found and self._wanted is None:
-                self._wanted = found[0]
+            self._wanted = self._wanted or found
             self._busy = False
             self._change.notify_all()
 
@@ -178,21 +196,17 @@ class Uploader:
 
     def _upload(self, key: str) -> bool:
         """Whether there is nothing left to do for this checkpoint."""
-        begun = self._clock()
+        own = 0
         try:
+            if not self._counts(key):
+                return True
             if self._target is None:
                 self._target = self._open_target()
-            self._begun.add(key)
-            copied = copy_checkpoint(
-                self._source, key, self._target, self._moved, read_back=False, passed=self._moved
-            )
-            self._begun.discard(key)
-            self._failed = False
-            seconds = self._clock() - begun
-            self._tell(CheckpointUploaded(key, copied.copied, seconds, step=copied.step))
-            with self._change:
-                self._arrived = key
-                self._change.notify_all()
+            own = fence.enter(self._source, self._target, (parse_commit_key(key) or (0, 0))[1])
+            self._send(key, self._target, own)
+        except FencedError as error:
+            self._say(key, error)
+            return True
         except ClaimedError as error:
             self._begun.discard(key)  # what lies there is not ours to remove
             self._say(key, error)
@@ -202,26 +216,45 @@ class Uploader:
         except Exception as error:
             self._say(key, error)
             return False
-        if self._target is not None:
+        if self._target is not None and own:
             with suppress(Exception):  # what is left takes room, and the thread must not end
-                self._tidy(self._target)
+                self._tidy(self._target, own)
         return True
+
+    def _send(self, key: str, target: RunStore, own: int) -> None:
+        begun = self._clock()
+        fence.carry_notes(self._source, target)
+        self._begun.add(key)
+        copied = copy_checkpoint(
+            self._source, key, target, self._moved, read_back=False, passed=self._moved,
+            fence=lambda: fence.check(target, own),
+        )  # fmt: skip
+        self._begun.discard(key)
+        self._failed = self._fenced = False
+        seconds = self._clock() - begun
+        self._tell(CheckpointUploaded(key, copied.copied, seconds, step=copied.step))
+        with self._change:
+            self._arrived = key
+            self._change.notify_all()
 
     def _moved(self, done: int, total: int) -> None:
         with self._change:
             self._moving.to(done, total)
 
-    def _tidy(self, target: RunStore) -> None:
+    def _tidy(self, target: RunStore, own: int) -> None:
         """Remove from the bucket what is too old there, and blobs that no commit will name: of
         copies that were given up, and once what older generations left. What cannot be removed now
-        is tried again behind the next upload, a few times."""
+        is tried again behind the next upload, a few times. Raises FencedError."""
+        fence.check(target, own)
         with self._change:
             wanted = self._wanted
         for key in self._begun - {wanted}:
             self._leave(key)
         self._begun &= {wanted}
         with suppress(HoldfastError):
-            for key in cleaning.going(target, self._keep, (), ()):
+            # What counts for nothing in the source does so there: its place is not for the keeping.
+            nothing = [key for key in listing(target) if not self._counts(key)]
+            for key in cleaning.going(target, self._keep, (), nothing):
                 self._leave(key)
                 target.delete(key)
         for at in list(self._left):
@@ -233,10 +266,11 @@ class Uploader:
                     continue
             del self._left[at]
         if self._sweeps:
+            fence.check(target, own)
             self._sweeps -= 1
             with suppress(HoldfastError):
                 spare = {at for at in [parse_commit_key(wanted or "")] if at}
-                cleaning.sweep(target, newest_generation(self._source), spare)
+                cleaning.sweep(target, own, spare)
                 self._sweeps = 0
 
     def _leave(self, key: str) -> None:
@@ -244,14 +278,15 @@ class Uploader:
             self._left.setdefault(at, REMOVALS)
 
     def _say(self, key: str, error: Exception) -> None:
-        """Once until an upload has succeeded."""
+        """Once until an upload has succeeded; and once that we were fenced."""
         known = isinstance(error, HoldfastError)
         text = str(error) if known else f"{type(error).__name__}: {error}"
         with self._change:
             self._moving.reason = text
-        if not self._failed:
+        fenced = isinstance(error, FencedError)
+        if not self._failed or (fenced and not self._fenced):
             self._tell(UploadFailed(key, text, step=step_of(key)))
-        self._failed = True
+        self._failed, self._fenced = True, self._fenced or fenced
 
 
 def opened(location: str) -> RunStore:
@@ -263,15 +298,17 @@ def opened(location: str) -> RunStore:
 
 def bring_back(
     folder: RunStore, location: str, config_hash: str, fresh: bool, say: Callable[[str], None]
-) -> None:
-    """Copy the bucket's newest whole checkpoint into a run folder that has none so new.
+) -> RunStore | None:
+    """Copy the bucket's newest whole checkpoint into a run folder that has none so new; the bucket,
+    where it can be asked. What a later generation left behind counts for nothing in either.
 
     Raises CheckpointError when the bucket belongs to another run, or `fresh` asks for a beginning
     where checkpoints lie already; StoreError for a location or a server that cannot do, and where
     the folder has no checkpoint and the bucket cannot be asked: a run that began at step 0 because
     of a bucket that is away would lose what lies there.
     """
-    here = max(map(step_of, listing(folder)), default=-1)
+    kept = (key for key in listing(folder) if not fence.abandoned(folder, key))
+    here = max(map(step_of, kept), default=-1)
     bucket = open_store(location)
     try:
         probe(bucket, location.partition("?")[0])
@@ -282,15 +319,40 @@ def bring_back(
         if here < 0 and not fresh:
             raise
         say(f"the run goes on without its bucket for now: {error}")
-        return
+        return None
     if fresh and there:
         raise CheckpointError(
             f"holds checkpoints of the run that is set aside (step {step_of(there[0])})",
             where="checkpoint.bucket", remedy="name another prefix",
         )  # fmt: skip
-    for key in there:
-        if step_of(key) <= here or _brought(folder, bucket, key, config_hash, say):
-            return
+    try:
+        _bring_newest(folder, bucket, [k for k in there if step_of(k) > here], config_hash, say)
+    except StoreError as error:
+        if here < 0:
+            raise
+        say(f"the run goes on without its bucket for now: {error}")
+        return None
+    return bucket
+
+
+def _bring_newest(
+    folder: RunStore, bucket: RunStore, keys: list[str], config_hash: str,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """The first that is whole. Raises OtherKeyError where none is and one names another key: then
+    it is the key that is wrong, rather than the object."""
+    unopened: OtherKeyError | None = None
+    for key in keys:
+        if fence.abandoned(bucket, key):
+            continue
+        try:
+            if _brought(folder, bucket, key, config_hash, say):
+                return
+        except OtherKeyError as error:
+            unopened = unopened or error
+            say(f"a checkpoint in the bucket cannot be trusted: {error}")
+    if unopened is not None:
+        raise unopened
 
 
 def _brought(
@@ -311,8 +373,10 @@ def _brought(
         )  # fmt: skip
     try:
         copied = copy_checkpoint(bucket, key, folder)
+        fence.carry_notes(bucket, folder)
     except (CheckpointError, CorruptError, MissingKeyError) as error:
         say(f"a checkpoint in the bucket cannot be trusted: {error}")
+        cleaning.discard(folder, commit.generation, commit.step)  # no whole one will come of it
         return False
     say(f"step {copied.step} was brought back from the bucket")
     return True

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from holdfast.checkpoint.beginning import begin_above
+from holdfast.checkpoint.fence import take_over
 from holdfast.checkpoint.peer_wire import identity
 from holdfast.checkpoint.uploading import bring_back
 from holdfast.config.identity import config_hash
@@ -52,8 +53,9 @@ def run(
     )
     store: RunStore = FolderStore(folder)
     secret = open_secret(folder)
+    bucket = None
     if config.checkpoint.bucket:
-        bring_back(store, config.checkpoint.bucket, config_hash(config), fresh, say)
+        bucket = bring_back(store, config.checkpoint.bucket, config_hash(config), fresh, say)
     # The agent listens before the term names its address: whoever finds the term can ask.
     control = bind(config.cluster.interface, 0, "cluster.interface")
     with control:
@@ -64,6 +66,8 @@ def run(
                 store, () if peers is None else peers.peers, secret,
                 identity(config_hash(config), version), fresh, say,
             )  # fmt: skip
+            if bucket is not None:
+                take_over(store, bucket, say)
             return Agent(
                 config,
                 store,

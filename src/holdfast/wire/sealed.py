@@ -35,7 +35,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from holdfast.errors import CorruptError, StoreError
+from holdfast.errors import CorruptError, OtherKeyError
 from holdfast.wire.parts import in_parts
 from holdfast.wire.runstore import (
     NEAR,
@@ -193,7 +193,7 @@ class SealedStore:
         if key_id != self._key_id:
             if self._ours_beside(key):
                 raise CorruptError(f"{key}: its end names another key than the objects beside it")
-            raise StoreError(
+            raise OtherKeyError(
                 f"{key} is sealed with another key", where=self.where,
                 remedy="name the file of the key that the run was begun with",
             )  # fmt: skip
@@ -203,8 +203,7 @@ class SealedStore:
     def _ours_beside(self, key: str) -> bool:
         """Whether objects beside this one are sealed with our key: then not the key is wrong."""
         beside = [k for k in self.inner.list(f"{key.rpartition('/')[0]}/") if k != key]
-        footers = map(self._footer_of, beside[:_BESIDE])
-        return any(f is not None and _FOOTER.unpack(f)[3] == self._key_id for f in footers)
+        return any(self._footer_of(k) is not None for k in beside[:_BESIDE])
 
     def _seal(self, key: str, data: Iterable[memoryview], footer: bytes) -> Iterator[bytes]:
         _, flags, extent_bytes, key_id, salt, _ = _FOOTER.unpack(footer)
@@ -268,7 +267,8 @@ class SealedStore:
         return True
 
     def _footer_of(self, key: str) -> bytes | None:
-        """What an object that is there was sealed under; None when none is, or it is not sealed."""
+        """What an object that is there was sealed under; None when none is, or it is not sealed
+        with our key."""
         try:
             total = self.inner.size(key)
             footer = bytearray(_FOOTER.size)
@@ -280,8 +280,8 @@ class SealedStore:
         if not footer.startswith(_MAGIC):
             return None
         *known, _ = _FOOTER.unpack(footer)
-        if not 1 <= known[2] <= _LARGEST_EXTENT:
-            return None  # rotten: not what anybody sealed under
+        if not 1 <= known[2] <= _LARGEST_EXTENT or known[3] != self._key_id:
+            return None  # rotten, or not what we sealed under
         return _FOOTER.pack(*known, 0)
 
     def _read(self, key: str, start: int, view: memoryview) -> None:
