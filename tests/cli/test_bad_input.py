@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Trained
-from tests.cli.support import Outcome, here, write_run_file
+from tests.cli.support import Outcome, apart, here, write_run_file
 
 Capture = pytest.CaptureFixture[str]
 
@@ -324,3 +324,12 @@ def test_no_write_permission(arguments: list[str], trained: Trained, tmp_path: P
     )  # fmt: skip
     Outcome(done.returncode, done.stdout, done.stderr).refuses(str(place), "ermission")
     assert list(place.iterdir()) == []
+
+
+def test_a_secret_in_a_buckets_address_is_written_nowhere(trained: Trained, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    address = "s3://b/x?endpoint=https://me:hunter2@host"
+    done = apart("train", trained.run_file, f"folder={folder}", f"checkpoint.bucket={address}")
+    done.refuses("the endpoint holds more than an address")
+    assert "hunter2" not in done.out + done.err
+    assert not folder.exists()

@@ -52,6 +52,9 @@ def test_a_bucket_and_its_options() -> None:
         ("s3://AKIA:hunter2@b/x", "a location must hold no secret"),
         ("s3://b/x?secret_access_key=hunter2", "a location must hold no secret"),
         ("s3://b/x?session_token=hunter2", "a location must hold no secret"),
+        ("s3://b/x?endpoint=https://me:hunter2@h", "the endpoint holds more than an address"),
+        ("s3://b/x?endpoint=https://h/%3Fsig=hunter2", "the endpoint holds more than an address"),
+        ("s3://b/x?endpoint=https://h/%23hunter2", "the endpoint holds more than an address"),
     ],
 )
 def test_what_cannot_be_right_is_one_sentence_without_secrets(location: str, said: str) -> None:

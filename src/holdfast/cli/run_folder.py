@@ -26,6 +26,7 @@ from holdfast.errors import OutOfSpaceError, RunFolderError
 from holdfast.plan.hardware import Machine
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import read_secret
+from holdfast.wire.stores import check
 from holdfast.wire.term import asks, newest_term
 
 FIRST = frozenset({"run.yaml", "environment.json"})
@@ -111,8 +112,10 @@ def describe(
 ) -> None:
     """Write the three files. Later starts replace them: the journal keeps what was before.
 
-    Raises RunFolderError when the folder cannot be made or written.
+    Raises RunFolderError when the folder cannot be made or written, and StoreError for a bucket's
+    address that may hold a secret: the files would keep it.
     """
+    check(loaded.config.checkpoint.bucket)
     resolved = loaded.to_json() | {
         "format": 1,
         "config_hash": config_hash(loaded.config),

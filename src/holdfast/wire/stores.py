@@ -166,6 +166,7 @@ def parse(location: str) -> Bucket:
                 + ", ".join(OPTIONS if parts.scheme != "file" else FILE_OPTIONS),
             )  # fmt: skip
         options[name] = _value(name, value, where)
+    _only_an_address(options.get("endpoint", ""), where)
     return Bucket(parts.scheme, parts.netloc, prefix, **options)
 
 
@@ -186,6 +187,21 @@ def _value(name: str, value: str, where: str) -> Any:
             raise StoreError("retries is not a number", where=where, remedy="use retries=4")
         return int(value)
     return value
+
+
+def check(location: str) -> None:
+    """Raises StoreError for an address that cannot be right, before it is written down anywhere."""
+    if "://" in location:
+        parse(location)
+
+
+def _only_an_address(endpoint: str, where: str) -> None:
+    """An endpoint is shown in messages and kept in the run file."""
+    if any(sign in endpoint for sign in "@?#"):
+        raise StoreError(
+            "the endpoint holds more than an address", where=where,
+            remedy="leave users, passwords and signatures to the environment or a credentials file",
+        )  # fmt: skip
 
 
 def _no_secrets(where: str) -> StoreError:
@@ -238,11 +254,7 @@ def _endpoint(bucket: Bucket) -> str:
         found = next((os.environ[name] for name in names if os.environ.get(name)), "")
     if bucket.endpoint and bucket.scheme == "gs":
         raise StoreError("gs:// takes no endpoint", where=bucket.where, remedy="use s3:// for it")
-    if "@" in found or "?" in found:  # it is shown in messages and kept in the run file
-        raise StoreError(
-            "the endpoint holds more than an address", where=bucket.where.partition("?")[0],
-            remedy="leave users, passwords and signatures to the environment or a credentials file",
-        )  # fmt: skip
+    _only_an_address(found, bucket.where)  # the environment's, too
     if found.startswith("http://"):
         if not bucket.allow_http:
             raise StoreError(
