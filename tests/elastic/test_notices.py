@@ -105,3 +105,24 @@ def test_a_node_that_is_not_there_is_refused() -> None:
         with pytest.raises(ValueError, match=r"makes no sense|could not convert"):
             Notice.from_json(body)
     assert Notice.from_json({"seconds": 30, "nodes": ["a"]}) == Notice(30.0, ("a",))
+
+
+def test_a_run_folder_on_a_nodes_own_disk_is_not_counted_on() -> None:
+    """Peers, or a bucket fed by a durable save; where there is neither, the disk all the same."""
+    peers = World(peers=[PEER], folder_survives=False)
+    assert peers.hear(leave=True) == (1,)
+    assert peers.notices.answer(0)["brief"]
+    bucket = World(peers=[PEER], bucket="s3://bucket/run", folder_survives=False)
+    assert set(bucket.hear(leave=True)) == {1, 3}
+    assert not bucket.notices.answer(0)["brief"]
+    stays = World(bucket="s3://bucket/run", folder_survives=False)
+    assert stays.hear("a") == (3,)
+    assert stays.notices.answer(0)["into"] == [3, 2]
+    late = World(peers=[PEER], folder_survives=False)
+    assert late.hear(seconds=1e-6) == ()
+    assert late.notices.answer(0)["into"] == [1]
+    alone = World(folder_survives=False)
+    assert alone.hear(leave=True) == ()
+    assert "no tier survives" in alone.said[-1]
+    assert not alone.notices.answer(0)["brief"]
+    assert World().hear(leave=True) == (2,)

@@ -33,6 +33,11 @@ class CheckpointConfig(Section):
     )
     keep_last: int = Field(3, ge=1, description="newest checkpoints that are kept")
     keep_every: int = Field(0, ge=0, description="also keep each step that this divides; 0: none")
+    folder_survives: bool = Field(
+        True,
+        description="false: the run folder lies on a node's own disk, and is lost with the node; a "
+        "notice then saves to peers or into the bucket",
+    )
     bucket: str = Field(
         "", description="address of a bucket that gets every checkpoint too: s3://bucket/prefix"
     )

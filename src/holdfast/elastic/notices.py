@@ -67,6 +67,7 @@ class Notices:
     ) -> None:
         self.measured = Measured()
         self._config, self._emit, self._say = config, emit, say
+        self._folder_survives = config.checkpoint.folder_survives
         self._present = Tiers.of(config.checkpoint).present
         self._request = 0
         self._into: tuple[int, ...] = ()
@@ -90,10 +91,13 @@ class Notices:
         chosen = plan.tiers or self._quickest(lost.bytes)
         if notice.leave:
             self._deadline = time.monotonic() + notice.seconds * (1 - MARGIN / 2)
-            self._brief = DISK not in chosen and PEERS in chosen
+            # A bucket that will have it is fed by a durable save, and keeps it for good.
+            self._brief = PEERS in chosen and not {DISK, BUCKET} & set(chosen)
         else:
             self._request += 1
-            self._into = tuple(chosen)
+            # The bucket is fed from the run folder, wherever that lies.
+            fed = BUCKET in chosen and DISK not in chosen
+            self._into = (*chosen, DISK) if fed else tuple(chosen)
         return plan
 
     def routes(self, nbytes: int) -> tuple[Route, ...]:
@@ -107,12 +111,14 @@ class Notices:
         links = {PEERS: (wait, "network"), DISK: (wait, "disk"),
                  BUCKET: (wait + nbytes / speed[DISK], "network")}  # fmt: skip
         return tuple(
-            Route(tier, speed[tier], seconds, link=link)
+            Route(tier, speed[tier], seconds, tier != DISK or self._folder_survives, link)
             for tier, (seconds, link) in links.items() if tier in self._present
         )  # fmt: skip
 
     def _quickest(self, nbytes: int) -> tuple[int, ...]:
-        return (min(self.routes(nbytes), key=lambda route: route.needs(nbytes)).tier,)
+        routes = self.routes(nbytes)
+        surviving = [route for route in routes if route.survives] or routes
+        return (min(surviving, key=lambda route: route.needs(nbytes)).tier,)
 
     # --- what the workers are told --------------------------------------------------------------
     def answer(self, rank: int) -> dict[str, Any]:
