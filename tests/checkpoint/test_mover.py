@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import secrets
 import select
 import signal
@@ -335,3 +336,25 @@ def test_sigterm_finishes_the_saves_under_way(start: Start) -> None:
 
     assert_holds(Checkpoint.open(mover.store, key), 1)
     assert isinstance(workers.capturers[0].announce(1, {}), Skipped)
+
+
+def test_a_mover_without_descriptors_lets_others_wait_and_goes_on(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mover = start()
+    before = resource.prlimit(mover.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(mover.process.pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    said = ""
+    with socket.socket(socket.AF_UNIX) as knocking:
+        knocking.connect(mover.socket)
+
+        def told() -> bool:
+            nonlocal said
+            said += capfd.readouterr().err
+            return "no descriptor left" in said
+
+        wait_until(told, 60, "a word about it")
+    assert mover.process.poll() is None
+    resource.prlimit(mover.process.pid, resource.RLIMIT_NOFILE, before)
+    assert mover.client(1).status()["generation"] == 0
+    assert (said + capfd.readouterr().err).count("no descriptor left") == 1

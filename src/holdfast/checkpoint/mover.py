@@ -7,6 +7,7 @@ agent: when the lifeline pipe ends, or at SIGTERM, after finishing the writes it
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -46,6 +47,9 @@ for it between every two calls to the disk, and would wait Python's 5 ms each ti
 IDLE_SECONDS = 60.0
 """A connection that sends nothing for so long is closed."""
 
+FULL_SECONDS = 1.0
+"""How long a connection waits at least for which there was no descriptor."""
+
 
 @dataclass(frozen=True)
 class MoverBoot:
@@ -79,6 +83,7 @@ class Server:
         self._service, self._upload = service, upload
         self._peers = peers
         self._secret = secret
+        self._said_full = False
         self._verifier = Verifier(secret, time.time)
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         Path(path).unlink(missing_ok=True)
@@ -98,7 +103,24 @@ class Server:
                 connection, _ = self._listener.accept()
             except BlockingIOError:  # whoever knocked has gone again
                 continue
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                if self._full(leave):
+                    return
+                continue
             threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+
+    def _full(self, leave: int) -> bool:
+        """No descriptor is left for whoever knocks. It waits in the queue: what is saved just now
+        gives some back. Whether `leave` can be read meanwhile."""
+        if not self._said_full:
+            self._said_full = True
+            print(
+                "the mover has no descriptor left for another connection, which waits; raise the "
+                "limit of open files (ulimit -n)", file=sys.stderr, flush=True,
+            )  # fmt: skip
+        return bool(select.select([leave], [], [], FULL_SECONDS)[0])
 
     def _converse(self, connection: socket.socket) -> None:
         with connection:
