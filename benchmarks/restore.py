@@ -7,9 +7,11 @@ byte is checked. Floors are measured in the same run, in turn with the cases: on
 between warm memory; one out of the mover's memory by a process that maps it first, as a new worker
 must (page faults, dearer in a virtual machine); xxh3 over them; a plain read of the files one after
 another; the same bytes from the slow store as one object, in requests as large and as many at a
-time as a bucket is read with. CPU seconds are those of the process that restores; `read` is bytes
-read per byte needed. The kernel is told to forget the files before each read from the disk. No
-torch. The lines below the table are the bars, and whether they hold.
+time as a bucket is read with, by as many processes. From the slow store each rank reads in a
+process of its own, as it does in a run: they are forked before, and begin together. CPU seconds are
+those of the processes that restore; `read` is bytes read per byte needed. The kernel is told to
+forget the files before each read from the disk. No torch. The lines below the table are the bars,
+and whether they hold.
 
 "killed worker" is what stands between a worker's death and its successor's state: find the newest
 step, ask for the memory, read and check; without the start of a process. "killed process" is the
@@ -21,9 +23,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import secrets
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -31,6 +35,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -162,9 +167,46 @@ def wanted(topology: Topology, table: StateTable, rank: int) -> Plan:
     return [(box, memoryview(np.ones(box.size * 4, np.uint8))) for box in boxes]
 
 
+def shared(nbytes: int) -> memoryview:
+    """Warm memory that forked processes write to as it is, without copying pages first."""
+    found = memoryview(mmap.mmap(-1, nbytes))
+    np.frombuffer(found, np.uint8)[:] = 1
+    return found
+
+
+def apart(works: Sequence[Callable[[], float]]) -> tuple[Cost, float]:
+    """Each in a process of its own, begun together: until the last has ended, CPU seconds of all,
+    and the sum of what they return."""
+    waiting, start = os.pipe()
+    results: list[int] = []
+    for work in works:
+        mine, theirs = os.pipe()
+        if not os.fork():
+            os.close(start)
+            os.read(waiting, 1)  # until the other end is closed
+            cpu = time.process_time()
+            found = work()
+            os.write(theirs, struct.pack("dd", time.process_time() - cpu, found))
+            os._exit(0)
+        os.close(theirs)
+        results.append(mine)
+    begun = time.perf_counter()
+    os.close(start)
+    answers = [struct.unpack("dd", os.read(end, 16)) for end in results]
+    wall = time.perf_counter() - begun
+    for end in (*results, waiting):
+        os.close(end)
+    for _ in works:
+        os.wait()
+    return Cost(wall, sum(cpu for cpu, _ in answers)), sum(found for _, found in answers)
+
+
 def timed(work: Callable[[], object]) -> Cost:
+    """Of this process, unless the work has measured its own."""
     wall, cpu = time.perf_counter(), time.process_time()
-    work()
+    found = work()
+    if isinstance(found, Cost):
+        return found
     return Cost(time.perf_counter() - wall, time.process_time() - cpu)
 
 
@@ -189,6 +231,7 @@ class Bench:
         self.nbytes = sum(spec.nbytes for spec in table)
         self.target = np.ones(self.nbytes, np.uint8)
         self.source = np.ones(self.nbytes, np.uint8)
+        self.object = shared(self.nbytes)
         self.read: dict[str, float] = {}
 
     def floors(self) -> dict[str, Callable[[], object]]:
@@ -208,37 +251,37 @@ class Bench:
             plans = [wanted(topology, self.table, rank) for rank in range(ranks)]
             name = f"{len(self.commit.writers)} ranks onto {ranks}"
             found[f"memory, {name}"] = (self._memory(name, plans), "copy from mapped memory")
-            disk = self._stored(f"disk, {name}", plans, StoreSource(store), 1)
+            disk = self._stored(f"disk, {name}", plans, StoreSource(store))
             found[f"disk, {name}"] = (disk, "sequential read")
-            slow = StoreSource(SlowStore(store), "slow store")
-            case = self._stored(f"slow store, {name}", plans, slow, ranks)
-            found[f"slow store, {name}"] = (case, "one object, 20 ms a request")
+            there = [[(box, shared(out.nbytes)) for box, out in plan] for plan in plans]
+            slow = partial(self._slow, f"slow store, {name}", there)
+            found[f"slow store, {name}"] = (slow, "one object, 20 ms a request")
         return found
 
     def _memory(self, name: str, plans: list[Plan]) -> Callable[[], None]:
         def run() -> None:
             with mapped(self.mover.client(self.generation), self.key) as (commit, mixed):
-                self._fill(f"memory, {name}", commit, mixed, plans, 1)
+                self._fill(f"memory, {name}", commit, mixed, plans)
 
         return run
 
-    def _stored(
-        self,
-        name: str,
-        plans: list[Plan],
-        source: Source,
-        at_once: int,
-    ) -> Callable[[], None]:
-        return lambda: self._fill(name, self.commit, Mixed([source]), plans, at_once)
+    def _stored(self, name: str, plans: list[Plan], source: Source) -> Callable[[], None]:
+        return lambda: self._fill(name, self.commit, Mixed([source]), plans)
 
-    def _fill(
-        self, name: str, commit: Commit, mixed: Mixed, plans: list[Plan],
-        at_once: int,
-    ) -> None:  # fmt: skip
-        # Each rank is another process; here they go one after the other, except where they would
-        # only wait side by side.
-        with ThreadPoolExecutor(at_once) as ranks:
-            list(ranks.map(lambda plan: Checkpoint(mixed, commit).read_all(plan), plans))
+    def _slow(self, name: str, plans: list[Plan]) -> Cost:
+        def one(plan: Plan) -> float:
+            mixed = Mixed([StoreSource(SlowStore(self.mover.store), "slow store")])
+            Checkpoint(mixed, self.commit).read_all(plan)
+            return sum(mixed.tally.bytes.values())
+
+        cost, read = apart([partial(one, plan) for plan in plans])
+        self.read[name] = read / sum(out.nbytes for plan in plans for _, out in plan)
+        return cost
+
+    def _fill(self, name: str, commit: Commit, mixed: Mixed, plans: list[Plan]) -> None:
+        # Each rank is another process; here they go one after the other.
+        for plan in plans:
+            Checkpoint(mixed, commit).read_all(plan)
         needed = sum(out.nbytes for plan in plans for _, out in plan)
         self.read[name] = sum(mixed.tally.bytes.values()) / needed
 
@@ -253,6 +296,17 @@ class Bench:
             at += len(data)
         del data
         memory.close()
+
+    def in_turns(
+        self, rounds: int, works: dict[str, Callable[[], object]]
+    ) -> dict[str, list[Cost]]:
+        costs: dict[str, list[Cost]] = {name: [] for name in works}
+        for _ in range(rounds):
+            for name, work in works.items():
+                if name.startswith(("disk", "sequential")):
+                    self.drop_cache()
+                costs[name].append(timed(work))
+        return costs
 
     def drop_cache(self) -> None:
         """Let the kernel forget the files, as far as it does: they are read from the disk then."""
@@ -271,7 +325,7 @@ class Bench:
                 while file.readinto(buffer):
                     pass
 
-    def _one_object(self) -> None:
+    def _one_object(self) -> Cost:
         """Ranges of the blobs as of one object, into memory that is there."""
         slow = SlowStore(self.mover.store)
         count, size = SlowStore.reads
@@ -280,10 +334,17 @@ class Bench:
         for blob in (writer.blob for writer in self.commit.writers):
             for start in range(blob.data_start, blob.size, size):
                 length = min(size, blob.size - start)
-                ranges.append((blob.key, start, self.target.data[at : at + length]))
+                ranges.append((blob.key, start, self.object[at : at + length]))
                 at += length
-        with ThreadPoolExecutor(count * READERS) as threads:
-            list(threads.map(lambda each: slow.read_into(*each), ranges))
+
+        def one(reader: int) -> float:
+            share = -(-len(ranges) // READERS)
+            with ThreadPoolExecutor(count) as threads:
+                mine = ranges[reader * share : (reader + 1) * share]
+                list(threads.map(lambda each: slow.read_into(*each), mine))
+            return 0.0
+
+        return apart([partial(one, reader) for reader in range(READERS)])[0]
 
 
 def restored(client: MoverClient, generation: int, table: StateTable, plan: Plan) -> None:
@@ -366,21 +427,18 @@ def measure(folder: Path, megabytes: int, rounds: int) -> tuple[list[Row], Kille
             place(Layout(dp_shard=8), 2, ("node",) * 8),
             place(Layout(dp_shard=READERS), 2, ("node",) * READERS),
         ])  # fmt: skip
-        costs: dict[str, list[Cost]] = {name: [] for name in (*floors, *cases)}
-        for _ in range(rounds):
-            everything = {**floors, **{name: work for name, (work, _) in cases.items()}}
-            for name, work in everything.items():
-                if name.startswith(("disk", "sequential")):
-                    bench.drop_cache()
-                costs[name].append(timed(work))
+        everything = {**floors, **{name: work for name, (work, _) in cases.items()}}
+        forked = {name for name in everything if name.startswith(("slow store", "one object"))}
+        costs = bench.in_turns(rounds, {n: w for n, w in everything.items() if n not in forked})
+        killed = killed_worker(mover, bench, 2)
+        # After a fork every page is looked at once more: so what forks comes last.
+        costs |= bench.in_turns(rounds, {n: w for n, w in everything.items() if n in forked})
         rows = [Row(name, _median(costs[name]), "", None) for name in floors]
         rows += [
             Row(name, _median(costs[name]), floor, bench.read[name])
             for name, (_, floor) in cases.items()
         ]
-        rows.append(
-            Row("killed worker", killed_worker(mover, bench, 2), "copy from mapped memory", None)
-        )
+        rows.append(Row("killed worker", killed, "copy from mapped memory", None))
         return rows, killed_process(mover, megabytes, 3)
     finally:
         mover.close()

@@ -91,3 +91,28 @@ def _deserted(rank: RankContext) -> bool:
 
 def test_a_peer_that_is_gone_before_the_replica_forms_is_a_lost_peer() -> None:
     assert rank_values(_deserted, 2) == [True, True]
+
+
+def _gathering(rank: RankContext) -> str:
+    """Rank 1 gives up, and lets go of nothing; rank 0 waits for it in a shard's gather."""
+    topology = Topology(1, (Replica(0, (0, 1), (1, 2, 1, 1)),), ("node",) * 2)
+    groups = connect(topology, rank.rank, rank.store(), CPU, seconds=60)
+    said = ""
+    if rank.rank == 0:
+        rank.mark("gathers")
+        with pytest.raises(RuntimeError) as error:
+            dist.all_gather_into_tensor(torch.zeros(2), torch.ones(1), groups.axis("dp_shard"))
+        said = str(error.value)
+        rank.mark("woken")
+    else:
+        rank.wait_mark("gathers", 0)
+        groups.abort()
+        rank.wait_mark("woken", 0, 30.0)
+    groups.abort()
+    groups.close()
+    return said
+
+
+def test_who_gives_up_wakes_those_who_wait_in_a_shards_gather() -> None:
+    said, _ = rank_values(_gathering, 2)
+    assert said

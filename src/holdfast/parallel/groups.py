@@ -28,7 +28,7 @@ from holdfast.parallel.reducer import FIRST_TAG, TAGS, Team
 from holdfast.parallel.timeline import Recorder
 from holdfast.parallel.torch_compat import PrefixStore, Store, check_version, forget_meshes
 from holdfast.parallel.traffic import Traffic
-from holdfast.parallel.transport import Peers
+from holdfast.parallel.transport import Peers, hang_up
 from holdfast.spec.cells import Cell
 
 
@@ -136,9 +136,12 @@ class Groups:
 
     # --- the end --------------------------------------------------------------------------
     def abort(self) -> None:
-        """Wake whoever waits for this rank; the groups are of no use afterwards."""
+        """Wake whoever waits for this rank, in torch's own groups as well (a sharded layer's
+        gather does); the groups are of no use afterwards."""
         for peers in self._all():
             peers.abort()
+        for group in self._registered():
+            hang_up(group, [peer for peer in range(group.size()) if peer != group.rank()])
 
     def close(self) -> None:
         """Leave in an orderly way: nothing of this generation stays in torch's registry."""
@@ -149,6 +152,11 @@ class Groups:
             self.mesh = None
             dist.destroy_process_group()
             forget_meshes()
+
+    def _registered(self) -> list[dist.ProcessGroup]:
+        if self.mesh is None or self.mesh.device_type != "cpu":
+            return []
+        return [self.mesh.get_group(name) for name in self.mesh.mesh_dim_names or ()]
 
     def _all(self) -> list[Peers]:
         known = (self.control, self.line, *self._joined.values())

@@ -15,8 +15,10 @@ gloo shape this file (all observed with torch 2.13):
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +28,12 @@ from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_group
 from holdfast.parallel.traffic import Traffic
 
 _NEVER = 0x7FFFFFF0  # a tag on which nobody sends
+
+
+class Receives(Protocol):
+    """A group of ours or of torch's registry."""
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
 
 
 class Peers:
@@ -93,23 +101,27 @@ class Peers:
         del self._said[: len(self._said) - len(self.others)]
 
     def abort(self) -> None:
-        """Close every connection: all waits in this group raise, here and at the peers.
-
-        What closes them is a wait that times out. On a connection that has failed there is no
-        such wait: it raises at once and leaves the others open. So every peer is asked.
-        """
-        if self._group is None:
-            return
-        nothing = torch.empty(1)
-        for peer in self.others:
-            with suppress(RuntimeError):
-                self._group.recv([nothing], peer, _NEVER).wait(timedelta(milliseconds=1))
+        """Close every connection: all waits in this group raise, here and at the peers."""
+        if self._group is not None:
+            hang_up(self._group, self.others)
 
     def close(self) -> None:
         """Give the group up after an orderly end."""
         self._sends.clear()
         self._said.clear()
         self._group = None
+
+
+def hang_up(group: Receives, others: Iterable[int]) -> None:
+    """Close every connection of a gloo group to other ranks.
+
+    What closes them is a wait that times out. On a connection that has failed there is no such
+    wait: it raises at once and leaves the others open. So every peer is asked.
+    """
+    nothing = torch.empty(1)
+    for peer in others:
+        with suppress(RuntimeError):
+            group.recv([nothing], peer, _NEVER).wait(timedelta(milliseconds=1))
 
 
 def exchange(peers: Peers, record: Tensor, lengths: list[int], tag: int) -> list[Tensor]:
