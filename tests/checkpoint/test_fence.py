@@ -152,6 +152,7 @@ def test_a_branch_that_was_given_up_is_not_sent_and_counts_for_nothing(
     copy_checkpoint(old, commit_key(1, 100), bucket)  # it had arrived before
     open_generation(old, 2, {})
     note_start(old, 2, 90)
+    (old.folder / "starts" / "0000000002.json~").write_text("an editor's copy")
     assert told(upload(old, bucket)) == [(CheckpointUploaded, 90)]
     for step in (92, 95):
         save(old, 2, step)

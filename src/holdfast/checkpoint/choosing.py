@@ -65,6 +65,17 @@ def newest_start(store: RunStore) -> int:
     return newest_number(store.list(STARTS), STARTS)
 
 
+def starts(store: RunStore, after: int) -> dict[int, int]:
+    """From which step each generation later than `after` began, where its note can be read."""
+    begun: dict[int, int] = {}
+    for key in store.list(STARTS):
+        number = key.removeprefix(STARTS).removesuffix(".json")
+        if number.isdecimal() and int(number) > after:
+            with suppress(MissingKeyError, CorruptError):
+                begun[int(number)] = _start_of(store, int(number))
+    return begun
+
+
 def newest_past(store: RunStore) -> int | None:
     """The newest step that the run had once committed or begun from, by its notes of starts and its
     journal; None when it never had any, or has begun again from nothing since.

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from holdfast.checkpoint.choosing import STARTS, given_up
-from holdfast.errors import CorruptError, FencedError, HoldfastError
+from holdfast.checkpoint.choosing import STARTS, starts
+from holdfast.errors import FencedError, HoldfastError
 from holdfast.spec.manifest import parse_commit_key
 from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
-from holdfast.wire.term import generation_key, newest_generation
+from holdfast.wire.term import generation_key, newest_generation, newest_number
 
 _NOTHING = b"{}\n"
 
@@ -71,18 +71,24 @@ def take_over(folder: RunStore, bucket: RunStore, say: Callable[[str], None]) ->
 def carry_notes(source: RunStore, target: RunStore) -> None:
     """The notes of starts that the target does not have."""
     for key in sorted(set(source.list(STARTS)) - set(target.list(STARTS))):
+        if not newest_number([key], STARTS):
+            continue  # a strange file, and no note
         with suppress(AlreadyExistsError, MissingKeyError):
             target.create(key, source.get(key))
 
 
-def abandoned(store: RunStore, key: str) -> bool:
-    """Whether a later generation, by the notes of `store`, began from an older step. Where a note
-    cannot be read nobody knows: what is durable is trusted then."""
-    at = parse_commit_key(key)
-    try:
-        return at is not None and given_up(store, newest_generation(store) + 1, at[1], at[0])
-    except CorruptError:
-        return False
+def abandoned(store: RunStore, keys: Collection[str]) -> set[str]:
+    """Those of the checkpoints that were given up: a later generation, by the notes of `store`,
+    began from an older step. A note that cannot be read says nothing."""
+    at = {key: found for key in keys if (found := parse_commit_key(key))}
+    if not at:
+        return set()
+    notes = starts(store, min(generation for _, generation in at.values()))
+    return {
+        key
+        for key, (step, generation) in at.items()
+        if any(later > generation and begun < step for later, begun in notes.items())
+    }
 
 
 def _said(store: RunStore, generation: int) -> bytes:

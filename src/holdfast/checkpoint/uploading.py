@@ -161,11 +161,11 @@ class Uploader:
 
     def _newest(self) -> str | None:
         """The newest in the source that counts: neither rejected nor left behind."""
-        keys = (key for key in listing(self._source) if self._counts(key))
-        return next(keys, None)
+        return next(iter(self._counting(listing(self._source))), None)
 
-    def _counts(self, key: str) -> bool:
-        return key not in self._rejected() and not fence.abandoned(self._source, key)
+    def _counting(self, keys: list[str]) -> list[str]:
+        nothing = {*self._rejected(), *fence.abandoned(self._source, keys)}
+        return [key for key in keys if key not in nothing]
 
     def _look_back(self) -> None:
         """The newest that an earlier mover committed, and perhaps did not finish sending."""
@@ -198,7 +198,7 @@ class Uploader:
         """Whether there is nothing left to do for this checkpoint."""
         own = 0
         try:
-            if not self._counts(key):
+            if not self._counting([key]):
                 return True
             if self._target is None:
                 self._target = self._open_target()
@@ -252,8 +252,9 @@ class Uploader:
             self._leave(key)
         self._begun &= {wanted}
         with suppress(HoldfastError):
-            # What counts for nothing in the source does so there: its place is not for the keeping.
-            nothing = [key for key in listing(target) if not self._counts(key)]
+            # What counts for nothing in the source takes no other checkpoint's place there.
+            there = listing(target)
+            nothing = {*self._rejected(), *fence.abandoned(self._source, there)}
             for key in cleaning.going(target, self._keep, (), nothing):
                 self._leave(key)
                 target.delete(key)
@@ -307,8 +308,8 @@ def bring_back(
     the folder has no checkpoint and the bucket cannot be asked: a run that began at step 0 because
     of a bucket that is away would lose what lies there.
     """
-    kept = (key for key in listing(folder) if not fence.abandoned(folder, key))
-    here = max(map(step_of, kept), default=-1)
+    held = listing(folder)
+    here = max(map(step_of, set(held) - fence.abandoned(folder, held)), default=-1)
     bucket = open_store(location)
     try:
         probe(bucket, location.partition("?")[0])
@@ -342,8 +343,9 @@ def _bring_newest(
     """The first that is whole. Raises OtherKeyError where none is and one names another key: then
     it is the key that is wrong, rather than the object."""
     unopened: OtherKeyError | None = None
+    nothing = fence.abandoned(bucket, keys)
     for key in keys:
-        if fence.abandoned(bucket, key):
+        if key in nothing:
             continue
         try:
             if _brought(folder, bucket, key, config_hash, say):
