@@ -281,7 +281,7 @@ class Service:
                 )  # fmt: skip
             snapshot = Snapshot(part, part.to_bytes(), owner.memory, slot, due)
             complete = self._put(snapshot, capture.writing is not None)
-        except Exception as error:  # a failed save never stops training (decision 13)
+        except Exception as error:  # a failed save never stops training
             if capture.writing is not None:
                 capture.writing.give_up(error)
             if owner.arena.header(slot) in (due, None):  # else a newer capture lies there

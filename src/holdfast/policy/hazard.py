@@ -84,13 +84,6 @@ class Hazard:
             raise ValueError(f"the mean time between failures must be positive, not {mtbf}")
         return Hazard(mtbf, _gamma(mtbf))
 
-    @staticmethod
-    def from_interruptions(probability: float, seconds: float) -> Hazard:
-        """A cloud's own statistic: the probability that a machine is taken within `seconds`."""
-        if not 0 < probability < 1:
-            raise ValueError(f"a probability lies between 0 and 1, not {probability}")
-        return Hazard.prior(seconds / -log(1 - probability))
-
     def rate(self, nodes: float = 1.0) -> float:
         """Failures a second of a run on `nodes` nodes."""
         return pow(nodes, TOGETHER) * _mean(self.weights)

@@ -53,9 +53,6 @@ class Placement:
     holders: Mapping[str, tuple[str, ...]]
     warnings: tuple[str, ...] = ()
 
-    def owners_at(self, name: str) -> tuple[str, ...]:
-        return tuple(owner for owner, held in sorted(self.holders.items()) if name in held)
-
 
 def shared(one: Machine, other: Machine) -> tuple[str, ...]:
     """The kinds of domain that two machines have in common, the worst first."""
