@@ -71,6 +71,7 @@ def _stopped(run_file: Path, folder: Path, generation: int, *settings: str) -> l
     return [record for record in read(store) if record.generation == generation]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_what_its_folder_and_its_bucket_have_together(
     tmp_path: Path, s3_credentials: None
 ) -> None:

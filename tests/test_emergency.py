@@ -161,6 +161,7 @@ def _pretend_a_slow_disk(folder: Path) -> None:
     writer.flush(sync=True)
 
 
+@pytest.mark.slow
 def test_where_only_a_peer_would_have_it_in_time_a_peer_gets_it(
     run_file: Path, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,8 +36,12 @@ UNLIKE = ("layout.workers=3", "layout.replicas=[{pp: 2, stages: [1, 2]}, {}]")
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(SHARDED, ("layout.workers=3",)), (PIPELINED, UNLIKE)],
-    ids=["dpshard2-dp2_to_dp3", "pp2-tp2_to_pp2+one"],
+    [
+        pytest.param(
+            SHARDED, ("layout.workers=3",), id="dpshard2-dp2_to_dp3", marks=pytest.mark.slow
+        ),
+        pytest.param(PIPELINED, UNLIKE, id="pp2-tp2_to_pp2+one"),
+    ],
 )
 def test_killed_and_resumed_under_another_layout_is_the_run_of_one_worker(
     before: tuple[str, ...], after: tuple[str, ...], tmp_path: Path

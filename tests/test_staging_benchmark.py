@@ -110,6 +110,7 @@ def test_the_blocked_share_is_of_the_saves_while_training() -> None:
     assert found["longest"] == 0.004
 
 
+@pytest.mark.slow
 def test_staging_is_measured(tmp_path: Path) -> None:
     """Real processes, a little state: the baseline and ours end with a row each, and a bar."""
     done = subprocess.run(
