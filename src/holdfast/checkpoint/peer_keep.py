@@ -47,8 +47,6 @@ ANSWER_SECONDS = 10.0
 """An offer is answered within this time, be it with "pulling": the offerer asks again."""
 SILENCE_SECONDS = 30.0
 """An offerer that sends nothing for so long is given up."""
-MIRROR_SECONDS = 5.0
-"""How long a part is waited for that is captured here as well; then it is pulled."""
 MIRROR_POLL = 0.02
 ATTEMPTS = 2
 """Reads of an extent whose bytes are not what the manifest says."""
@@ -100,9 +98,11 @@ class Keeper:
 
     def __init__(
         self, shelf: Shelf, secret: Secret, room: int,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.monotonic, mirror_seconds: float = 5.0,
     ) -> None:  # fmt: skip
-        """`room`: bytes that the memory files of others may take together."""
+        """`room`: bytes that the memory files of others may take together. `mirror_seconds`: as in
+        `PeerSettings`."""
+        self._mirror_seconds = mirror_seconds
         self._shelf, self._secret, self._room, self._clock = shelf, secret, room, clock
         self._lock = threading.Lock()
         self._memory: dict[tuple[int, int], MemoryFile] = {}  # (rank, capacity)
@@ -149,7 +149,7 @@ class Keeper:
         """Whether this machine has captured the same part itself; one that it mirrors and has not
         handed over yet is waited for. Raises CorruptError when the bytes are not the same."""
         generation, step, rank = offered.name
-        end = time.monotonic() + MIRROR_SECONDS
+        end = time.monotonic() + self._mirror_seconds
         while True:
             own = self._shelf.own(generation, rank)
             found = own.get(step)

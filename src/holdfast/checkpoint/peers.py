@@ -43,7 +43,7 @@ class Peers:
         stop = threading.Event()
         self._stop = stop
         self.address = settings.advertised(address_of(listening))
-        self.keeper = Keeper(shelf, secret, settings.room)
+        self.keeper = Keeper(shelf, secret, settings.room, mirror_seconds=settings.mirror_seconds)
         self.server = PeerServer(
             listening, secret, shelf, self.keeper,
             Budget(settings.bytes_per_second, time.monotonic, stop.wait), run,
