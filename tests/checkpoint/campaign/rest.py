@@ -198,7 +198,7 @@ def strange(victim: Victim, rng: random.Random) -> str:
     key = commit_key(generation, step)
     name = rng.choice([f"{key}~", f"{key}.bak", "commits/readme", f"commits/x{key[9:]}",
                        "commits/fffffffffffffff0-2.json", "generations/notes.txt",
-                       "starts/0000000001.json.bak"])  # fmt: skip
+                       "generations/0000000001.json.bak"])  # fmt: skip
     victim.put(name, victim.read(key))
     return f"a copy of the newest commit object as {name}"
 
