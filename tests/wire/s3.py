@@ -38,7 +38,14 @@ _SERVER = """
         sys.stdin.buffer.read()
         os._exit(0)
     threading.Thread(target=until_closed, daemon=True).start()
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
+    # moto looks whether an object is there and then puts it: two threads at once may both win.
+    lock, put = threading.Lock(), S3Response.put_object
+    def alone(response):
+        with lock:
+            return put(response)
+    S3Response.put_object = alone
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     print(*server.get_host_and_port(), flush=True)
