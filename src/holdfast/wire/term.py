@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -145,7 +146,8 @@ def newest_number(keys: list[str], prefix: str) -> int:
 
 
 def open_generation(store: RunStore, generation: int, value: dict[str, Any]) -> None:
-    """Create the object of `generation`, which fences all older ones.
+    """Create the object of `generation`, which fences all older ones. Two that were parted and
+    count on alike are told apart by a random mark in it.
 
     Raises FencedError when it, or a newer one, has been opened already.
     """
@@ -153,7 +155,8 @@ def open_generation(store: RunStore, generation: int, value: dict[str, Any]) -> 
     if newest >= generation:
         raise FencedError(f"generation {newest} has been opened: {generation} comes too late")
     try:
-        store.create(generation_key(generation), json.dumps(value).encode() + b"\n")
+        marked = {**value, "mark": secrets.token_hex(8)}
+        store.create(generation_key(generation), json.dumps(marked).encode() + b"\n")
     except AlreadyExistsError:
         raise FencedError(f"generation {generation} has been opened by somebody else") from None
 
