@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from benchmarks.texts import write_texts
 
 STEPS = 6
 RUN_FILE = """\
@@ -39,7 +40,6 @@ model: {{preset: null, layers: 2, dim: 64, heads: 4, kv_heads: 2, ffn_dim: 96}}
 train: {{steps: {steps}, batch_size: 4, evaluate: {{every: 0}}}}
 checkpoint: {{every_steps: 3}}
 """
-WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "rain", "falls")
 
 
 def holdfast(*arguments: object) -> None:
@@ -63,11 +63,7 @@ def theirs(python: str, **request: Any) -> dict[str, Any]:
 
 def trained(root: Path) -> Path:
     """A run that has ended; its run file."""
-    chooser = random.Random(7)
-    (root / "texts").mkdir()
-    for number in range(24):
-        text = " ".join(chooser.choice(WORDS) for _ in range(200))
-        (root / "texts" / f"{number}.txt").write_text(f"Text {number}. {text}.\n")
+    write_texts(root / "texts", 24, 200)
     run_file = root / "run.yaml"
     run_file.write_text(RUN_FILE.format(root=root, steps=STEPS))
     holdfast("data", "prepare", run_file)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,13 +28,12 @@ from holdfast.events import (
 )
 from holdfast.wire.journal import JournalWriter, follow, read
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import Outcome, apart, start, write_run_file
+from tests.cli.support import Outcome, apart, secret_file, staging, start, write_run_file
 
 SETTINGS = (
     "train.steps=100000", "train.evaluate.every=0", "checkpoint.every_steps=0",
     "cluster.threads_per_worker=1", "layout.workers=1",
 )  # fmt: skip
-SECRET = "e5" * 32
 
 
 class Trainer:
@@ -136,20 +133,8 @@ def test_what_the_disk_will_have_in_time_is_saved_and_a_restart_begins_there(
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[str]:
-    """The address of a staging machine."""
-    secret = tmp_path / "secret"
-    secret.write_text(SECRET)
-    secret.chmod(0o600)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.cli.main", "stage", "--listen", "127.0.0.1:0",
-         "--secret", str(secret), "--memory", "0.1", "--json"],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    yield json.loads(process.stdout.readline())["address"]
-    process.terminate()
-    assert process.wait(20) == 0
-    process.stdout.close()
+    with staging(tmp_path) as address:
+        yield address
 
 
 def _pretend_a_slow_disk(folder: Path) -> None:
@@ -165,7 +150,7 @@ def _pretend_a_slow_disk(folder: Path) -> None:
 def test_where_only_a_peer_would_have_it_in_time_a_peer_gets_it(
     run_file: Path, tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_SECRET_FILE", str(tmp_path / "secret"))
+    monkeypatch.setenv("HOLDFAST_SECRET_FILE", str(secret_file(tmp_path)))
     run_file.write_text(run_file.read_text().replace("checkpoint: {every_steps: 3}\n", (
         "checkpoint:\n  every_steps: 0\n  memory_every_steps: 0\n"
         f"  peers: [{{name: stage, address: '{stage}', stable: true}}]\n"

@@ -7,11 +7,9 @@ above the generations that the peer knows, from the step that it holds.
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,33 +26,17 @@ from holdfast.events import (
 )
 from holdfast.wire.journal import Record, follow, read
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import apart, start, write_run_file
+from tests.cli.support import apart, secret_file, staging, start, write_run_file
 
 STEPS = 400
 KILL_AT = 10
 VARIABLE = "HOLDFAST_SECRET_FILE"
 
 
-def secret_file(root: Path, digits: str = "5e") -> Path:
-    path = root / f"secret-{digits}"
-    path.write_text(digits * 32)
-    path.chmod(0o600)
-    return path
-
-
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[str]:
-    """The address of a staging machine."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.cli.main", "stage", "--listen", "127.0.0.1:0",
-         "--secret", str(secret_file(tmp_path)), "--memory", "0.1", "--json"],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    yield json.loads(process.stdout.readline())["address"]
-    process.terminate()
-    assert process.wait(20) == 0
-    process.stdout.close()
+    with staging(tmp_path) as address:
+        yield address
 
 
 def test_a_lost_run_folder_goes_on_from_the_staging_machine(

@@ -6,11 +6,8 @@ killed, and all of that memory with it: without the staging machine it would beg
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,35 +21,22 @@ from holdfast.events import CheckpointRestored, GenerationStarted, RunFinished, 
 from holdfast.spec.boxes import whole
 from holdfast.wire.journal import follow, read
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import apart, start, write_run_file
+from tests.cli.support import apart, secret_file, staging, start, write_run_file
 
 STEPS = 60
 KILL_AT = 20
-SECRET = "5e" * 32
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[str]:
-    """The address of a staging machine."""
-    secret = tmp_path / "secret"
-    secret.write_text(SECRET)
-    secret.chmod(0o600)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.cli.main", "stage", "--listen", "127.0.0.1:0",
-         "--secret", str(secret), "--memory", "0.1", "--json"],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    yield json.loads(process.stdout.readline())["address"]
-    process.terminate()
-    assert process.wait(20) == 0
-    process.stdout.close()
+    with staging(tmp_path) as address:
+        yield address
 
 
 def test_a_run_whose_mover_is_killed_goes_on_from_the_staging_machine(
     tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOLDFAST_SECRET_FILE", str(tmp_path / "secret"))
+    monkeypatch.setenv("HOLDFAST_SECRET_FILE", str(secret_file(tmp_path)))
     path = write_run_file(tmp_path)
     text = path.read_text().replace("checkpoint: {every_steps: 3}\n", (
         "checkpoint:\n  every_steps: 0\n  memory_every_steps: 1\n  slots: 3\n"

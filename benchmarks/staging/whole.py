@@ -7,7 +7,6 @@ Its network storage is the run folder, which is not throttled: no part of traini
 from __future__ import annotations
 
 import os
-import random
 import signal
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ import yaml
 from benchmarks.saving.ranks import _environment as environment
 from benchmarks.staging.processes import ENDING, stage
 from benchmarks.staging.trainer import cpu_of
+from benchmarks.texts import write_texts
 from benchmarks.turns import ROOT
 from holdfast.events import (
     CheckpointCaptured,
@@ -39,7 +39,6 @@ from holdfast.wire.journal import follow, read
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
 
-WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "rain", "falls")
 MOVER = "holdfast.checkpoint.mover"
 
 
@@ -47,12 +46,7 @@ def run_file(
     folder: Path, model: dict[str, Any], address: str, every: float, link: float
 ) -> dict[str, Any]:
     """model: preset, vocabulary, sequence and batch, as the other trainer has them."""
-    texts = folder / "texts"
-    texts.mkdir()
-    chooser = random.Random(7)
-    for number in range(40):
-        text = " ".join(chooser.choice(WORDS) for _ in range(400))
-        (texts / f"{number}.txt").write_text(f"Text {number}. {text}.\n")
+    texts = write_texts(folder / "texts", 40, 400)
     return {
         "name": "staging", "folder": str(folder / "run"), "device": "cpu",
         "data": {

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,3 +107,26 @@ def apart(*arguments: str | Path, folder: Path | None = None, deadline: float = 
     finally:
         process.kill()
     return Outcome(process.returncode, out, err)
+
+
+def secret_file(root: Path, digits: str = "5e") -> Path:
+    """A file that only its owner may read, as a secret must lie."""
+    path = root / f"secret-{digits}"
+    path.write_text(digits * 32)
+    path.chmod(0o600)
+    return path
+
+
+@contextmanager
+def staging(root: Path) -> Iterator[str]:
+    """The address of a staging machine, with the secret of `secret_file`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "holdfast.cli.main", "stage", "--listen", "127.0.0.1:0",
+         "--secret", str(secret_file(root)), "--memory", "0.1", "--json"],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    yield json.loads(process.stdout.readline())["address"]
+    process.terminate()
+    assert process.wait(60) == 0
+    process.stdout.close()

@@ -158,20 +158,7 @@ def killed(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Res
         process = subprocess.Popen(
             [sys.executable, "-c", script, place, *numbers], stdout=subprocess.PIPE, text=True
         )
-
-        def kill() -> None:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-
-        def rule(request: Request) -> Fault | None:
-            if len(proxy.log) - 1 < at:
-                return None
-            if before:
-                kill()
-                return Fault()
-            return Fault(forward=True) if process.poll() is not None else _after(kill)
-
-        proxy.rule = rule
+        proxy.rule = killing(process, proxy, at, before)
         out, _ = process.communicate(timeout=BOUND)
     said = [int(line) for line in out.split()]
     due = expected(bucket.contents(), setting.written)
@@ -180,6 +167,26 @@ def killed(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Res
     judge(found, due)
     _not_lost(found, said, what)
     return what, found
+
+
+def killing(
+    process: subprocess.Popen[str], proxy: Proxy, at: int, before: bool
+) -> Callable[[Request], Fault | None]:
+    """A rule: SIGKILL to the process before its request number `at` is served, or behind it."""
+
+    def kill() -> None:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    def rule(request: Request) -> Fault | None:
+        if len(proxy.log) - 1 < at:
+            return None
+        if before:
+            kill()
+            return Fault()
+        return Fault(forward=True) if process.poll() is not None else _after(kill)
+
+    return rule
 
 
 def _after(act: Callable[[], None]) -> Fault:

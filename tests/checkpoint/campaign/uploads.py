@@ -8,7 +8,6 @@ is gone, and a new one begins from the bucket alone.
 from __future__ import annotations
 
 import random
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,13 +21,12 @@ from holdfast.events import CheckpointUploaded, Event
 from holdfast.spec.manifest import commit_key
 from holdfast.wire.runstore import FolderStore
 from tests.checkpoint.campaign import states
-from tests.checkpoint.campaign.bucket import BOUND, Bucket, _after, _name, _quiet_proxy
+from tests.checkpoint.campaign.bucket import BOUND, Bucket, _name, _quiet_proxy, killing
 from tests.checkpoint.campaign.interrupted import Setting
 from tests.checkpoint.campaign.judge import Restored, WrongError, judge, restore
 from tests.checkpoint.campaign.oracle import expected
 from tests.checkpoint.campaign.scenes import NEWEST, Protocol
 from tests.wire import s3
-from tests.wire.s3 import Fault, Request
 
 SCRIPT = "import sys; from tests.checkpoint.campaign.uploads import child; child(*sys.argv[1:])"
 
@@ -40,20 +38,7 @@ def killed(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Res
     at, before, again = rng.randrange(60), rng.random() < 0.5, rng.random() < 0.5
     with _quiet_proxy() as proxy:
         process = _start(folder, bucket.location(proxy.address), setting, work=True)
-
-        def kill() -> None:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-
-        def rule(request: Request) -> Fault | None:
-            if len(proxy.log) - 1 < at:
-                return None
-            if before:
-                kill()
-                return Fault()
-            return Fault(forward=True) if process.poll() is not None else _after(kill)
-
-        proxy.rule = rule
+        proxy.rule = killing(process, proxy, at, before)
         said = [NEWEST[0], *_said(process)]
     if again:
         said += _said(_start(folder, bucket.location(_address()), setting, work=False))
