@@ -58,10 +58,14 @@ class RankContext:
     folder: Path
 
     def store(self, name: str = "store") -> Store:
-        """A FileStore that all ranks of this call share; another name is another store."""
+        """A FileStore that all ranks of this call share; another name is another store.
+
+        It is not told the number of ranks: a store that knows it removes its file whenever all
+        have let go of it for a moment, and a rank that is just coming back waits in the old one.
+        """
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-        return FileStore(str(self.folder / f"{name}.filestore"), self.world_size)
+        return FileStore(str(self.folder / f"{name}.filestore"))
 
     def init_torch_world(self, name: str = "world", seconds: float = 60.0) -> None:
         """torch's default gloo group over all ranks: for references such as DDP and FSDP2."""
