@@ -2,7 +2,8 @@
 input, one answer each on standard output.
 
     {"floor": "xxh3", "rounds": n}
-    {"way": name, "rounds": n, "seconds": s, "beside": s}   saves of a state that stands still,
+    {"way": name, "rounds": n, "least": n, "seconds": s, "beside": s}
+                                                            saves of a state that stands still,
                                                             each after its floors
     {"way": name, "pairs": n}                               real steps, with and without it
 """
@@ -55,7 +56,8 @@ class Rank:
         try:
             if "pairs" in order:
                 return self._trainer.pairs(way, order["pairs"], self._next)
-            return self._saves(way, order["rounds"], order["seconds"], order["beside"])
+            rounds = order["least"], order["rounds"]
+            return self._saves(way, rounds, order["seconds"], order["beside"])
         finally:
             way.close()
 
@@ -76,9 +78,12 @@ class Rank:
 
         return ways.make(name, self.task, self.state)
 
-    def _saves(self, way: Way, rounds: int, seconds: float, beside: float) -> dict[str, Any]:
-        """The first save is not counted: it sets things up. A thread waits for the end of each,
-        so that a save that ends beside the computing is not taken for one that ends after it.
+    def _saves(
+        self, way: Way, rounds: tuple[int, int], seconds: float, beside: float
+    ) -> dict[str, Any]:
+        """At least and at most so many saves. The first is not counted: it sets things up. A
+        thread waits for the end of each, so that a save that ends beside the computing is not
+        taken for one that ends after it.
 
         Neighbours of a virtual machine take memory and disk bandwidth as they come and go. So the
         floors are taken before each save, by itself, and not once for all.
@@ -92,7 +97,7 @@ class Rank:
             return time.perf_counter()
 
         deadline = time.monotonic() + seconds
-        for number in range(rounds + 1):
+        for number in range(rounds[1] + 1):
             floors_of_it = floor() if number else {}
             dist.barrier()
             step, begun = self._next(), time.perf_counter()
@@ -106,7 +111,7 @@ class Rank:
                          "durable": durable} | floors_of_it  # fmt: skip
                 for key, value in found.items():
                     out[key].append(value)
-            late = torch.tensor([float(number > 1 and time.monotonic() > deadline)])
+            late = torch.tensor([float(number >= rounds[0] and time.monotonic() > deadline)])
             dist.all_reduce(late, dist.ReduceOp.MAX)
             if late.item():
                 break

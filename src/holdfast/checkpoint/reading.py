@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
+import numpy as np
+
 from holdfast.checkpoint.sources import Mixed
 from holdfast.checkpoint.stretches import Stretch
 
@@ -47,7 +49,9 @@ class Reader:
         self._mixed.confirm()
 
     def _work(self, left: deque[Stretch], room: int) -> None:
-        buffer = memoryview(bytearray(room))  # its pages come when they are first written
+        # A bytearray would be written over with zeros; these pages come when they are first used,
+        # and most reads go past the buffer.
+        buffer = memoryview(np.empty(room, np.uint8))
         while not self._stop:
             try:
                 stretch = left.popleft()

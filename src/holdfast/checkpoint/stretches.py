@@ -81,16 +81,17 @@ class Stretch:
         if len(self.moves) > max(FEW, (stop - start) // PLACE_BYTES):
             return None
         places: list[memoryview] = []
-        at = start
+        at, used = start, 0  # what nobody wants lies close together: few pages, soon in the cache
         for begin, length, target, low in self.moves:
             if begin < at:
                 return None
             if begin > at:
-                places.append(buffer[at - start : begin - start])
+                places.append(buffer[used : used + begin - at])
+                used += begin - at
             places.append(target.data[low : low + length])
             at = begin + length
         if at < stop:
-            places.append(buffer[at - start : stop - start])
+            places.append(buffer[used : used + stop - at])
         return places
 
 

@@ -138,10 +138,10 @@ class Blob:
         return blob
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(NamedTuple):
     """A box in a blob: its elements lie row-major from byte `start` after the data start."""
 
+    # A tuple, because a large checkpoint makes a million of them at once.
     box: Box
     dtype: str
     start: int

@@ -101,6 +101,10 @@ class Reads(NamedTuple):
 NEAR = Reads(2, 8 * 2**20)
 """One request is answered while the answer to another is checked."""
 
+FILES = Reads(2, 64 * 2**20)
+"""So long that the kernel reads ahead as far as it may within one: each request opens the file
+anew, and two that take turns in short pieces of one file look to it like no order at all."""
+
 
 @runtime_checkable
 class Scattering(Protocol):
@@ -135,6 +139,8 @@ class FolderStore:
     The store is the folder that was there when this object was made or first wrote, not whatever
     has its path later: once it is moved or replaced, nothing is written or deleted any more.
     """
+
+    reads = FILES
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder)

@@ -109,7 +109,8 @@ class SealedStore:
             raise ValueError(f"a key has {KEY_BYTES} bytes")
         self.inner = inner
         self.where = str(getattr(inner, "where", getattr(inner, "folder", "")))
-        self.reads: Reads = getattr(inner, "reads", NEAR)
+        requests, most = getattr(inner, "reads", NEAR)
+        self.reads = Reads(requests, min(most, NEAR.bytes))  # what is opened is held a second time
         self._key = key
         self._key_id = _derive(key, b"", b"holdfast key id")[:8]
         self._compress = compress
