@@ -51,7 +51,7 @@ class Reader:
     def _work(self, left: deque[Stretch], room: int) -> None:
         # A bytearray would be written over with zeros; these pages come when they are first used,
         # and most reads go past the buffer.
-        buffer = memoryview(np.empty(room, np.uint8))
+        buffer = np.empty(room, np.uint8).data
         while not self._stop:
             try:
                 stretch = left.popleft()
