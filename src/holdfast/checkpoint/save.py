@@ -7,10 +7,12 @@ before the next. Whatever is killed in between leaves bytes that no commit names
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from xxhash import xxh3_128_hexdigest
 
@@ -31,7 +33,7 @@ from holdfast.spec.manifest import (
     writer_name,
 )
 from holdfast.spec.state import StateTable
-from holdfast.wire.runstore import AlreadyExistsError, RunStore
+from holdfast.wire.runstore import NEAR, AlreadyExistsError, Reads, RunStore
 from holdfast.wire.term import newest_generation
 
 CHUNK_BYTES = 64 * 2**20
@@ -39,6 +41,9 @@ CHUNK_BYTES = 64 * 2**20
 which takes the longer the busier training keeps the processor."""
 
 SMALLEST_EXTENT = 64 * 2**10
+FEW_KEYS = 16
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -169,21 +174,51 @@ def try_commit(store: RunStore, plan: Plan, step: int) -> Commit | None:
     keys = [key for key in store.list(prefix) if key.endswith(".json")]  # but for a copy's claim
     if len(keys) < plan.topology.world_size:
         return None
-    parts: dict[int, tuple[Part, bytes]] = {}
-    for key in keys:
-        stored = store.get(key)
-        part = Part.from_bytes(stored, key)
-        parts[part.rank] = (part, stored)
-    for part, _ in parts.values():
-        if store.size(part.blob.key) != part.blob.size:
-            raise CorruptError(f"{part.blob.key} has changed since it was written")
-    commit = merge(parts, plan.topology, plan.table, plan.config_hash, plan.dataset_version)
+    with acyclic():
+        commit = _merged(store, keys, plan)
     check_fence(store, plan.generation)
     try:
         store.create(commit_key(plan.generation, step), commit.to_bytes())
     except AlreadyExistsError:
         return Commit.from_bytes(store.get(commit.key), commit.key)  # another node was first
     return commit
+
+
+def _merged(store: RunStore, keys: Sequence[str], plan: Plan) -> Commit:
+    """The commit object of the parts under `keys`, whose blobs are there."""
+    parts: dict[int, tuple[Part, bytes]] = {}
+    for key, stored in zip(keys, _each(store, store.get, keys), strict=True):
+        part = Part.from_bytes(stored, key)
+        parts[part.rank] = (part, stored)
+    blobs = [part.blob for part, _ in parts.values()]
+    for blob, size in zip(blobs, _each(store, store.size, [b.key for b in blobs]), strict=True):
+        if size != blob.size:
+            raise CorruptError(f"{blob.key} has changed since it was written")
+    return merge(parts, plan.topology, plan.table, plan.config_hash, plan.dataset_version)
+
+
+def _each(store: RunStore, ask: Callable[[str], T], keys: Sequence[str]) -> Iterator[T]:
+    """One answer a key, in order; of many keys, as many at a time as the store is best asked."""
+    if len(keys) <= FEW_KEYS:
+        yield from map(ask, keys)
+        return
+    reads: Reads = getattr(store, "reads", NEAR)
+    with ThreadPoolExecutor(reads.requests, "parts") as threads:
+        yield from threads.map(ask, keys)
+
+
+@contextmanager
+def acyclic() -> Iterator[None]:
+    """Make many objects without looking for cycles among them: the manifests of thousands of ranks
+    are millions of tuples, which the collector would walk again and again, for a quarter of the
+    time. Of two threads in here, the first to leave switches it on again for both."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def check_fence(store: RunStore, generation: int) -> None:

@@ -8,29 +8,23 @@ wanted with the boxes that are there. Elements of a box lie in row-major order, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """Elements [offset, offset + length) on each dim of the tensor `name`.
 
     A scalar has no dims and one element. A length of 0 makes the box empty, which is legal: a
     tensor of 3 rows over 4 ranks leaves the last one with none.
     """
 
+    # A plain tuple, because a large layout has a million of them. Those that are read from outside
+    # are compared with the ones that the layout gives before they are used.
     name: str
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.offsets) != len(self.lengths):
-            raise ValueError(f"{self.name}: {self.offsets} and {self.lengths} differ in dims")
-        if self.lengths and min(*self.offsets, *self.lengths) < 0:
-            raise ValueError(f"{self.name}: negative offset or length in {self}")
 
     @property
     def size(self) -> int:
