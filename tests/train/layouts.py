@@ -28,7 +28,7 @@ from holdfast.train.engine import StepEngine
 from holdfast.train.vote import Verdict
 from tests.train.worlds import CPU, LENGTH, changed, feed
 
-VOCABULARY, STEPS = 61, 20
+VOCABULARY, STEPS = 61, 8
 
 _FLAGS: dict[str, dict[str, Any]] = {
     "plain": {"layout__sequence_parallel": False},

@@ -1,5 +1,8 @@
 """A layout that changes while the run lives: torn down in mid-run and rebuilt in the same
 processes, with other ranks or as another layout, and the curve goes on as if nothing had been.
+
+Every kind of layout and of move between two is tried; combinations whose parts are tried apart are
+with the long tests (marker slow).
 """
 
 from __future__ import annotations
@@ -37,9 +40,9 @@ from tests.train.layouts import (
 )
 from tests.train.worlds import CPU, digest
 
-LAST, MORE = 12, 2
-REBUILT = LAST // 2
-ALIKE = REBUILT + 3  # as far as the undisturbed run goes
+REBUILT, ALIKE, LAST, MORE = 2, 4, 5, 2
+"""Rebuilt after step 2, once more after step 5; the undisturbed run goes as far as step 4."""
+CURVE = 14  # steps of the run file, and of the process that is alone
 
 LAYOUTS = {
     "dp2": "tp2", "shard2": "dp2", "tp2": "pp2", "pp2": "shard2",
@@ -56,11 +59,15 @@ LAYOUTS = {
     "qknorm.tp4": "qknorm.pp2-dp2", "qknorm.untied.pp2-tp2": "qknorm.untied.dp4", "pp3": "dp3",
 }  # fmt: skip
 """Every kind of layout (the names are those of `layouts.py`), and the other one that it becomes."""
+LONG = {
+    "plain.tp4", "plain.tp2-shard2", "plain.pp2-tp2", "qknorm.tp4", "untied.shard2-tp2",
+    "pp2-dp2-tp2", "dp2-shard2",
+}  # fmt: skip
 
 
 def config_for(name: str) -> RunConfig:
     """A float64 run file with this name's settings that runs long enough for what is done here."""
-    return config_of({**case(name).changes, "train__steps": LAST + MORE})
+    return config_of({**case(name).changes, "train__steps": CURVE})
 
 
 def world(name: str, generation: int, ranks: Sequence[int] | None = None) -> Topology:
@@ -89,7 +96,7 @@ def alone(flags: str) -> list[list[float]]:
 
 
 def _whole_curve(rank: RankContext, flags: str) -> list[tuple[float, float]]:
-    return _steps(begin(f"{flags}one", rank), 1, LAST + MORE)
+    return _steps(begin(f"{flags}one", rank), 1, CURVE)
 
 
 def _steps(made: StepEngine, first: int, last: int) -> list[tuple[float, float]]:
@@ -122,8 +129,8 @@ class Rewind:
 
 
 def _rebuilt(rank: RankContext, name: str, other: str) -> dict[str, Any]:
-    """One process: 9 steps undisturbed; back to step 6, rebuilt with every rank elsewhere, and on
-    to step 12; rebuilt as `other`, two more."""
+    """One process: 4 steps undisturbed; back to step 2, rebuilt with every rank elsewhere, and on
+    to step 5; rebuilt as `other`, two more."""
     made = begin(name, rank)
     out: dict[str, Any] = {"curve": _steps(made, 1, REBUILT)}
     back = Rewind(made)
@@ -149,7 +156,10 @@ def _rebuilt(rank: RankContext, name: str, other: str) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in LAYOUTS],
+)
 def test_rebuild(name: str) -> None:
     size = case(name).world_size
     arguments = {"name": name, "other": LAYOUTS[name]}
@@ -239,7 +249,7 @@ def _killed(rank: RankContext, name: str, dead: int, after: str) -> list[Any]:
     left = [r for r in range(rank.world_size) if r != dead]
     me = left.index(rank.rank)
     made = go_on(kept, after, world(after, 2), me, rank.store(), left)
-    curve += _steps(made, 4, 8)
+    curve += _steps(made, 4, 6)
     made.close()
     return curve
 
@@ -317,7 +327,7 @@ def _again_and_again(rank: RankContext, cycle: list[str], rebuilds: int) -> list
     assert three is not None
     many = _settled(three)
     made.close()
-    return [curve[: LAST + MORE], three.counts, many.counts, many.megabytes - three.megabytes]
+    return [curve[:CURVE], three.counts, many.counts, many.megabytes - three.megabytes]
 
 
 def _settled(bound: LeftBehind, seconds: float = 10.0) -> LeftBehind:

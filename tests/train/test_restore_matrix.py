@@ -18,6 +18,7 @@ import torch
 from holdfast.checkpoint.capture import Captured, Capturer
 from holdfast.checkpoint.mover_client import MoverClient
 from holdfast.checkpoint.restore import Checkpoint
+from holdfast.config.run import RunConfig
 from holdfast.spec.boxes import Box
 from holdfast.spec.state import state_table
 from holdfast.wire.runstore import FolderStore
@@ -25,7 +26,6 @@ from holdfast.wire.secret import Secret
 from tests.checkpoint.support import Mover
 from tests.ranks import RankContext, rank_values
 from tests.train.layouts import (
-    STEPS,
     assert_state_equal,
     case,
     config_of,
@@ -43,13 +43,18 @@ PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b]
 PAIRS += [("pp2-tp2", "shard4"), ("shard4", "pp2-tp2"), ("tp4", "pp4"), ("pp4", "tp4"),
           ("pp2-dp2-tp2", "one"), ("one", "pp3+pp2"), ("pp3+pp2", "shard2-tp2"),
           ("pp2-shard2", "tp2"), ("tp2", "pp2-shard2")]  # fmt: skip
+STEPS = 6
 SAVED = STEPS // 2
+
+
+def config_for(name: str) -> RunConfig:
+    return config_of({**case(name).changes, "train__steps": STEPS})
 
 
 def save_body(rank: RankContext, name: str, socket: str, secret: str) -> list[float]:
     """Train to the middle and have the mover commit it."""
     of = case(name)
-    config = config_of(of.changes)
+    config = config_for(name)
     topology = topology_of(of, config)
     made = engine_of(config, topology, rank.rank, rank.store())
     losses = [one_step(made, step).mean_loss for step in range(1, SAVED + 1)]
@@ -68,7 +73,7 @@ def save_body(rank: RankContext, name: str, socket: str, secret: str) -> list[fl
 def resume_body(rank: RankContext, name: str, store: Path, key: str) -> list[float]:
     """Restore and train to the end."""
     of = case(name)
-    config = config_of(of.changes)
+    config = config_for(name)
     made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
     checkpoint = Checkpoint.open(FolderStore(store), key)
 
@@ -98,7 +103,7 @@ def assemble(folder: Path, prefix: str, ranks: int, shapes: dict[str, tuple[int,
 
 
 def shapes_of(name: str) -> dict[str, tuple[int, ...]]:
-    config = config_of(case(name).changes)
+    config = config_for(name)
     return {row.name: row.shape for row in state_table(config.model, "float64")}
 
 
@@ -108,7 +113,7 @@ def saved(name: str, folder: Path) -> tuple[Path, str, dict[str, np.ndarray]]:
     here = folder / name
     here.mkdir()
     of = case(name)
-    config = config_of(of.changes)
+    config = config_for(name)
     mover = Mover(here / "run")
     try:
         mover.begin(topology_of(of, config), state_table(config.model, "float64"))
@@ -129,7 +134,7 @@ def undisturbed(folder: Path) -> tuple[list[float], dict[str, np.ndarray]]:
 
 
 def alone_body(rank: RankContext) -> list[float]:
-    config = config_of({})
+    config = config_for("one")
     made = engine_of(config, topology_of(case("one"), config), rank.rank, rank.store())
     losses = [one_step(made, step).mean_loss for step in range(1, STEPS + 1)]
     save_pieces(rank.folder / "0.npz", pieces(made))

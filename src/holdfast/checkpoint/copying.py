@@ -3,24 +3,24 @@
 The order is that of a save: blobs, parts, the commit object last, so that a copy that is cut short
 is no checkpoint there, and the same command goes on where it was: what lies there whole, checked
 against its checksums, is not copied again. Every extent is checked as it streams by, and none is
-held that the target has taken. Two that copy different checkpoints of one step there (a machine
-that was cut off does) would mix their blobs: so whoever begins says first what he brings, by an
-object that only one can create, and takes it away again behind the commit object. Nothing secret
-is copied: a run's secret is no part of its checkpoints.
+held that the target has taken. Whoever begins claims the step there, so that two different
+checkpoints of one step do not mix (`claims.py`), and takes the claim away behind the commit object.
+Nothing secret is copied: a run's secret is no part of its checkpoints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
 from xxhash import xxh3_128_hexdigest
 
+from holdfast.checkpoint.claims import ABANDONED_SECONDS, Claim
 from holdfast.checkpoint.restore import listing
 from holdfast.errors import CheckpointError, CorruptError, FencedError, OtherKeyError
-from holdfast.spec.manifest import Blob, Commit, Writer, part_key, part_prefix, writer_name
+from holdfast.spec.manifest import Blob, Commit, Writer, part_key, writer_name
 from holdfast.wire.runstore import AlreadyExistsError, Matching, MissingKeyError, RunStore
 from holdfast.wire.term import generation_key, newest_generation, open_generation
 
@@ -28,10 +28,6 @@ DESCRIPTION = ("run.yaml", "environment.json", "resolved.json")
 """What makes a folder a run folder; copied where it is not there, the one that counts last."""
 
 Progress = Callable[[int, int], None]
-
-
-class ClaimedError(CheckpointError):
-    """Somebody else copies another checkpoint of this step there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +43,14 @@ class Copied:
 def copy_checkpoint(
     source: RunStore, key: str, target: RunStore, progress: Progress = lambda done, total: None,
     *, read_back: bool = True, passed: Progress = lambda done, total: None,
-    fence: Callable[[], None] = lambda: None,
+    fence: Callable[[], None] = lambda: None, abandoned: float = ABANDONED_SECONDS,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Copied:  # fmt: skip
     """Copy one checkpoint; done again, it copies nothing. Without `read_back`, a large blob that a
     bucket has is known by the checksum that the bucket keeps beside it, and not read. `progress`
     is told of each blob that has arrived, `passed` of each extent that is handed over; `fence` is
-    asked just before the commit object is made, and raises where it may not be.
+    asked just before the commit object is made, and raises where it may not be. `say` is told when
+    another's claim is watched, for `abandoned` seconds at most.
 
     Raises CheckpointError when the source is broken, the target belongs to another run or somebody
     removed there what had arrived, and what the stores raise. An object in the target that is not
@@ -60,48 +58,53 @@ def copy_checkpoint(
     """
     raw = source.get(key)
     commit = Commit.from_bytes(raw, key)
-    claim = None if _refuse_other(target, commit, raw) else _claimed(target, commit, raw)
-    if claim is not None:  # somebody may have come to his end between the two
-        _refuse_other(target, commit, raw)
-    copied = there = 0
-    for writer in commit.writers:
-        arrived = not read_back and _matches(source, target, writer.blob)
-        if arrived or _whole(target, writer.blob):
-            there += writer.blob.size
-        else:
-            told = partial(_from, passed, copied + there, commit.nbytes)
-            _replace(target, writer.blob.key, partial(_checked, source, writer.blob, told))
-            copied += writer.blob.size
-        progress(copied + there, commit.nbytes)
-        _copy_part(source, target, commit, writer)
-    _describe(source, target, commit)
-    _still_there(target, commit)
-    fence()
-    with suppress(AlreadyExistsError):  # the same bytes, or `_refuse_other` had spoken
-        target.create(key, raw)
+    with ExitStack() as stack:
+        claim, held = None, _always
+        if not _refuse_other(target, commit, raw):
+            claim = _claimed(target, commit, raw, abandoned, say)
+            held = stack.enter_context(claim.held()).check
+        copied = there = 0
+        for writer in commit.writers:
+            arrived = not read_back and _matches(source, target, writer.blob)
+            if arrived or _whole(target, writer.blob):
+                there += writer.blob.size
+            else:
+                told = partial(_from, passed, copied + there, commit.nbytes, held)
+                content = partial(_checked, source, writer.blob, told)
+                _replace(target, writer.blob.key, content, held)
+                copied += writer.blob.size
+            progress(copied + there, commit.nbytes)
+            _copy_part(source, target, commit, writer, held)
+        _describe(source, target, commit)
+        _still_there(target, commit)
+        if claim is not None:
+            claim.renew()
+        fence()
+        try:
+            target.create(key, raw)
+        except AlreadyExistsError:
+            _refuse_other(target, commit, raw)
     if claim is not None:
-        target.delete(claim)
+        claim.drop()
     return Copied(key, commit.step, copied, there)
 
 
-def _claimed(target: RunStore, commit: Commit, raw: bytes) -> str:
-    """Say which checkpoint of the step is brought; where that is said. One that was killed may go
-    on under its own claim. Raises ClaimedError where another one is brought."""
-    key, own = f"{part_prefix(commit.generation, commit.step)}claim", xxh3_128_hexdigest(raw)
-    while True:
-        try:
-            target.create(key, own.encode())
-        except AlreadyExistsError:
-            try:
-                found = target.get(key)
-            except MissingKeyError:
-                continue  # theirs is complete now: `_refuse_other` will see it
-            if found != own.encode():
-                raise ClaimedError(
-                    f"another checkpoint of step {commit.step}, generation {commit.generation}, "
-                    "is being copied there", where="the target", remedy="name a new folder",
-                ) from None  # fmt: skip
-        return key
+def _claimed(
+    target: RunStore, commit: Commit, raw: bytes, abandoned: float, say: Callable[[str], None]
+) -> Claim:
+    """Say which checkpoint of the step is brought. Raises ClaimedError where another one is."""
+    claim = Claim(target, commit, xxh3_128_hexdigest(raw), abandoned, say)
+    claim.take()
+    try:  # somebody may have come to his end between the two
+        _refuse_other(target, commit, raw)
+    except CheckpointError:
+        claim.drop()
+        raise
+    return claim
+
+
+def _always() -> None:
+    """No claim is needed where the checkpoint lies already."""
 
 
 def _refuse_other(target: RunStore, commit: Commit, raw: bytes) -> bool:
@@ -160,7 +163,8 @@ def _matches(source: RunStore, target: RunStore, blob: Blob) -> bool:
     return target.matches(blob.key, _checked(source, blob))
 
 
-def _from(passed: Progress, before: int, total: int, count: int) -> None:
+def _from(passed: Progress, before: int, total: int, held: Callable[[], None], count: int) -> None:
+    held()
     passed(before + count, total)
 
 
@@ -188,16 +192,25 @@ def _broken(what: str) -> CheckpointError:
     )
 
 
-def _replace(store: RunStore, key: str, content: Callable[[], Iterator[memoryview]]) -> None:
-    """Create an object, in place of a broken one if need be."""
+def _replace(
+    store: RunStore,
+    key: str,
+    content: Callable[[], Iterator[memoryview]],
+    held: Callable[[], None],
+) -> None:
+    """Create an object, in place of a broken one if need be, while the claim is held."""
+    held()
     try:
         store.create(key, content())
     except AlreadyExistsError:
+        held()
         store.delete(key)
         store.create(key, content())
 
 
-def _copy_part(source: RunStore, target: RunStore, commit: Commit, writer: Writer) -> None:
+def _copy_part(
+    source: RunStore, target: RunStore, commit: Commit, writer: Writer, held: Callable[[], None]
+) -> None:
     key = part_key(commit.generation, commit.step, writer_name(writer.rank))
     try:
         data = source.get(key)
@@ -208,7 +221,7 @@ def _copy_part(source: RunStore, target: RunStore, commit: Commit, writer: Write
     with suppress(MissingKeyError, CorruptError, OtherKeyError):
         if target.get(key) == data:
             return
-    _replace(target, key, lambda: iter([memoryview(data)]))
+    _replace(target, key, lambda: iter([memoryview(data)]), held)
 
 
 def _describe(source: RunStore, target: RunStore, commit: Commit) -> None:

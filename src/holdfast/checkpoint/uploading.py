@@ -26,7 +26,8 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.checkpoint import cleaning, fence
-from holdfast.checkpoint.copying import ClaimedError, copy_checkpoint
+from holdfast.checkpoint.claims import ClaimedError
+from holdfast.checkpoint.copying import copy_checkpoint
 from holdfast.checkpoint.restore import Checkpoint, listing, step_of
 from holdfast.errors import (
     CheckpointError,

@@ -117,6 +117,7 @@ def copy(
             done = copy_checkpoint(
                 found.store, key, target,
                 lambda part, total: progress.show("copied MiB", part // MIB, total // MIB),
+                say=progress.say,
             )  # fmt: skip
         except CheckpointError as error:
             if error.where != "the target":
