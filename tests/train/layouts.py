@@ -37,6 +37,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "qknorm": {"model__qk_norm": True},
     "fp32": {"train__precision": "fp32"},
     "bf16": {"train__precision": "bf16"},
+    "small": {"train__batch_size": 8},  # two microbatches
 }
 
 
@@ -77,8 +78,9 @@ def case(name: str) -> Case:
 
 
 def model_flags(name: str) -> str:
-    """What of a name's words makes another model or precision: a single process heeds those."""
-    return "".join(f"{flag}." for flag in ("qknorm", "untied", "fp32", "bf16") if flag in name)
+    """What of a name's words makes another curve: a single process heeds those."""
+    flags = ("qknorm", "untied", "fp32", "bf16", "small")
+    return "".join(f"{flag}." for flag in flags if flag in name)
 
 
 def config_of(changes: dict[str, Any]) -> RunConfig:
