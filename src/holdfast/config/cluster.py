@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from holdfast.config.base import Section
@@ -21,6 +23,15 @@ class ClusterConfig(Section):
         0,
         ge=0,
         description="from SIGTERM to the kill; 0: not known, a save takes as long as it does",
+    )
+    notices: Literal["none", "aws", "google", "azure", "file"] = Field(
+        "none", description="who is asked whether this machine is about to go"
+    )
+    notices_at: str = Field(
+        "", description="base address of the metadata service (default: the cloud's), or the file"
+    )
+    notices_every_seconds: float = Field(
+        1.0, gt=0, description="the time from one question to the next"
     )
     max_restarts_without_progress: int = Field(
         3, ge=0, description="new generations that end before a new step; then the run fails"

@@ -31,9 +31,11 @@ from holdfast.elastic import exits, health
 from holdfast.elastic.board import Board, Observer, Say
 from holdfast.elastic.boot import DEFAULT_ENTRY
 from holdfast.elastic.children import Template
+from holdfast.elastic.clouds import Warned, source_of
 from holdfast.elastic.generation import Generation
 from holdfast.elastic.last_upload import LastUpload
 from holdfast.elastic.mover_link import MoverLink
+from holdfast.elastic.notice_watch import NoticeWatch
 from holdfast.elastic.notices import NOTICE, Notice, Notices
 from holdfast.elastic.opening import boots, plan_topology
 from holdfast.elastic.rendezvous import Rendezvous
@@ -105,6 +107,7 @@ class Agent:
         self._seen = Seen(prior)
         self._notices = Notices(config, lambda event: self._board.emit("agent", event), say)
         learn = [self._seen.observe, self._notices.observe]
+        self._notice_source = source_of(config.cluster)
         self._board = Board(store, [*learn, *observers], say)
         self._state = RunState.OPENING
         self._number = 0  # of the newest generation; 0 before the first
@@ -154,6 +157,8 @@ class Agent:
         watches = [asyncio.create_task(self._tick()), asyncio.create_task(self._watch_term())]
         run = asyncio.create_task(self._run())
         self._catch_signals(run)
+        every = cluster.notices_every_seconds
+        warnings = NoticeWatch(self._notice_source, every, self._warned, self._say)
         try:
             # A watch or a listener ends only by a bug of ours, which must not go unseen.
             await asyncio.wait({run, *served, *watches}, return_when=asyncio.FIRST_COMPLETED)
@@ -169,6 +174,7 @@ class Agent:
             if self._leave_now:
                 os.close(lifeline_end)  # ends every child
             run.cancel()
+            warnings.close()
             for task in watches:
                 task.cancel()
             await self._shut_down()
@@ -515,6 +521,17 @@ class Agent:
         if self._state in (RunState.OPENING, RunState.TRAINING):
             self._become(RunState.LEAVING)
 
+    def _warned(self, warned: Warned) -> None:
+        """The cloud says when this machine is gone: save into what survives it, and leave where it
+        will not come back."""
+        if self._stop is not None:
+            return
+        if self._current is not None:
+            notice = Notice(warned.seconds, leave=warned.leave, source=warned.source)
+            self._notices.heard(notice, self._current.topology, self._step)
+        if warned.leave:
+            self._leave(warned.source)
+
     def _signalled(self, name: str, run: asyncio.Task[int]) -> None:
         if self._last_upload.missing and not self._leave_now:  # nothing else is waited for
             self._leave_now = True
@@ -522,10 +539,10 @@ class Agent:
             run.cancel()
         elif self._stop is None:
             grace = self._config.cluster.grace_seconds
-            if name == "SIGTERM" and grace and self._current is not None:
-                notice = Notice(grace, leave=True, source=name)
-                self._notices.heard(notice, self._current.topology, self._step)
-            self._leave(name)
+            if name == "SIGTERM" and grace:
+                self._warned(Warned(grace, True, name, name))
+            else:
+                self._leave(name)
         elif name == "SIGINT":
             self._leave_now = True
             run.cancel()
