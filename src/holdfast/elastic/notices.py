@@ -2,9 +2,9 @@
 
 A notice is a deadline in seconds, the nodes that go (none named: this one), and whether the run is
 to leave. It comes from SIGTERM where `cluster.grace_seconds` says how long afterwards the kill
-follows, from the cloud's metadata service (`clouds.py`, `cluster.notices`), or by the verb `/notice`,
-which `holdfast notice` speaks, signed like every request. From
-the measured bandwidth of each tier `policy/emergency.py` picks what will be complete in time:
+follows, from the cloud's metadata service (`clouds.py`, `cluster.notices`), or by the verb
+`/notice`, which `holdfast notice` speaks, signed like every request. From the measured bandwidth of
+each tier `policy/emergency.py` picks what will be complete in time:
 
     the run goes on   rank 0 is asked, once, for a save into those tiers after the next step
     the run leaves    a durable save, as always; where the disk would not make it and a peer does,
