@@ -240,9 +240,7 @@ def _uploader(boot: MoverBoot, service: Service) -> Uploader | None:
     )  # fmt: skip
 
     def committed(key: str) -> None:
-        if key in service.kept_back:
-            service.kept_back.discard(key)
-        else:
+        if service.uploads(key):
             uploader.committed(key)
 
     service.outcomes.durable.append(committed)

@@ -1,4 +1,8 @@
-"""What became of every save, and the events that say so."""
+"""What became of every save, and the events that say so.
+
+A long run makes hundreds of thousands of saves, and asks only for the last ones: what became of the
+newest SAVES_KEPT is known, and of all that are under way; older ones are counted and forgotten.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,8 @@ from holdfast.events import CheckpointCommitted, CheckpointFailed, Event
 
 EVENTS_KEPT = 4096
 """The agent reads events within a tick; this many are kept for one that is late."""
+SAVES_KEPT = 64
+"""No rank has more than a few steps on their way: its slots are two or three."""
 
 
 Save = tuple[int, int]
@@ -31,13 +37,18 @@ class Outcomes:
         self._keys: dict[Save, str] = {}
         self._reasons: dict[Save, str] = {}
         self._again: set[Save] = set()
+        self._ended = {"committed": 0, "failed": 0}  # of those that were forgotten
+        self._forgotten: Save = (0, -1)  # the newest of them
         self._warnings: deque[str] = deque(maxlen=16)
         self.durable: list[Callable[[str], None]] = []
         """Called with the key of each checkpoint that was committed; at once, so must not wait."""
+        self.underway: Callable[[Save], bool] = lambda save: False
+        """Which saves are not forgotten, however old; asked under the lock, so must not wait."""
 
     def captured(self, save: Save) -> None:
         with self._change:
             self._started.setdefault(save, self._clock())
+            self._forget()
 
     def succeed(self, save: Save, key: str, nbytes: int) -> None:
         for listener in self.durable:  # before anybody who waits for the end can ask further
@@ -51,8 +62,11 @@ class Outcomes:
     def fail(self, save: Save, reason: str) -> None:
         """The first reason counts; one event per save."""
         with self._change:
+            if self._is_forgotten(save):
+                return
             if not {save} & (self._reasons.keys() | self._keys.keys() | self._again):
                 self._reasons[save] = reason
+                self._forget()
                 self._put(CheckpointFailed(reason, step=save[1]))
 
     def again(self, save: Save) -> None:
@@ -94,9 +108,14 @@ class Outcomes:
     def settle(self, save: Save, wait: float) -> tuple[bool, str | None]:
         """(whether the save has ended within `wait` seconds, why it is not committed)."""
         with self._change:
-            done = self._change.wait_for(lambda: save in self._keys or save in self._reasons, wait)
+            done = self._change.wait_for(
+                lambda: save in self._keys or save in self._reasons or self._is_forgotten(save),
+                wait,
+            )
             if not done:
                 return False, None
+            if self._is_forgotten(save):
+                return True, "it is too long ago to say what became of it"
             return True, None if save in self._keys else self._reasons[save]
 
     def since(self, mark: int, wait: float) -> tuple[list[list[Any]], int]:
@@ -117,11 +136,31 @@ class Outcomes:
         with self._change:
             open_steps = set(self._started) - set(self._keys) - set(self._reasons)
             return {
-                "committed": len(self._keys),
-                "failed": len(self._reasons),
+                "committed": len(self._keys) + self._ended["committed"],
+                "failed": len(self._reasons) + self._ended["failed"],
                 "open": sorted(step for _, step in open_steps),
                 "warnings": list(self._warnings),
             }
+
+    def _known(self) -> set[Save]:
+        return {*self._started, *self._keys, *self._reasons, *self._again}
+
+    def _is_forgotten(self, save: Save) -> bool:
+        return save <= self._forgotten and save not in self._known()
+
+    def _forget(self) -> None:
+        """Whatever is older than the newest and not under way; twice as many are let grow, so that
+        this is rare."""
+        known = self._known()
+        if len(known) <= 2 * SAVES_KEPT:
+            return
+        for save in sorted(known)[:-SAVES_KEPT]:
+            if save in self._again or self.underway(save):
+                continue
+            self._started.pop(save, None)
+            self._ended["committed"] += self._keys.pop(save, None) is not None
+            self._ended["failed"] += self._reasons.pop(save, None) is not None
+            self._forgotten = max(self._forgotten, save)
 
     def _put(self, event: Event) -> None:
         self._events.append((self._next, event))

@@ -62,6 +62,7 @@ class Saves:
         self.rejected: dict[str, str] = {}  # keys of those that were passed over, and why
         self._store, self._shelf, self._outcomes = store, shelf, outcomes
         self._change, self._keep, self._memories = change, keep, memories
+        outcomes.underway = lambda save: self.pending[save] > 0
         self._committing = threading.Lock()
         self._newest: Save | None = None  # that was committed, under `_committing`
         self._begun: tuple[int, int | None] = (0, None)  # generation, and the step it began from

@@ -28,14 +28,14 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.checkpoint import cleaning, restore
 from holdfast.checkpoint.arena import SlotHeader, digest
 from holdfast.checkpoint.arenas import Arenas, RankArena
 from holdfast.checkpoint.blob import total_size
 from holdfast.checkpoint.choosing import Choice, Chooser, note_start
-from holdfast.checkpoint.outcomes import Outcomes
+from holdfast.checkpoint.outcomes import SAVES_KEPT, Outcomes, Save
 from holdfast.checkpoint.save import Plan, fitting_extent, seal_part
 from holdfast.checkpoint.saving import Saves
 from holdfast.checkpoint.second import Second
@@ -46,7 +46,7 @@ from holdfast.errors import CorruptError, FencedError, HoldfastError
 from holdfast.events import CheckpointRejected, SnapshotComplete, SnapshotDropped, SourceRejected
 from holdfast.layout import Topology
 from holdfast.policy.save import Into
-from holdfast.spec.manifest import commit_key, parse_commit_key
+from holdfast.spec.manifest import parse_commit_key
 from holdfast.spec.state import StateTable
 from holdfast.wire.runstore import MissingKeyError, RunStore
 from holdfast.wire.stores import open_store
@@ -54,6 +54,16 @@ from holdfast.wire.stores import open_store
 HASH_THREADS = 2
 DESCRIPTORS = 200
 """Descriptors that one answer may carry; the kernel allows 253."""
+
+
+_Ordered = TypeVar("_Ordered", int, Save)
+
+
+def _add(known: set[_Ordered], new: _Ordered) -> None:
+    """The oldest goes when there are too many: it ended long ago, without anybody's asking."""
+    known.add(new)
+    if len(known) > SAVES_KEPT:
+        known.remove(min(known))
 
 
 @dataclass(frozen=True)
@@ -98,8 +108,6 @@ class Service:
         self.shelved: list[Callable[[Snapshot, bool], None]] = []
         """Called with each snapshot of a rank of this node that peers may have, and whether they
         are to have it whatever their rule says, on a thread that may take its time."""
-        self.kept_back: set[str] = set()
-        """Keys of checkpoints that do not go into the bucket."""
         self.elsewhere: Callable[[Collection[str]], list[dict[str, Any]]] = lambda keys: []
         """Which of some blobs lie in the memory of peers, as JSON (`PeerMemories.holders`)."""
         self._store = store
@@ -114,6 +122,7 @@ class Service:
         )  # fmt: skip
         self._handed: dict[int, dict[int, float]] = {}  # step -> rank -> when it was handed over
         self._given_up: set[int] = set()  # steps of this generation that lack a rank for good
+        self._kept_back: set[Save] = set()  # what does not go into the bucket
         self._choice: Choice | None = None
         self._hashing = 0
         self._hashers = ThreadPoolExecutor(HASH_THREADS, "hash")
@@ -237,7 +246,7 @@ class Service:
             if durable:
                 self._saves.expect((generation, step))
                 if not uploaded:
-                    self.kept_back.add(commit_key(generation, step))
+                    _add(self._kept_back, (generation, step))
         for older in skipped:
             self.shelf.drop(generation, older)
         into = Into(durable, copied, uploaded)
@@ -246,6 +255,14 @@ class Service:
         self._hashers.submit(self._shelve, capture)
         if writing is not None:
             self._saves.submit(plan, writing)
+
+    def uploads(self, key: str) -> bool:
+        """Whether a checkpoint that was committed goes into the bucket too. Asked once for each."""
+        step, generation = parse_commit_key(key) or (0, 0)
+        with self._change:
+            kept_back = (generation, step) in self._kept_back
+            self._kept_back.discard((generation, step))
+        return not kept_back
 
     def skipped(self, generation: int, rank: int, step: int, reason: str) -> None:
         """A rank has no snapshot of a step that others may have: nobody's slot waits for it."""
@@ -256,7 +273,7 @@ class Service:
 
     def _give_up(self, generation: int, step: int) -> None:
         with self._change:
-            self._given_up.add(step)
+            _add(self._given_up, step)
         self.shelf.drop(generation, step)
 
     def _note(self, rank: int, step: int) -> list[int]:
