@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,6 +30,17 @@ def pytest_configure(config: pytest.Config) -> None:
         server = Server()
         config.stash[_SERVER] = server
         os.environ[ADDRESS] = server.address
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whoever has nothing left takes from the other: some tests take a minute, most of them none.
+    It also leaves the tests of a file together, which share what they compare with."""
+    if config.getvalue("dist") != "load":
+        return None  # another way was asked for
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -27,16 +27,21 @@ def test_a_kill_is_remembered_over_the_restart_and_over_a_new_session(tmp_path: 
     collector = threading.Thread(target=lambda: (process.communicate(timeout=200), done.set()))
     collector.start()
     pids: dict[int, int] = {}
+    decided: set[int] = set()  # generations that have said how often they save
     killed = left = False
     for batch in follow(FolderStore(folder), stop=done):
         for record in batch:
             event = record.event
             if isinstance(event, WorkerStarted):
                 pids[event.rank] = event.pid
-            elif isinstance(event, StepDone) and event.step >= 20 and not killed:
+            elif isinstance(event, SaveInterval):
+                decided.add(record.generation)
+            elif not isinstance(event, StepDone):
+                continue
+            elif event.step >= 20 and 1 in decided and not killed:
                 killed = True
                 os.kill(pids[1], signal.SIGKILL)
-            elif isinstance(event, StepDone) and event.step >= 160 and killed and not left:
+            elif record.generation == 2 and 2 in decided and not left:
                 left = True
                 process.terminate()
     collector.join(200)

@@ -114,10 +114,16 @@ def test_the_run_file_for_one_gpu_asks_for_what_is_measured() -> None:
     assert (config.train.compile, config.device, config.layout.workers) == (True, "auto", 1)
 
 
-def test_ways_of_saving_are_measured_beside_their_floors(tmp_path: Path) -> None:
-    """A little state, in real processes with a real mover: every way ends with a row."""
+@pytest.mark.parametrize(
+    ("cases", "count"), [(["4 MB"], 4), pytest.param([], 4 + 2, marks=pytest.mark.slow)]
+)
+def test_ways_of_saving_are_measured_beside_their_floors(
+    cases: list[str], count: int, tmp_path: Path
+) -> None:
+    """A little state, in real processes with a real mover: every way ends with a row. The table
+    of following steps is with the long tests (marker slow)."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.checkpoint", "--quick", "--ranks", "2",
+        [sys.executable, "-m", "benchmarks.checkpoint", *cases, "--quick", "--ranks", "2",
          "--folder", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, check=False, timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -125,6 +131,6 @@ def test_ways_of_saving_are_measured_beside_their_floors(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stdout, done.stdout
     rows = [line for line in done.stdout.splitlines() if line.startswith(("DCP async", "ours,"))]
-    assert len(rows) == 4 + 2
+    assert len(rows) == count
     assert list(tmp_path.iterdir()) == []
     assert all(wall > 0 for wall, _ in floors.direct_write(tmp_path, 10_000, 2))

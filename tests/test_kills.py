@@ -34,11 +34,11 @@ from holdfast.wire.journal import follow, read
 from holdfast.wire.runstore import FolderStore
 from tests.cli.support import Outcome, apart, start, write_run_file
 
-STEPS = 360
+STEPS = 260
 KILLS = 10
 SETTINGS = (
     f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
-    "train.optimizer.clip_norm=0.05", "checkpoint.every_steps=8",
+    "train.optimizer.clip_norm=0.05", "checkpoint.every_steps=5",
     "cluster.threads_per_worker=1",
 )  # fmt: skip
 
@@ -58,10 +58,10 @@ def test_ten_kills_and_another_number_of_workers_change_no_bit(run_file: Path) -
     assert undisturbed.code == 0, undisturbed.err
 
     chooser = random.Random(20260511)
-    points = [20 + 20 * i + chooser.randrange(14) for i in range(KILLS)]
-    first = _disturbed(run_file, killed, 3, points, chooser, leave_at=240)
+    points = [10 + 12 * i + chooser.randrange(8) for i in range(KILLS)]
+    first = _disturbed(run_file, killed, 3, points, chooser, leave_at=140)
     assert first.code == 0, first.err
-    second = _disturbed(run_file, killed, 2, [290], chooser)
+    second = _disturbed(run_file, killed, 2, [170], chooser)
     assert second.code == 0, second.err
 
     events = [record.event for record in read(FolderStore(killed))]
