@@ -160,3 +160,28 @@ def test_a_capture_that_cannot_be_written_stays_in_memory(tmp_path: Path) -> Non
     assert service.shelf.complete() == [(1, 1)]
     assert not [name for name in files(store) if name.startswith(("data/", "parts/", "commits/"))]
     service.close()
+
+
+def test_a_disk_that_hangs_holds_no_thread_that_hashes(tmp_path: Path) -> None:
+    """A capture is fenced while its blob is half written; the next generation goes on meanwhile."""
+    store = Slow(tmp_path)
+    service, ranks = begin(store, 1)  # two ranks
+    with hashing_held(service):
+        slot = announce(ranks, 1)
+        assert store.begun.wait(DEADLINE)
+        open_generation(store, 2, {})
+        service.expect(2, states.topology(0, 2), states.TABLE)
+    meet = threading.Barrier(HASH_THREADS)  # every thread comes there
+    for free in [service._hashers.submit(meet.wait, DEADLINE) for _ in range(HASH_THREADS)]:
+        free.result(2 * DEADLINE)
+    assert any(arena.held(slot) for arena in ranks.arenas)  # the disk still reads
+    own = Ranks(Direct(service, 2), states.topology(0, 2))  # type: ignore[arg-type]
+    place, head = own.capture(0, 2)
+    service.captured(2, 0, 2, place, head.sequence, {}, durable=False)
+    with service._change:
+        assert service._change.wait_for(lambda: (2, 2) in service.shelf.complete(), DEADLINE)
+    store.go.set()
+    assert "generation 2" in (ranks.client.settle(1, DEADLINE) or "")
+    service.close()
+    assert not any(arena.held(slot) for arena in ranks.arenas)
+    assert not [name for name in files(store) if name.startswith(("data/", "parts/", "commits/"))]

@@ -52,7 +52,8 @@ class Arenas:
         dropped: Callable[[int, str], None],
     ) -> None:
         """current: the plan of a generation, or FencedError where that is over. hashing: whether
-        captures are being read just now. dropped: told of each step that made room, and why."""
+        captures, or what is left of them, are being read just now. dropped: told of each step that
+        made room, and why."""
         self.ranks: dict[int, RankArena] = {}
         self._shelf, self._change, self._current = shelf, change, current
         self._is_hashing, self._dropped = hashing, dropped

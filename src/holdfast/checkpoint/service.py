@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from holdfast.checkpoint import cleaning, restore
@@ -117,7 +118,7 @@ class Service:
         self._change = threading.Condition()
         self._plan: Plan | None = None
         self._arenas = Arenas(
-            self.shelf, self._change, self._current, lambda: self._hashing > 0,
+            self.shelf, self._change, self._current, lambda: self._hashing + self._reading > 0,
             lambda step, why: self.outcomes.add(SnapshotDropped(why, step=step)),
         )  # fmt: skip
         self._handed: dict[int, dict[int, float]] = {}  # step -> rank -> when it was handed over
@@ -125,6 +126,7 @@ class Service:
         self._kept_back: set[Save] = set()  # what does not go into the bucket
         self._choice: Choice | None = None
         self._hashing = 0
+        self._reading = 0  # slots of captures that failed, while a disk may still read them
         self._hashers = ThreadPoolExecutor(HASH_THREADS, "hash")
         self._saves = Saves(
             store, self.shelf, self.outcomes, self._change,
@@ -299,10 +301,12 @@ class Service:
             snapshot = Snapshot(part, part.to_bytes(), owner.memory, slot, due)
             complete = self._put(snapshot, capture.writing is not None)
         except Exception as error:  # a failed save never stops training
+            with self._change:
+                self._reading += 1
             if capture.writing is not None:
-                capture.writing.give_up(error)
-            if owner.arena.header(slot) in (due, None):  # else a newer capture lies there
-                owner.arena.release(slot)
+                capture.writing.give_up(error, partial(self._release, capture))
+            else:
+                self._release(capture)
             if capture.writing is None and not isinstance(error, FencedError):
                 self.outcomes.warn(f"step {due.step} of rank {capture.rank}: {error}")
             self._give_up(plan.generation, due.step)
@@ -317,6 +321,14 @@ class Service:
             with self._change:
                 self._hashing -= 1
                 self._change.notify_all()
+
+    def _release(self, capture: _Capture) -> None:
+        """Give back the slot of a capture that was not shelved."""
+        if capture.owner.arena.header(capture.slot) in (capture.due, None):  # else a newer one's
+            capture.owner.arena.release(capture.slot)
+        with self._change:
+            self._reading -= 1
+            self._change.notify_all()
 
     def _put(self, snapshot: Snapshot, durable: bool) -> bool:
         """Shelve; whether the step is complete. Raises FencedError when its generation is over:

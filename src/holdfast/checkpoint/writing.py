@@ -5,7 +5,8 @@ the checksums; only the part manifest needs both. So both begin when a capture i
 meet before the part:
 
     hashing    sealed(snapshot)    the checksums are made, and the slot is pinned
-               give_up(why)        there will be none; returns when the disk reads no more
+               give_up(why, then)  there will be none; `then` is called once the disk reads no
+                                   more: at once, or by the thread that saves, whose disk may hang
     saving     write(store, ...)   the blob, durable; ends early, and leaves nothing, once the save
                                    is of no use
                snapshot()          waits for one of the first two; raises what `give_up` was told
@@ -37,16 +38,21 @@ class Writing:
         self._memory, self._slot, self._header = memory, slot, header
         self._key = blob_key(header.generation, header.step, writer_name(rank))
         self._sealed: Future[Snapshot] = Future()
-        self._reading = threading.Lock()  # held by whoever reads the slot for the disk
+        self._turn = threading.Lock()
+        self._reading = False  # the slot is read for the disk
+        self._then: Callable[[], None] | None = None  # what waits for the end of that
 
     # --- the side that hashes ---------------------------------------------------------------
     def sealed(self, snapshot: Snapshot) -> None:
         self._sealed.set_result(snapshot)
 
-    def give_up(self, why: Exception) -> None:
-        self._sealed.set_exception(why)
-        with self._reading:  # a write that is under way ends with its next piece
-            pass
+    def give_up(self, why: Exception, then: Callable[[], None]) -> None:
+        with self._turn:
+            self._sealed.set_exception(why)
+            if self._reading:  # a write that is under way ends with its next piece
+                self._then = then
+                return
+        then()
 
     # --- the side that saves ----------------------------------------------------------------
     def write(self, store: RunStore, useless: Callable[[], str | None]) -> None:
@@ -56,10 +62,18 @@ class Writing:
         Raises that, what `give_up` was told, CorruptError when the slot changes meanwhile, and
         what the store raises.
         """
-        with self._reading:
+        with self._turn:
             self._go_on(useless)
+            self._reading = True
+        try:
             with self._memory.arena.reading(self._slot, self._header) as data:
                 write_blob(store, self.save[0], self._key, self._content(data, useless))
+        finally:
+            with self._turn:
+                self._reading = False
+                then, self._then = self._then, None
+            if then is not None:
+                then()
 
     def snapshot(self) -> Snapshot:
         return self._sealed.result()
