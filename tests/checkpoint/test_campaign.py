@@ -86,7 +86,8 @@ def test_another_machines_memory_at_length(name: str) -> None:
 
 
 def test_a_bucket_over_real_http() -> None:
-    seen = campaign("--seed", 2, "--cases", 6, "--only", *BUCKET)
+    """One of each kind, in which nothing is silently wrong; `make rotten` does more."""
+    seen = campaign("--seed", 2, "--cases", 1, "--only", *BUCKET)
     assert {case["fault"] for case in seen} == set(BUCKET)
 
 
@@ -112,7 +113,7 @@ def test_another_five_hundred(seed: int) -> None:
 
 @pytest.mark.parametrize(
     ("first", "count"),
-    [(0, 5), *(pytest.param(n, 10, marks=pytest.mark.slow) for n in range(5, 45, 10))],
+    [(0, 10), (10, 10), (20, 10), (30, 10), pytest.param(40, 10, marks=pytest.mark.slow)],
 )
 def test_real_workers(first: int, count: int) -> None:
     """Ranks with torch, each with its Capturer, and a real mover process."""

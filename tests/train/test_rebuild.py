@@ -1,8 +1,8 @@
 """A layout that changes while the run lives: torn down in mid-run and rebuilt in the same
 processes, with other ranks or as another layout, and the curve goes on as if nothing had been.
 
-Every kind of layout and of move between two is tried; combinations whose parts are tried apart are
-with the long tests (marker slow).
+Every kind of layout and of move between two is tried; combinations that `test_parity.py` trains
+under, and whose parts are rebuilt here, are with the long tests (marker slow).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ LAYOUTS = {
 """Every kind of layout (the names are those of `layouts.py`), and the other one that it becomes."""
 LONG = {
     "plain.tp4", "plain.tp2-shard2", "plain.pp2-tp2", "qknorm.tp4", "untied.shard2-tp2",
-    "pp2-dp2-tp2", "dp2-shard2",
+    "pp2-dp2-tp2", "dp2-shard2", "plain.tp2+one", "pp2-tp2+tp4",
 }  # fmt: skip
 
 
