@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.mover_client import Newest
-from holdfast.checkpoint.service import Settings
 from holdfast.config.run import RunConfig
 from holdfast.elastic import exits, health
 from holdfast.elastic.board import Board, Observer, Say
@@ -37,25 +36,24 @@ from holdfast.elastic.last_upload import LastUpload
 from holdfast.elastic.mover_link import MoverLink
 from holdfast.elastic.notice_watch import NoticeWatch
 from holdfast.elastic.notices import NOTICE, Notice, Notices
-from holdfast.elastic.opening import boots, plan_topology
+from holdfast.elastic.opening import boots, mover_settings, plan_topology
 from holdfast.elastic.rendezvous import Rendezvous
+from holdfast.elastic.standing import Standing
 from holdfast.elastic.verdict import Failed, Finished, Left, Lost, Verdict
+from holdfast.elastic.watching import watch_progress, watch_term
 from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.events import (
     CheckpointCommitted,
     Event,
     GenerationStarted,
     RestorePointFound,
-    RunFailed,
-    RunFinished,
     RunStarted,
-    RunStopped,
     StopRequested,
 )
 from holdfast.layout import Topology
 from holdfast.plan.hardware import usable_cores
 from holdfast.policy.hazard import Hazard
-from holdfast.policy.restart import Restarts, RunState, advance, give_up
+from holdfast.policy.restart import Restarts, RunState, give_up
 from holdfast.policy.seen import Seen
 from holdfast.wire import lifeline
 from holdfast.wire.auth import Verifier
@@ -64,9 +62,6 @@ from holdfast.wire.runstore import RunStore
 from holdfast.wire.secret import Secret
 from holdfast.wire.server import Guard, Listener, bind
 from holdfast.wire.term import QUESTION, Term, newest_generation, open_generation
-
-TERM_SECONDS = 2.0
-"""How often the run store is asked whether another trainer has taken over."""
 
 LEFT_AT_ONCE = 130
 """Exit code after a second Ctrl-C: 128 + SIGINT, as a shell would say."""
@@ -101,7 +96,7 @@ class Agent:
         self._control, self._folder, self._above = control, folder, above
         self._config_hash, self._dataset_version = config_hash, dataset_version
         self._render_metrics, self._say = render_metrics, say
-        self._resume, self._entry = resume, entry
+        self._entry = entry
         self._node = platform.node() or "localhost"
         prior = Hazard.prior(config.checkpoint.node_mtbf_hours * 3600)
         self._seen = Seen(prior)
@@ -109,7 +104,7 @@ class Agent:
         learn = [self._seen.observe, self._notices.observe]
         self._notice_source = source_of(config.cluster)
         self._board = Board(store, [*learn, *observers], say)
-        self._state = RunState.OPENING
+        self._standing = Standing(self._board, say, resume)
         self._number = 0  # of the newest generation; 0 before the first
         self._current: Generation | None = None
         self._restarts = Restarts()
@@ -117,7 +112,6 @@ class Agent:
         self._newest: Newest | None = None  # what the present generation began from
         self._tried: dict[str, str] = {}  # checkpoints that proved rotten when they were read
         self._stop: str | None = None
-        self._written: str | None = None  # why the run stopped, as the journal has it
         self._leave_now = False
         self._template: Template | None = None
 
@@ -140,21 +134,18 @@ class Agent:
             Listener(health.application(self._health, self._render_metrics), metrics),
         ]
         self._lifeline, lifeline_end = lifeline.pipe()
-        settings = Settings(
-            run=self._config.name, config_hash=self._config_hash,
-            dataset_version=self._dataset_version, keep_last=self._config.checkpoint.keep_last,
-            keep_every=self._config.checkpoint.keep_every,
-            extent_bytes=self._config.checkpoint.extent_mb << 20,
-            bucket=self._config.checkpoint.bucket,
-            bucket_keep_last=self._config.checkpoint.bucket_keep_last,
-        )  # fmt: skip
+        settings = mover_settings(self._config, self._config_hash, self._dataset_version)
         self._mover = MoverLink(
             self._config, self._folder, self._secret, settings, self._take_from_mover
         )
         patience = self._config.checkpoint.bucket_wait_seconds
         self._last_upload = LastUpload(self._mover, patience, self._say)
         served = [asyncio.create_task(listener.serve()) for listener in listeners]
-        watches = [asyncio.create_task(self._tick()), asyncio.create_task(self._watch_term())]
+        beat = cluster.heartbeat_seconds
+        watches = [
+            asyncio.create_task(watch_progress(beat, lambda: self._current, self._board.flush)),
+            asyncio.create_task(watch_term(self._term, self._decide)),
+        ]
         run = asyncio.create_task(self._run())
         self._catch_signals(run)
         every = cluster.notices_every_seconds
@@ -264,18 +255,17 @@ class Agent:
         match verdict:
             case Finished(step, str(unsaved)) | Left(step, str(unsaved)):
                 why = f"the state after step {step} could not be saved: {unsaved}"
-                self._stopped(self._committed, why)
+                self._standing.stopped(self._committed, why)
                 return 1
             case Finished(step) if missing is not None:
-                self._stopped(step, missing)
+                self._standing.stopped(step, missing)
                 return 1
             case Finished(step):
-                self._become(RunState.FINISHED)
-                self._board.emit("agent", RunFinished(step=step))
+                self._standing.finished(step)
                 return 0
             case Left(step):
                 why = self._stop or "the workers left"
-                self._stopped(step, why if missing is None else f"{why}; {missing}")
+                self._standing.stopped(step, why if missing is None else f"{why}; {missing}")
                 return 0
             case Failed(sentence, code):
                 self._fail(sentence, journal=code != exits.FENCED)
@@ -284,7 +274,7 @@ class Agent:
                 self._say(sentence)
                 return 1
             case Lost(_, cause):
-                self._stopped(self._committed, f"{self._stop}; lost while saving: {cause}")
+                self._standing.stopped(self._committed, f"{self._stop}; lost while saving: {cause}")
                 return 1
 
     async def _in_bucket(self, verdict: Finished | Left) -> str | None:
@@ -292,14 +282,14 @@ class Agent:
         while it waits."""
 
         async def written() -> None:
-            self._write_stopped(verdict.step, self._stop or "the workers left")
+            self._standing.write_stopped(verdict.step, self._stop or "the workers left")
             await self._board.flush(sync=True)
 
         before = written if isinstance(verdict, Left) else None
         return await self._last_upload.arrived(self._number, before, self._notices.seconds_left)
 
     def _restart_or_give_up(self, verdict: Lost) -> int | None:
-        self._become(RunState.RECOVERING)
+        self._standing.become(RunState.RECOVERING)
         newest = self._newest
         if verdict.rotten is not None and newest is not None and newest.key is not None:
             self._say(f"{newest.key} is not whole ({verdict.rotten}); the next older one is tried")
@@ -315,36 +305,19 @@ class Agent:
         self._say(sentence)
         return 1
 
-    def _stopped(self, step: int, reason: str) -> None:
-        self._write_stopped(step, reason)
-        self._say(f"stopped after step {step} ({reason}); resume with: {self._resume}")
-
-    def _write_stopped(self, step: int, reason: str) -> None:
-        """Again with more to say, where the bucket was waited for: the last one counts."""
-        if self._state is not RunState.STOPPED:
-            self._become(RunState.STOPPED)
-        if reason != self._written:
-            self._written = reason
-            self._board.emit("agent", RunStopped(reason, step=step))
-
     def _fail(self, sentence: str, journal: bool = True) -> None:
         """`journal` is False once another trainer has taken over: the journal is its own then."""
-        self._become(RunState.FAILED)
-        if self._number and journal:
-            self._board.emit("agent", RunFailed(sentence, step=self._committed))
+        self._standing.failed(sentence, self._committed, journal and self._number > 0)
 
     @property
     def _step(self) -> int:
         return self._committed if self._current is None else self._current.step
 
-    def _become(self, state: RunState) -> None:
-        self._state = advance(self._state, state)
-
     # --- a generation ---------------------------------------------------------------------
     async def _open(self, reason: str, resumed: bool | None) -> Generation:
         """Open the next generation and fork its workers; `resumed` is None but for the first."""
-        if self._state is RunState.RECOVERING:
-            self._become(RunState.OPENING)
+        if self._standing.state is RunState.RECOVERING:
+            self._standing.become(RunState.OPENING)
         await self._ensure_children()
         await self._mover.settle(self._number)  # the next generation fences what is being saved
         # In this order: whoever takes over in between opens this number, and ours comes too late.
@@ -428,8 +401,8 @@ class Agent:
             self._current.told(message)
 
     def _ready(self) -> None:
-        if self._state is RunState.OPENING:
-            self._become(RunState.TRAINING)
+        if self._standing.state is RunState.OPENING:
+            self._standing.become(RunState.TRAINING)
 
     def _template_gone(self) -> None:
         self._say("the template ended; its workers are given up and a new one is started")
@@ -471,7 +444,7 @@ class Agent:
 
     def _health(self) -> dict[str, Any]:
         return {
-            "state": str(self._state),
+            "state": str(self._standing.state),
             "term": self._term.number,
             "generation": self._number,
             "step": self._step,
@@ -479,32 +452,7 @@ class Agent:
             "workers": len(self._current.members.alive) if self._current is not None else 0,
         }
 
-    # --- clocks and signals ---------------------------------------------------------------
-    async def _tick(self) -> None:
-        """The progress watch; it also stores what the last flush could not."""
-        beat = self._config.cluster.heartbeat_seconds
-        last = self._loop.time()
-        while True:
-            await asyncio.sleep(beat)
-            now = self._loop.time()
-            if self._current is not None:
-                if now - last > 5 * beat + 1.0:
-                    # We were stopped ourselves (Ctrl-Z, a paused machine): nobody could report.
-                    self._current.members.forgive(now - last)
-                self._current.watch_progress(now)
-            last = now
-            await self._board.flush()
-
-    async def _watch_term(self) -> None:
-        while True:
-            await asyncio.sleep(TERM_SECONDS)
-            try:
-                await asyncio.to_thread(self._term.check)
-            except FencedError as error:
-                self._decide(Failed(str(error), exits.FENCED))
-            except HoldfastError:
-                continue  # the run store is out of reach: that stops no training
-
+    # --- signals --------------------------------------------------------------------------
     def _catch_signals(self, run: asyncio.Task[int]) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             # Only a process's main thread may; elsewhere whoever started us has them.
@@ -518,8 +466,8 @@ class Agent:
         self._say(f"{why}: saving and leaving at the next step (Ctrl-C again: at once)")
         if self._number:
             self._board.emit("agent", StopRequested(why, step=self._step))
-        if self._state in (RunState.OPENING, RunState.TRAINING):
-            self._become(RunState.LEAVING)
+        if self._standing.state in (RunState.OPENING, RunState.TRAINING):
+            self._standing.become(RunState.LEAVING)
 
     def _warned(self, warned: Warned) -> None:
         """The cloud says when this machine is gone: save into what survives it, and leave where it
@@ -535,7 +483,7 @@ class Agent:
     def _signalled(self, name: str, run: asyncio.Task[int]) -> None:
         if self._last_upload.missing and not self._leave_now:  # nothing else is waited for
             self._leave_now = True
-            self._stopped(self._committed, f"{name}; {self._last_upload.missing}")
+            self._standing.stopped(self._committed, f"{name}; {self._last_upload.missing}")
             run.cancel()
         elif self._stop is None:
             grace = self._config.cluster.grace_seconds

@@ -1,9 +1,10 @@
-"""What a generation is opened with: its Topology, and what each worker is told."""
+"""What a generation is opened with: its Topology, and what the mover and each worker are told."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from holdfast.checkpoint.service import Settings
 from holdfast.config.run import RunConfig
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.layout import Topology, place_replicas
@@ -17,6 +18,20 @@ def plan_topology(config: RunConfig, generation: int, node: str) -> Topology:
     layouts = layouts_of(config)
     workers = sum(layout.world_size for layout in layouts)
     return place_replicas(layouts, generation, (node,) * workers)
+
+
+def mover_settings(config: RunConfig, config_hash: str, dataset_version: str) -> Settings:
+    checkpoint = config.checkpoint
+    return Settings(
+        run=config.name,
+        config_hash=config_hash,
+        dataset_version=dataset_version,
+        keep_last=checkpoint.keep_last,
+        keep_every=checkpoint.keep_every,
+        extent_bytes=checkpoint.extent_mb << 20,
+        bucket=checkpoint.bucket,
+        bucket_keep_last=checkpoint.bucket_keep_last,
+    )
 
 
 def threads_per_worker(config: RunConfig, cores: int) -> int:

@@ -1,0 +1,46 @@
+"""What an agent looks at again and again: whether its workers get on, and whose the run is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from holdfast.elastic import exits
+from holdfast.elastic.generation import Generation
+from holdfast.elastic.verdict import Failed, Verdict
+from holdfast.errors import FencedError, HoldfastError
+from holdfast.wire.term import Term
+
+TERM_SECONDS = 2.0
+"""How often the run store is asked whether another trainer has taken over."""
+
+
+async def watch_progress(
+    beat: float, current: Callable[[], Generation | None], flush: Callable[[], Awaitable[object]]
+) -> None:
+    """Without end; it also stores what the last flush could not."""
+    clock = asyncio.get_running_loop().time
+    last = clock()
+    while True:
+        await asyncio.sleep(beat)
+        now = clock()
+        generation = current()
+        if generation is not None:
+            if now - last > 5 * beat + 1.0:
+                # We were stopped ourselves (Ctrl-Z, a paused machine): nobody could report.
+                generation.members.forgive(now - last)
+            generation.watch_progress(now)
+        last = now
+        await flush()
+
+
+async def watch_term(term: Term, decide: Callable[[Verdict], None]) -> None:
+    """Without end."""
+    while True:
+        await asyncio.sleep(TERM_SECONDS)
+        try:
+            await asyncio.to_thread(term.check)
+        except FencedError as error:
+            decide(Failed(str(error), exits.FENCED))
+        except HoldfastError:
+            continue  # the run store is out of reach: that stops no training
