@@ -68,26 +68,24 @@ TABLE = (
 ALL = 4 * (64 * 8 + 32)
 
 
-def test_replicas_elsewhere_hold_what_a_node_owns_so_nothing_has_to_travel() -> None:
+def test_a_node_of_two_replicas_owns_half_of_the_state() -> None:
     topology = place(Layout(dp_replicate=2), 1, ("here", "there"))
     found = at_risk(topology, TABLE, {"here"})
     assert list(found.boxes) == [0]
     assert found.bytes == ALL // 2
-    assert found.moving == {0: ()}
-    assert found.moving_bytes == 0
 
 
-def test_what_only_the_named_nodes_hold_has_to_travel() -> None:
+def test_what_the_nodes_own_is_all_of_the_state_and_each_box_once() -> None:
     topology = place(Layout(dp_shard=4), 1, ("a", "a", "b", "b"))
     found = at_risk(topology, TABLE, {"a"})
-    assert found.moving == found.boxes
-    assert found.moving_bytes == ALL // 2
+    assert sorted(found.boxes) == [0, 1]
+    assert found.bytes == ALL // 2
     rest = at_risk(topology, TABLE, {"b"})
     for spec in TABLE:
         held: list[Box] = [
             box
             for part in (found, rest)
-            for boxes in part.moving.values()
+            for boxes in part.boxes.values()
             for box in boxes
             if box.name == spec.name
         ]

@@ -17,7 +17,7 @@ from holdfast.layout import Topology
 from holdfast.policy.hazard import duration
 from holdfast.spec.boxes import Box
 from holdfast.spec.ownership import owned_boxes
-from holdfast.spec.state import ITEM_BYTES, StateTable, local_boxes
+from holdfast.spec.state import ITEM_BYTES, StateTable
 
 MARGIN = 0.2
 """Share of the deadline that is not planned with: a measured bandwidth is that of other minutes,
@@ -82,13 +82,15 @@ def emergency(deadline: float, nbytes: int, routes: Sequence[Route]) -> Emergenc
 
 @dataclass(frozen=True)
 class AtRisk:
-    """What nodes that are about to go own. boxes: by rank. moving: those of them that no rank
-    elsewhere holds in whole, which have to travel; the others are captured where they are too."""
+    """What nodes that are about to go own, by rank: the size that an emergency plans with.
+
+    It is not what is saved: a save is of the whole state, each rank's own part of it, because a
+    step counts only when every rank's part is there. So boxes that ranks elsewhere hold too are
+    neither left out of it nor sent last.
+    """
 
     boxes: dict[int, tuple[Box, ...]]
-    moving: dict[int, tuple[Box, ...]]
     bytes: int
-    moving_bytes: int
 
 
 def at_risk(topology: Topology, table: StateTable, nodes: Collection[str]) -> AtRisk:
@@ -99,19 +101,6 @@ def at_risk(topology: Topology, table: StateTable, nodes: Collection[str]) -> At
             f"no rank is on node {unknown[0]}; there are {sorted(set(topology.nodes))}"
         )
     going = [rank for rank, node in enumerate(topology.nodes) if node in nodes]
-    staying = [rank for rank, node in enumerate(topology.nodes) if node not in nodes]
-    held: dict[str, list[Box]] = {}
-    for rank in staying:
-        for box in local_boxes(topology, table, rank):
-            held.setdefault(box.name, []).append(box)
     item = {spec.name: ITEM_BYTES[spec.dtype] for spec in table}
-
-    def size(found: dict[int, tuple[Box, ...]]) -> int:
-        return sum(box.size * item[box.name] for boxes in found.values() for box in boxes)
-
     boxes = {rank: owned_boxes(topology, table, rank) for rank in going}
-    moving = {
-        rank: tuple(b for b in own if not any(h.contains(b) for h in held.get(b.name, ())))
-        for rank, own in boxes.items()
-    }
-    return AtRisk(boxes, moving, size(boxes), size(moving))
+    return AtRisk(boxes, sum(box.size * item[box.name] for own in boxes.values() for box in own))
