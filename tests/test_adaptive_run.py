@@ -29,7 +29,7 @@ def test_a_kill_is_remembered_over_the_restart_and_over_a_new_session(tmp_path: 
     pids: dict[int, int] = {}
     decided: set[int] = set()  # generations that have said how often they save
     killed = left = False
-    for batch in follow(FolderStore(folder), stop=done):
+    for batch in follow(FolderStore(folder), poll=0.05, stop=done):
         for record in batch:
             event = record.event
             if isinstance(event, WorkerStarted):

@@ -78,7 +78,8 @@ def _free_port() -> int:
 
 
 def _killed_twice(command: list[str], folder: Path, port: int) -> tuple[dict[str, float], str]:
-    """Kill a worker after the second checkpoint, and the agent some steps after its recovery."""
+    """Kill a worker after the second checkpoint, and the agent some steps after its recovery,
+    which has ended when the steps that were lost are done again."""
     process = start(*command)
     ended = threading.Event()
     output: list[str] = []
@@ -91,13 +92,16 @@ def _killed_twice(command: list[str], folder: Path, port: int) -> tuple[dict[str
     collector.start()
     pids: dict[int, int] = {}
     metrics: dict[str, float] = {}
+    lost_at = 0
     for generation, event in _news(folder, ended):
         if isinstance(event, WorkerStarted):
             pids[event.rank] = event.pid
         if isinstance(event, CheckpointCommitted) and event.step >= 40 and not metrics:
             metrics = _scrape(port)
             os.kill(pids[1], signal.SIGKILL)
-        if isinstance(event, StepDone) and generation == 2 and event.step >= 110:
+        if isinstance(event, StepDone) and generation == 1:
+            lost_at = max(lost_at, event.step)
+        elif isinstance(event, StepDone) and event.step >= lost_at + 40:
             process.kill()
             break
     collector.join(DEADLINE)

@@ -118,7 +118,7 @@ def _killed(run_file: Path, folder: Path) -> tuple[Outcome, list[int]]:
     threading.Thread(target=lambda: (process.wait(180), done.set()), daemon=True).start()
     due, pids, seen = list(KILLS), dict[int, int](), 0
     held: list[int] = []
-    for records in follow(FolderStore(folder), stop=done):
+    for records in follow(FolderStore(folder), poll=0.05, stop=done):
         for record in records:
             event = record.event
             if isinstance(event, WorkerStarted):
