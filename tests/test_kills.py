@@ -115,7 +115,7 @@ def _disturbed(
 
 def _news(folder: Path, skip: int, done: threading.Event) -> Iterator[Record]:
     """Records as they come, until the process has ended."""
-    for records in follow(FolderStore(folder), stop=done):
+    for records in follow(FolderStore(folder), poll=0.05, stop=done):
         for record in records:
             if skip:
                 skip -= 1

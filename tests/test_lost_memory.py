@@ -76,7 +76,7 @@ def _kill_the_mover(agent: int, folder: Path) -> None:
     end = threading.Event()
     deadline = threading.Timer(120, end.set)
     deadline.start()
-    for records in follow(FolderStore(folder), stop=end):
+    for records in follow(FolderStore(folder), poll=0.05, stop=end):
         if any(isinstance(r.event, SnapshotKept) and r.event.step >= KILL_AT for r in records):
             movers = [
                 child.pid
