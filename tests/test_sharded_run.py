@@ -82,7 +82,7 @@ def _disturbed_until_told_to_leave(run_file: Path, folder: Path, layout: tuple[s
     collector.start()
     pids: dict[int, int] = {}
     killed, left = 0, False
-    for records in follow(FolderStore(folder), stop=ended):
+    for records in follow(FolderStore(folder), poll=0.05, stop=ended):
         for record in records:
             event = record.event
             if isinstance(event, WorkerStarted):
