@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -302,8 +303,19 @@ def test_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
         for info in metadata.storage_data.values():
             info.relative_path = "../secret"
 
+    def displaced(*offsets: int) -> Callable[[Any], None]:
+        def change(metadata: Any) -> None:
+            (chunk,) = metadata.state_dict_metadata["w"].chunks
+            chunk.offsets = torch.Size(offsets) if min(offsets) >= 0 else offsets
+            ((index, info),) = metadata.storage_data.items()
+            metadata.storage_data = {MetadataIndex(index.fqn, chunk.offsets): info}
+
+        return change
+
     cases = {"fewer": (fewer, "4 of 12 elements are missing"), "nowhere": (nowhere, "does not say"),
-             "outside": (outside, "outside of the folder")}  # fmt: skip
+             "outside": (outside, "outside of the folder"),
+             "negative": (displaced(-1, 0), "no places"), "left": (displaced(0, -2), "no places"),
+             "dims": (displaced(0, 0, 0), "have not the dims")}  # fmt: skip
     for name, (change, words) in cases.items():
         edit(fresh(name), change)
         assert words in refused(tmp_path / name)

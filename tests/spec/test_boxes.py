@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,7 +95,18 @@ def test_coverage_finds_an_overlap_that_hides_a_hole() -> None:
 
 def test_coverage_refuses_what_leaves_the_shape() -> None:
     assert "outside" in (coverage((4,), [Box("t", (1,), (4,))]) or "")
-    assert "outside" in (coverage((4,), [Box("t", (0, 0), (4, 1))]) or "")
+    assert "dims" in (coverage((4,), [Box("t", (0, 0), (4, 1))]) or "")
+
+
+@pytest.mark.parametrize(
+    ("offsets", "lengths"),
+    [((-1, 0), (4, 2)), ((0, -2), (4, 2)), ((0, 0), (-4, -2)), ((0,), (4, 2)), ((0, 0), (8,)),
+     ((0, 0, 0), (4, 2)), ((0.0, 0), (4, 2)), (("0", 0), (4, 2)), ((False, 0), (4, 2))],
+)  # fmt: skip
+def test_coverage_refuses_what_is_no_place(offsets: Any, lengths: Any) -> None:
+    """Boxes check nothing themselves; as many elements as the tensor has, all of them."""
+    assert coverage((4, 2), [Box("t", offsets, lengths)]) is not None
+    assert coverage((4, 2), [Box("t", (0, 0), (4, 2))]) is None
 
 
 def test_rows_of_a_matrix_are_one_run_and_columns_one_per_row() -> None:

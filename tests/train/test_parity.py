@@ -5,10 +5,7 @@ parameters and moments are compared with a single process: within 1e-10 relative
 2e-5 of the loss in fp32, 1e-3 in bf16. Clipping is active in every step, the embeddings are tied,
 nothing divides the vocabulary, and under tp4 two ranks share a key/value head.
 
-Every axis goes on for 20 steps, every other layout for 8, of which 4 warm up: a gradient, a sum or
-a moment that is not what it should be shows in the step that uses it. With the long tests (marker
-slow) each of them goes on for 40. Combinations whose curve `test_rebuild.py` compares are here with
-the long ones only.
+Every layout goes on for 20 steps, and for 40 with the long tests (marker slow).
 """
 
 from __future__ import annotations
@@ -47,13 +44,8 @@ MODES = [
     "qknorm.tp4", "qknorm.untied.pp2-tp2", "pp3",
 ]  # fmt: skip
 LAYOUTS = [*AXES, *PAIRS, *PRODUCTS, *UNLIKE, *MODES]
-LONG = {"dp2": 20, "shard2": 20, "tp2": 20, "pp2": 20}
-ELSEWHERE = {
-    "dp2-tp2", "pp2-dp2", "zero1.2-dp2", "pp2-zero1.2", "qknorm.untied.pp2-tp2", "pp2-shard2+tp2",
-    "shard4+shard2+one",
-}  # fmt: skip
 CASES = [
-    *((name, LONG.get(name, STEPS)) for name in LAYOUTS if name not in ELSEWHERE),
+    *((name, 20) for name in LAYOUTS),
     *(pytest.param(name, 40, marks=pytest.mark.slow) for name in LAYOUTS),
 ]
 

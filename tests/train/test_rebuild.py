@@ -1,8 +1,7 @@
 """A layout that changes while the run lives: torn down in mid-run and rebuilt in the same
 processes, with other ranks or as another layout, and the curve goes on as if nothing had been.
 
-Every kind of layout and of move between two is tried; combinations that `test_parity.py` trains
-under, and whose parts are rebuilt here, are with the long tests (marker slow).
+Every layout of `test_parity.py` and every kind of move between two is tried.
 """
 
 from __future__ import annotations
@@ -59,10 +58,6 @@ LAYOUTS = {
     "qknorm.tp4": "qknorm.pp2-dp2", "qknorm.untied.pp2-tp2": "qknorm.untied.dp4", "pp3": "dp3",
 }  # fmt: skip
 """Every kind of layout (the names are those of `layouts.py`), and the other one that it becomes."""
-LONG = {
-    "plain.tp4", "plain.tp2-shard2", "plain.pp2-tp2", "qknorm.tp4", "untied.shard2-tp2",
-    "pp2-dp2-tp2", "dp2-shard2", "plain.tp2+one", "pp2-tp2+tp4",
-}  # fmt: skip
 
 
 def config_for(name: str) -> RunConfig:
@@ -156,10 +151,7 @@ def _rebuilt(rank: RankContext, name: str, other: str) -> dict[str, Any]:
     return out
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in LAYOUTS],
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_rebuild(name: str) -> None:
     size = case(name).world_size
     arguments = {"name": name, "other": LAYOUTS[name]}

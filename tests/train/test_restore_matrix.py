@@ -4,8 +4,8 @@ The save is the real one: captured into the mover's arenas, hashed, written and 
 mover's process. After the restore every tensor has the saved bits; from there on the losses, and
 at the end parameters and moments, are those of a single process that was never interrupted.
 
-Each layout is saved under and resumed under twice at least; the other pairs are with the long tests
-(marker slow).
+Each layout is saved under and resumed under three times at least; the other pairs are with the long
+tests (marker slow).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.train.layouts import (
 
 LAYOUTS = ["shard2", "tp2", "pp2", "zero1.2", "tp2+one"]
 PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b]
-NEAR = [(a, LAYOUTS[(i + n) % 5]) for i, a in enumerate(LAYOUTS) for n in (1, 2)]
+NEAR = [(a, LAYOUTS[(i + n) % 5]) for i, a in enumerate(LAYOUTS) for n in (1, 2, 3)]
 MIXED = [("pp2-tp2", "shard4"), ("shard4", "pp2-tp2"), ("tp4", "pp4"), ("pp4", "tp4"),
          ("pp2-dp2-tp2", "one"), ("one", "pp3+pp2"), ("pp3+pp2", "shard2-tp2"),
          ("pp2-shard2", "tp2"), ("tp2", "pp2-shard2")]  # fmt: skip

@@ -163,7 +163,9 @@ def _check(folder: Path, tensor: DcpTensor) -> None:
     """Every element is there once, and inside the bytes of its storage and of its file."""
     item = ITEM_BYTES[tensor.dtype]
     problem = coverage(tensor.shape, [chunk.box for chunk in tensor.chunks])
-    for chunk in tensor.chunks:
+    if not problem and any(len(chunk.strides) != len(tensor.shape) for chunk in tensor.chunks):
+        problem = "its strides have other dims than its shape"
+    for chunk in () if problem else tensor.chunks:
         steps = zip(chunk.box.lengths, chunk.strides, strict=True)
         last = chunk.first + sum((length - 1) * stride for length, stride in steps if length)
         inside = chunk.first >= 0 and min(chunk.strides, default=0) >= 0

@@ -20,8 +20,8 @@ class Box(NamedTuple):
     tensor of 3 rows over 4 ranks leaves the last one with none.
     """
 
-    # A plain tuple, because a large layout has a million of them. Those that are read from outside
-    # are compared with the ones that the layout gives before they are used.
+    # A plain tuple that checks nothing, because a large layout has a million of them. Whoever reads
+    # some from outside compares them with the layout's own, or asks `coverage`.
     name: str
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -132,14 +132,14 @@ def coverage(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     Boxes that lie inside the shape, do not overlap, and have as many elements together as the
     tensor, cover it. Overlaps are looked for by a sweep along dim 0.
     """
+    boxes = list(boxes)
+    for box in boxes:
+        if problem := _outside(box, shape):
+            return problem
     full = whole("", shape)
     held = sorted((b for b in boxes if b.size), key=lambda b: (b.offsets, b.lengths))
     active: list[Box] = []
     for box in held:
-        if len(box.offsets) != len(shape) or any(
-            stop > size for stop, size in zip(box.stops, shape, strict=True)
-        ):
-            return f"{box.name} {_span(box)} lies outside the shape {tuple(shape)}"
         active = [a for a in active if not shape or a.stops[0] > box.offsets[0]]
         for other in active:
             if other.intersect(box):
@@ -148,6 +148,18 @@ def coverage(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     total = sum(b.size for b in held)
     if total != full.size:
         return f"{full.size - total} of {full.size} elements are missing"
+    return None
+
+
+def _outside(box: Box, shape: Sequence[int]) -> str | None:
+    """Why a box, whose numbers may come from anywhere, is no part of a tensor of this shape."""
+    if not len(box.offsets) == len(box.lengths) == len(shape):
+        return f"{box.name}: {box.offsets} and {box.lengths} have not the dims of {tuple(shape)}"
+    numbers = (*box.offsets, *box.lengths, *shape)
+    if not all(type(n) is int and n >= 0 for n in numbers):
+        return f"{box.name}: {box.offsets} and {box.lengths} in {tuple(shape)} are no places"
+    if any(stop > size for stop, size in zip(box.stops, shape, strict=True)):
+        return f"{box.name} {_span(box)} lies outside the shape {tuple(shape)}"
     return None
 
 
