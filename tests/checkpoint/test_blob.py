@@ -124,6 +124,37 @@ def test_header_says_what_was_put_in() -> None:
         parse_header(head[:100], "x")
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("shape", [[3], 2]), ("shape", [True, 2]), ("shape", [3, -2]), ("shape", [3]),
+        ("shape", 3), ("shape", [3.0, 2]), ("data_offsets", ["", 24]), ("data_offsets", [[], 24]),
+        ("data_offsets", [None, 24]), ("data_offsets", [-8, 24]), ("data_offsets", []),
+        ("dtype", ["F32"]), ("dtype", "F33"), ("saved_offsets", [[0]]),
+        ("saved_offsets", [False, 0]), ("saved_offsets", ["4", 0]), ("saved_offsets", [-4, 0]),
+    ],
+)  # fmt: skip
+def test_a_header_whose_numbers_are_no_places_is_rotten(field: str, value: object) -> None:
+    table = (TensorSpec("w", "F32", (8, 2), 0), TensorSpec("v", "F32", (2,)))
+    boxes = (Box("w", (4, 0), (3, 2)), Box("v", (0,), (2,)))
+    content = json.loads(header(placed(boxes, table))[8:])
+    if field == "saved_offsets":
+        sharding = json.loads(content["__metadata__"]["DCP_SHARDING_INFO"])
+        sharding["w"][field] = value
+        content["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(sharding)
+    else:
+        content["w"][field] = value
+    with pytest.raises(CorruptError, match="x: not a blob's header"):
+        parse_header(bytes(8) + json.dumps(content).encode(), "x")
+
+
+@pytest.mark.parametrize("metadata", [None, '{"__metadata__":{"DCP_SHARDING_INFO":"%s"}}'])
+def test_a_header_that_nests_too_deep_is_rotten(metadata: str | None) -> None:
+    text = (metadata or "%s") % ("[" * 4088)
+    with pytest.raises(CorruptError, match="x: not a blob's header: nested too deep"):
+        parse_header(bytes(8) + text.encode(), "x")
+
+
 def test_extents_do_not_depend_on_how_bytes_come() -> None:
     data = bytes(range(256)) * 40
     found = []

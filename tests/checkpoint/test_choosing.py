@@ -83,6 +83,47 @@ def test_a_step_that_was_begun_from_is_not_passed_over(start: Start) -> None:
         assert newest.rejected == ()
 
 
+def _list_for_a_number(data: bytes) -> bytes:
+    assert b"[0,0]" in data
+    return data.replace(b"[0,0]", b"[[0]]", 1)
+
+
+def _brackets(data: bytes) -> bytes:
+    return b"[" * 100_000
+
+
+def _brackets_in_the_header(data: bytes) -> bytes:
+    return data[:8] + b"[" * 4088 + data[4096:]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rot", "words"),
+    [
+        ("data", _list_for_a_number, "not a blob's header"),
+        ("data", _brackets_in_the_header, "not a blob's header: nested too deep"),
+        ("commits", _brackets, "not a manifest"),
+    ],
+)
+def test_a_newest_state_that_is_rotten_in_a_strange_way_is_passed_over(
+    start: Start, kind: str, rot: Callable[[bytes], bytes], words: str
+) -> None:
+    """JSON that has other types in it, or that no parser can follow, is as rotten as any other."""
+    mover = start(keep_last=3)
+    workers, _ = _begin(mover, 1)
+    workers.commit(5)
+    workers.commit(6)
+    mover.kill()
+    newest_key = commit_key(1, 6)
+    names = mover.store.list("data/0000000001/0000000006-") if kind == "data" else [newest_key]
+    path = mover.store.folder / names[0]
+    path.write_bytes(rot(path.read_bytes()))
+    _, newest = _open(start(), 2)
+    assert newest.step == 5
+    ((key, reason),) = newest.rejected
+    assert key == newest_key
+    assert words in reason
+
+
 def test_a_note_of_a_start_that_cannot_be_read_makes_no_commit_worthless(start: Start) -> None:
     mover = start()
     workers, _ = _begin(mover, 1)

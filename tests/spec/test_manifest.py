@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from holdfast.errors import CheckpointError, CorruptError
@@ -88,6 +90,31 @@ def test_any_changed_byte_is_found() -> None:
     for bad in (b"", data[:-1], data + b" ", b"[]", b"null", b"\xff"):
         with pytest.raises(CorruptError):
             Commit.from_bytes(bad, commit.key)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ["F32", [0], [2, 2], 0], ["F32", [0, -1], [2, 2], 0], ["F32", [0, 0], [2, -2], 0],
+        ["F32", [0, False], [2, 2], 0], ["F32", [0, 0.0], [2, 2], 0], ["F32", [[0], 0], [2, 2], 0],
+        ["F32", "00", "22", 0], ["F32", [0, 0], [2, 2], -4], ["F32", [0, 0], [2, 2], "0"],
+        ["F32", [0, 0], [2, 2], True], ["F33", [0, 0], [2, 2], 0], [["F32"], [0, 0], [2, 2], 0],
+        ["F32", 0, 2, 0], None,
+    ],
+)  # fmt: skip
+def test_a_part_with_a_box_that_lies_nowhere_is_rotten(row: object) -> None:
+    body = json.loads(part(0).to_bytes())
+    del body["xxh3"]
+    assert Part.from_bytes(seal("part", body), "x").rank == 0
+    body["tensors"]["w"] = row
+    with pytest.raises(CorruptError, match="x: not a part manifest"):
+        Part.from_bytes(seal("part", body), "x")
+
+
+@pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a":' * 100_000])
+def test_what_nests_too_deep_is_no_manifest(data: bytes) -> None:
+    with pytest.raises(CorruptError, match="x: not a manifest"):
+        unseal("commit", data, "x")
 
 
 def test_a_commit_under_another_key_is_found() -> None:

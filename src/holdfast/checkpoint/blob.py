@@ -18,9 +18,8 @@ from typing import Any
 from xxhash import xxh3_128
 
 from holdfast.errors import CorruptError
-from holdfast.spec.boxes import Box
-from holdfast.spec.manifest import BLOB_ALIGNMENT, Blob, Placed
-from holdfast.spec.state import ITEM_BYTES
+from holdfast.spec.manifest import BLOB_ALIGNMENT, Blob, Placed, listed
+from holdfast.spec.parsing import parsed
 
 _LENGTH_BYTES = 8
 _HEADER_LIMIT = 100_000_000
@@ -63,22 +62,19 @@ def parse_header(data: bytes, where: str) -> tuple[Placed, ...]:
     Raises CorruptError for anything else.
     """
     try:
-        content: dict[str, Any] = json.loads(data[_LENGTH_BYTES:])
+        content: dict[str, Any] = parsed(data[_LENGTH_BYTES:])
         metadata: Mapping[str, str] = content.pop("__metadata__")
-        sharding = json.loads(metadata["DCP_SHARDING_INFO"])
-        found = [
-            Placed(
-                Box(name, tuple(sharding[name]["saved_offsets"]), tuple(entry["shape"])),
-                entry["dtype"],
+        sharding = parsed(metadata["DCP_SHARDING_INFO"])
+        found = listed({
+            name: (
+                entry["dtype"], sharding[name]["saved_offsets"], entry["shape"],
                 entry["data_offsets"][0],
             )
             for name, entry in content.items()
-        ]
-        if any(p.dtype not in ITEM_BYTES for p in found):
-            raise ValueError("unknown dtype")
+        })  # fmt: skip
+        return tuple(sorted(found, key=lambda p: p.start))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise CorruptError(f"{where}: not a blob's header: {error}") from error
-    return tuple(sorted(found, key=lambda p: p.start))
 
 
 class ExtentHasher:

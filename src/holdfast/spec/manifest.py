@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from holdfast.errors import CheckpointError, CorruptError
 from holdfast.layout import Topology
 from holdfast.spec.boxes import Box
 from holdfast.spec.ownership import Ownership
+from holdfast.spec.parsing import parsed
 from holdfast.spec.state import ITEM_BYTES, StateTable, TensorSpec
 
 FORMAT = 2
@@ -36,6 +38,9 @@ read past the page cache."""
 
 _MAX = 2**64 - 1
 COMMITS = "commits/"
+
+_ROTTEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
+"""What reading fields of a JSON value raises that has other fields, or others' types."""
 
 
 # --- keys -----------------------------------------------------------------------------------
@@ -169,6 +174,30 @@ def placed_as(boxes: Iterable[Box], dtypes: Mapping[str, str]) -> tuple[Placed, 
     return tuple(out)
 
 
+def listed(rows: Mapping[str, Sequence[Any]]) -> tuple[Placed, ...]:
+    """What a list that came from outside says: name -> (dtype, offsets, lengths, start).
+
+    Raises ValueError or TypeError where a box can lie nowhere: offsets, lengths and start are whole
+    numbers, none negative, with as many offsets as lengths.
+    """
+    # Column by column, in few calls: a large checkpoint's parts list a million boxes.
+    columns = tuple(zip(*rows.values(), strict=True)) if rows else ((),) * 4
+    dtypes, offsets, lengths, starts = columns
+    offsets, lengths = tuple(map(tuple, offsets)), tuple(map(tuple, lengths))
+    numbers = [*starts, *chain.from_iterable(offsets), *chain.from_iterable(lengths)]
+    sound = (
+        set(map(type, numbers)) <= {int}  # a bool is none
+        and min(numbers, default=0) >= 0
+        and list(map(len, offsets)) == list(map(len, lengths))
+        and set(dtypes) <= ITEM_BYTES.keys()
+    )
+    if not sound:
+        for name, row in rows.items() if len(rows) > 1 else ():
+            listed({name: row})  # names the one that is wrong
+        raise ValueError(f"{next(iter(rows))!r} has a strange dtype, or lies nowhere")
+    return tuple(map(Placed, map(Box, rows, offsets, lengths), dtypes, starts))
+
+
 # --- manifests ------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Part:
@@ -199,15 +228,11 @@ class Part:
     def from_bytes(data: bytes, where: str) -> Part:
         body = unseal("part", data, where)
         try:
-            tensors = tuple(
-                Placed(Box(name, tuple(offsets), tuple(lengths)), dtype, start)
-                for name, (dtype, offsets, lengths, start) in body["tensors"].items()
-            )
             return Part(
                 body["generation"], body["step"], body["rank"],
-                Blob.from_json(body["blob"]), tensors, body["meta"],
+                Blob.from_json(body["blob"]), listed(body["tensors"]), body["meta"],
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError) as error:
+        except _ROTTEN as error:
             raise CorruptError(f"{where}: not a part manifest: {error}") from error
 
 
@@ -272,10 +297,11 @@ class Commit:
                 ),
                 body["meta"],
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError) as error:
+            key = commit.key
+        except _ROTTEN as error:
             raise CorruptError(f"{where}: not a commit object: {error}") from error
-        if commit.key != where:
-            raise CorruptError(f"{where}: holds the commit object {commit.key}")
+        if key != where:
+            raise CorruptError(f"{where}: holds the commit object {key}")
         return commit
 
 
@@ -344,12 +370,12 @@ def unseal(kind: str, data: bytes, where: str) -> dict[str, Any]:
     newer version wrote it.
     """
     try:
-        content = json.loads(data)
+        content = parsed(data)
         version = content["format"]
         checksum = content.pop("xxh3")
         found = content["holdfast"]
         tail = _tail(str(checksum))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _ROTTEN as error:
         raise CorruptError(f"{where}: not a manifest") from error
     whole = data.endswith(tail) and xxh3_128_hexdigest(data[: -len(tail)] + b"}") == checksum
     if not whole:
