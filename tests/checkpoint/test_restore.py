@@ -124,6 +124,12 @@ def test_a_wrong_box_is_refused_in_one_sentence(saved: FolderStore) -> None:
         checkpoint.read(Box("nobody", (), ()), memoryview(bytearray(4)))
     with pytest.raises(CheckpointError, match="outside"):
         checkpoint.read(Box("model.norm.weight", (4,), (5,)), memoryview(bytearray(20)))
+    with pytest.raises(CheckpointError, match=r"box \(4,\) at \(-2,\) is outside"):
+        checkpoint.read(Box("model.norm.weight", (-2,), (4,)), memoryview(bytearray(16)))
+    with pytest.raises(CheckpointError, match="outside"):
+        checkpoint.read(Box("model.norm.weight", (4,), (-2,)), memoryview(bytearray(8)))
+    with pytest.raises(CheckpointError, match="outside"):
+        checkpoint.read(Box("model.norm.weight", (0,), (1, 8)), memoryview(bytearray(32)))
     with pytest.raises(CheckpointError, match="outside"):
         checkpoint.read(Box("model.norm.weight", (0, 0), (1, 8)), memoryview(bytearray(32)))
 

@@ -25,6 +25,7 @@ from holdfast.checkpoint.stretches import (
     copy_out,
     flat,
     moves_into,
+    shortened,
     stretches,
 )
 from holdfast.errors import CheckpointError, CorruptError, HoldfastError, StoreError
@@ -129,6 +130,7 @@ class Checkpoint:
         moves = [move for box, out in wanted for move in self._moves(box, out)]
         best = {key: self._mixed.best(key) for key in {blob.key for blob, _ in moves}}
         work = stretches(moves, lambda blob: best[blob.key].bytes)
+        work = shortened(work, STRETCH_BYTES)
         self._mixed.spent("plan", time.perf_counter() - begun)
         if threads is None:
             threads = max((reads.requests for reads in best.values()), default=1)
@@ -137,10 +139,9 @@ class Checkpoint:
     def _moves(self, box: Box, out: memoryview) -> list[tuple[Blob, Move]]:
         spec = self.spec(box.name)
         item = ITEM_BYTES[spec.dtype]
-        if out.nbytes != box.size * item:
-            raise ValueError(f"{box.name}: {out.nbytes} bytes for {box.size} of {spec.dtype}")
-        inside = len(box.lengths) == len(spec.shape) and all(
-            stop <= size for stop, size in zip(box.stops, spec.shape, strict=True)
+        inside = len(box.offsets) == len(box.lengths) == len(spec.shape) and all(
+            0 <= start <= stop <= size
+            for start, stop, size in zip(box.offsets, box.stops, spec.shape, strict=True)
         )
         if not inside:
             raise CheckpointError(
@@ -148,6 +149,8 @@ class Checkpoint:
                 f"{box.offsets} is outside", where=self.commit.key,
                 remedy="restore with the model of the run that wrote it",
             )  # fmt: skip
+        if out.nbytes != box.size * item:
+            raise ValueError(f"{box.name}: {out.nbytes} bytes for {box.size} of {spec.dtype}")
         if not box.size:
             return []
         stored = [StoredBox(p, blob) for p, blob in self._index.of(box)]
