@@ -17,7 +17,7 @@ from holdfast.checkpoint.arena import Arena
 from holdfast.checkpoint.reading import Reader
 from holdfast.checkpoint.restore import Checkpoint
 from holdfast.checkpoint.sources import MappedSource, Mixed, StoreSource
-from holdfast.checkpoint.stretches import Move, Stretch, copy_into, flat, stretches
+from holdfast.checkpoint.stretches import Move, Stretch, copy_into, flat, shortened, stretches
 from holdfast.errors import CorruptError
 from holdfast.spec.boxes import Box
 from holdfast.spec.manifest import Blob, commit_key
@@ -62,7 +62,12 @@ def content_of(size: int) -> bytes:
 
 
 def filled(
-    content: bytes, extent: int, wanted: Sequence[tuple[int, int]], limit: int, stores: list[Plain]
+    content: bytes,
+    extent: int,
+    wanted: Sequence[tuple[int, int]],
+    limit: int,
+    stores: list[Plain],
+    buffered: int = 10**9,
 ) -> Mixed:
     """Fill a target for each wanted range, and compare."""
     blob = blob_of(content, extent)
@@ -72,7 +77,9 @@ def filled(
         for (start, stop), target in zip(wanted, targets, strict=True)
     ]
     mixed = Mixed([StoreSource(store, f"store {i}") for i, store in enumerate(stores)])
-    Reader(mixed, 2).read(stretches(moves, lambda blob: limit), lambda: None)
+    work = shortened(stretches(moves, lambda blob: limit), buffered)
+    assert all(one.direct or one.length <= max(buffered, extent) for one in work)
+    Reader(mixed, 2).read(work, lambda: None)
     for (start, stop), target in zip(wanted, targets, strict=True):
         assert target.tobytes() == content[start:stop], (start, stop)
     return mixed
@@ -88,12 +95,13 @@ def test_any_ranges_are_filled_and_each_extent_is_read_once(data: st.DataObject)
     """Edges inside extents, gaps, neighbours, many in one extent, one over many extents."""
     size, extent = data.draw(st.integers(1, 400)), data.draw(st.integers(1, 70))
     limit = data.draw(st.sampled_from([0, 1, 50, 100, 1000]))
+    buffered = data.draw(st.sampled_from([1, 60, 1000]))
     ends = sorted(data.draw(st.sets(st.integers(0, size), min_size=2, max_size=40)))
     keep = data.draw(st.lists(st.booleans(), min_size=len(ends), max_size=len(ends)))
     wanted = [pair for pair, kept in zip(pairwise(ends), keep, strict=False) if kept]
     content = content_of(size)
     for store in (Plain(content), Scattering(content)):
-        filled(content, extent, wanted, limit, [store])
+        filled(content, extent, wanted, limit, [store], buffered)
         read = sorted(store.requests)
         assert all(a[1] <= b[0] for a, b in pairwise(read)), "an extent is read twice"
         due = sum(min(extent, size - n * extent) for n in extents_of(wanted, extent))

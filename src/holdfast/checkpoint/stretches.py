@@ -74,12 +74,17 @@ class Stretch:
     def length(self) -> int:
         return self.stop - self.start
 
+    @property
+    def direct(self) -> bool:
+        """Whether its places are few, or long, enough to be read into."""
+        return len(self.moves) <= max(FEW, self.length // PLACE_BYTES)
+
     def places(self, buffer: memoryview) -> list[memoryview] | None:
         """Where the bytes go, one place after the other; those that nobody wants have one in
         `buffer`. None when that would be many small places, or when two want the same byte."""
-        start, stop = self.start, self.stop
-        if len(self.moves) > max(FEW, (stop - start) // PLACE_BYTES):
+        if not self.direct:
             return None
+        start, stop = self.start, self.stop
         places: list[memoryview] = []
         at, used = start, 0  # what nobody wants lies close together: few pages, soon in the cache
         for begin, length, target, low in self.moves:
@@ -121,6 +126,18 @@ def stretches(moves: Sequence[tuple[Blob, Move]], limit: Callable[[Blob], int]) 
     for key in sorted(by_blob):
         blob, wanted = blobs[key], sorted(by_blob[key], key=itemgetter(0))
         out += _of_blob(blob, wanted, max(1, limit(blob) // blob.extent_bytes))
+    return out
+
+
+def shortened(found: Sequence[Stretch], most: int) -> list[Stretch]:
+    """The same, but those that go through a buffer have at most `most` bytes (or one extent)."""
+    out: list[Stretch] = []
+    for stretch in found:
+        size = stretch.blob.extent_bytes
+        if stretch.direct or stretch.length <= max(most, size):
+            out.append(stretch)
+        else:
+            out += _of_blob(stretch.blob, stretch.moves, max(1, most // size))
     return out
 
 
