@@ -11,12 +11,14 @@ The holder creates the next number again and again, and removes his last but one
 another checkpoint watches the newest by his own clock: a newer one is a sign of life, and he is
 refused; after ABANDONED_SECONDS without one he creates the next number himself. So the heartbeat
 and the taking over are the same create-if-absent, and exactly one of all who try has it. Whoever
-brings the very same checkpoint, as a killed copy that is run again does, goes on at once.
+brings the very same checkpoint, as a killed copy that is run again does, goes on at once. So two
+copies of the same one may go on side by side, each with a claim that says the same: a claim does
+not keep them apart, and what one brought whole the other must not remove (`copying.py`).
 
 A holder who was stopped for long trusts his claim for half of that time only, then asks (`check`);
-the commit object wants a claim made just before it (`renew`). Stopped for all of the time between
-that and the commit object, he could still make one whose blobs another has replaced: its checksums
-do not hold then, and no restore takes it.
+the commit object, and the removal of something broken, want a claim made just before (`renew`).
+Stopped for all of the time between that and the commit object, he could still make one whose blobs
+another checkpoint's have replaced: its checksums do not hold then, and no restore takes it.
 """
 
 from __future__ import annotations

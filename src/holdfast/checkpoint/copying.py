@@ -5,6 +5,8 @@ is no checkpoint there, and the same command goes on where it was: what lies the
 against its checksums, is not copied again. Every extent is checked as it streams by, and none is
 held that the target has taken. Whoever begins claims the step there, so that two different
 checkpoints of one step do not mix (`claims.py`), and takes the claim away behind the commit object.
+Two copies of the same one may go on side by side: each takes what the other brought whole, and
+removes only what it has just read and found broken (`_replace`): all else may be committed by now.
 Nothing secret is copied: a run's secret is no part of its checkpoints.
 """
 
@@ -59,33 +61,30 @@ def copy_checkpoint(
     raw = source.get(key)
     commit = Commit.from_bytes(raw, key)
     with ExitStack() as stack:
-        claim, held = None, _always
+        claim: Claim | _NoClaim = _NoClaim()
         if not _refuse_other(target, commit, raw):
-            claim = _claimed(target, commit, raw, abandoned, say)
-            held = stack.enter_context(claim.held()).check
+            claim = stack.enter_context(_claimed(target, commit, raw, abandoned, say).held())
         copied = there = 0
         for writer in commit.writers:
-            arrived = not read_back and _matches(source, target, writer.blob)
-            if arrived or _whole(target, writer.blob):
-                there += writer.blob.size
+            blob, whole = writer.blob, partial(_whole, target, writer.blob)
+            told = partial(_from, passed, copied + there, commit.nbytes, claim.check)
+            content = partial(_checked, source, blob, told)
+            arrived = (not read_back and _matches(source, target, blob)) or whole()
+            if arrived or not _replace(target, blob.key, content, whole, claim):
+                there += blob.size
             else:
-                told = partial(_from, passed, copied + there, commit.nbytes, held)
-                content = partial(_checked, source, writer.blob, told)
-                _replace(target, writer.blob.key, content, held)
-                copied += writer.blob.size
+                copied += blob.size
             progress(copied + there, commit.nbytes)
-            _copy_part(source, target, commit, writer, held)
+            _copy_part(source, target, commit, writer, claim)
         _describe(source, target, commit)
         _still_there(target, commit)
-        if claim is not None:
-            claim.renew()
+        claim.renew()
         fence()
         try:
             target.create(key, raw)
         except AlreadyExistsError:
             _refuse_other(target, commit, raw)
-    if claim is not None:
-        claim.drop()
+    claim.drop()
     return Copied(key, commit.step, copied, there)
 
 
@@ -103,8 +102,14 @@ def _claimed(
     return claim
 
 
-def _always() -> None:
-    """No claim is needed where the checkpoint lies already."""
+class _NoClaim:
+    """None is needed where the checkpoint lies already."""
+
+    def check(self) -> None: ...
+
+    def renew(self) -> None: ...
+
+    def drop(self) -> None: ...
 
 
 def _refuse_other(target: RunStore, commit: Commit, raw: bytes) -> bool:
@@ -196,20 +201,34 @@ def _replace(
     store: RunStore,
     key: str,
     content: Callable[[], Iterator[memoryview]],
-    held: Callable[[], None],
-) -> None:
-    """Create an object, in place of a broken one if need be, while the claim is held."""
-    held()
-    try:
+    whole: Callable[[], bool],
+    claim: Claim | _NoClaim,
+) -> bool:
+    """Create an object, in place of a broken one if need be, while the claim is held; whether it
+    had to be. One that came meanwhile, and is `whole`, is another copy's of this very checkpoint:
+    it may be committed, and who removes it may not live to bring it again."""
+    claim.check()
+    with suppress(AlreadyExistsError):
         store.create(key, content())
-    except AlreadyExistsError:
-        held()
-        store.delete(key)
+        return True
+    claim.renew()  # asks, where `check` may trust: what seems broken could be another checkpoint's
+    if whole():
+        return False
+    claim.check()  # that look may have taken long; nothing else stands between it and the removal
+    store.delete(key)
+    with suppress(AlreadyExistsError):
         store.create(key, content())
+        return True
+    if whole():
+        return False
+    raise CheckpointError(
+        f"somebody else writes {key} there at the same time", where="the target",
+        remedy="copy it again once the other copy has ended",
+    )  # fmt: skip
 
 
 def _copy_part(
-    source: RunStore, target: RunStore, commit: Commit, writer: Writer, held: Callable[[], None]
+    source: RunStore, target: RunStore, commit: Commit, writer: Writer, claim: Claim | _NoClaim
 ) -> None:
     key = part_key(commit.generation, commit.step, writer_name(writer.rank))
     try:
@@ -218,10 +237,15 @@ def _copy_part(
         raise _broken(str(error)) from error
     if xxh3_128_hexdigest(data) != writer.part_xxh3:
         raise _broken(f"{key}: checksum does not match")
+    same = partial(_same, target, key, data)
+    if not same():
+        _replace(target, key, lambda: iter([memoryview(data)]), same, claim)
+
+
+def _same(store: RunStore, key: str, data: bytes) -> bool:
     with suppress(MissingKeyError, CorruptError, OtherKeyError):
-        if target.get(key) == data:
-            return
-    _replace(target, key, lambda: iter([memoryview(data)]), held)
+        return store.get(key) == data
+    return False
 
 
 def _describe(source: RunStore, target: RunStore, commit: Commit) -> None:
