@@ -63,6 +63,8 @@ def test_stray_and_repeated_bytes_are_harmless(start: Start) -> None:
         b"{}\n",
         b'{"verb":1,"body":"{}","proof":[]}\n',
         b"\xff",
+        b"[" * 100_000 + b"\n",
+        b'{"verb":"x","body":"{}","proof":[1e999,"",0,""]}\n',
     ):
         assert send(line) == b""
     once, _ = request_line(mover.secret, "status", {}, 1, time.time())

@@ -76,7 +76,9 @@ def test_kinds_and_keys_of_a_newer_version_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [b"nonsense\n", b'{"kind": "run_stopped"}\n', b"[1]\n", b'{"v":1}}\n']
+    "bad",
+    [b"nonsense\n", b'{"kind": "run_stopped"}\n', b"[1]\n", b'{"v":1}}\n', b"[" * 100_000 + b"\n"],
+    ids=["text", "no_fields", "list", "too_much", "too_deep"],
 )
 def test_a_broken_line_is_named(bad: bytes) -> None:
     store = MemoryStore()

@@ -124,6 +124,13 @@ def test_generations_open_once_and_in_order() -> None:
     assert newest_generation(store) == 11
 
 
+def test_a_term_that_no_parser_can_follow_is_held_by_nobody_known() -> None:
+    store = MemoryStore()
+    store.create("terms/0000000001.json", b"[" * 100_000)
+    assert newest_term(store) == (1, None)
+    assert open_term(store, "host:1", SECRET, lambda address: False).number == 2
+
+
 def test_strange_files_among_terms_and_generations_say_nothing() -> None:
     store = MemoryStore()
     open_generation(store, 3, {})

@@ -29,6 +29,7 @@ from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFol
 from holdfast.events import CheckpointCommitted
 from holdfast.layout import Topology
 from holdfast.spec.manifest import COMMITS, Commit, Part, commit_key, merge, parse_commit_key
+from holdfast.spec.parsing import parsed
 from holdfast.spec.state import StateTable
 from holdfast.wire.journal import PREFIX as JOURNAL
 from holdfast.wire.journal import parse
@@ -110,8 +111,8 @@ def _start_of(store: RunStore, generation: int) -> int:
     """Raises MissingKeyError, CorruptError."""
     key = _start_key(generation)
     try:
-        return int(json.loads(store.get(key))["step"])
-    except (ValueError, KeyError, TypeError) as error:
+        return int(parsed(store.get(key))["step"])
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise CorruptError(f"{key}: does not say from which step it began") from error
 
 

@@ -28,6 +28,7 @@ from holdfast.errors import (
     StoreError,
     UserError,
 )
+from holdfast.spec.parsing import parsed
 from holdfast.wire.auth import AuthError, Proof, check_answer, sign, sign_answer
 from holdfast.wire.secret import Secret
 
@@ -51,7 +52,7 @@ class Request:
 
     @property
     def body(self) -> dict[str, Any]:
-        value = json.loads(self.raw)
+        value = parsed(self.raw)
         if not isinstance(value, dict):
             raise ValueError("the body is not an object")
         return value
@@ -97,14 +98,14 @@ def request_line(
 def parse_request(line: bytes) -> Request:
     """Raises AuthError for anything that is not a request; its proof is not checked here."""
     try:
-        value = json.loads(line)
+        value = parsed(line)
         generation, nonce, time, mac = value["proof"]
         return Request(
             str(value["verb"]),
             str(value["body"]).encode(),
             Proof(int(generation), str(nonce), float(time), str(mac)),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise AuthError("not a request") from error
 
 
@@ -118,10 +119,10 @@ def answer_line(secret: Secret, nonce: str, status: int, body: dict[str, Any]) -
 def parse_answer(secret: Secret, nonce: str, line: bytes) -> dict[str, Any]:
     """The answer's body. Raises what the other side raised, and AuthError for a forged answer."""
     try:
-        value = json.loads(line)
+        value = parsed(line)
         status, raw, mac = int(value["status"]), str(value["body"]).encode(), str(value["proof"])
-        body = json.loads(raw)
-    except (ValueError, KeyError, TypeError) as error:
+        body = parsed(raw)
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise AuthError("not an answer") from error
     check_answer(secret, nonce, status, raw, mac)
     if status != OK:

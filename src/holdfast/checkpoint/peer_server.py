@@ -51,6 +51,7 @@ from holdfast.checkpoint.peer_wire import (
 from holdfast.checkpoint.snapshots import Shelf, Snapshot
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.spec.manifest import blob_key, parse_save_key, writer_name
+from holdfast.spec.parsing import parsed
 from holdfast.wire.auth import AuthError, Proof, Verifier, sign_answer
 from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
@@ -278,7 +279,7 @@ class _Handler(BaseHTTPRequestHandler):
         if (self.command, path) == ("GET", INVENTORY):
             return inventory(self.server.shelf)
         if (self.command, path) == ("POST", OFFER):
-            value = json.loads(body)
+            value = parsed(body)
             if not isinstance(value, dict):
                 raise ValueError("the body is not a JSON object")
             return self.server.receiver.offer(generation, value)

@@ -29,6 +29,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from holdfast.errors import FencedError, HoldfastError
+from holdfast.spec.parsing import parsed
 from holdfast.wire.auth import AuthError, check_answer, sign
 from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
@@ -157,10 +158,11 @@ class PeerClient:
             found.append(data)
 
         self._ask(method, path, body, take, timeout)
-        value = json.loads(found[0])
-        if not isinstance(value, dict):
-            raise PeerError(f"{self.address} answers something that is no object")
-        return value
+        with suppress(ValueError):
+            value = parsed(found[0])
+            if isinstance(value, dict):
+                return value
+        raise PeerError(f"{self.address} answers something that is no object")
 
     def _ask(
         self,
@@ -221,7 +223,7 @@ class PeerClient:
         check_answer(
             self._secret, nonce, response.status, data, response.getheader(PROOF, "") or ""
         )
-        text = str(json.loads(data).get("error", f"status {response.status}"))
+        text = str(parsed(data).get("error", f"status {response.status}"))
         kinds = {FENCED: FencedError, MISSING: MissingKeyError}
         kind = kinds.get(response.status)
         raise kind(text) if kind else PeerError(f"{self.address} refuses: {text}")

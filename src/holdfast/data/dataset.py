@@ -7,7 +7,6 @@ it holds a checksum of every other file, so that one name stands for all bytes.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from holdfast.data.files import canonical, file_checksum
 from holdfast.data.shards import Shard
 from holdfast.errors import DataError
+from holdfast.spec.parsing import parsed
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -142,7 +142,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "there is no prepared dataset", where=str(folder), remedy="run holdfast data prepare"
         ) from None
     try:
-        manifest: dict[str, Any] = json.loads(raw)
+        manifest: dict[str, Any] = parsed(raw)
         newer = manifest["format"] > FORMAT
         sound = seal(manifest) == manifest and canonical(manifest) == raw
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -12,7 +12,6 @@ and skips them.
 
 from __future__ import annotations
 
-import json
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from xxhash import xxh3_128
 
 from holdfast.data import tables
 from holdfast.errors import DataError
+from holdfast.spec.parsing import parsed
 
 if TYPE_CHECKING:  # a preparing process needs no pydantic
     from holdfast.config.data import SourceConfig
@@ -278,9 +278,9 @@ def _field(line: bytes, path: str, at: int, field: str) -> str:
     if not text.strip():
         return ""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", "nested too deep")
+        value = parsed(text)
+    except ValueError as error:
+        reason = getattr(error, "msg", str(error))
         raise DataError(
             f"not JSON ({reason})",
             where=f"{path}:{_line_number(path, at)}",

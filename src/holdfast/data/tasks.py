@@ -25,6 +25,7 @@ from xxhash import xxh3_128, xxh3_128_intdigest
 from holdfast.data.files import checksum, write_atomic
 from holdfast.data.sources import Unit, encoded, read_unit, unit_label
 from holdfast.errors import CorruptError, DataError
+from holdfast.spec.parsing import parsed
 
 BATCH_BYTES = 1 << 20  # text handed to the tokenizer at a time
 SPLITS = ("train", "validation")
@@ -57,7 +58,7 @@ def read_result(path: Path) -> tuple[dict[str, Any], bytes]:
     raw = path.read_bytes()
     line, _, payload = raw.partition(b"\n")
     try:
-        header = json.loads(line)
+        header = parsed(line)
         sound = header["size"] == len(payload) and header["xxh3"] == checksum(payload)
     except (ValueError, KeyError, TypeError):
         sound = False

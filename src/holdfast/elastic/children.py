@@ -7,7 +7,6 @@ terminal reaches the agent alone. Nothing secret stands in their arguments or en
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.control import Lines, encode
 from holdfast.errors import HoldfastError
+from holdfast.spec.parsing import parsed
 from holdfast.wire.runstore import spoken_error
 from holdfast.wire.secret import Secret
 
@@ -156,7 +156,7 @@ async def start_mover(line: bytes, lifeline: int, log: Path, gone: Callable[[], 
         process.stdin.close()
     answer = await _first(process.stdout.readline(), process, mover)
     try:
-        ready = bool(json.loads(answer)["ready"])
+        ready = bool(parsed(answer)["ready"])
     except (ValueError, KeyError, TypeError):
         ready = False
     if not ready:

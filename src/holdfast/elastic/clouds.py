@@ -19,7 +19,6 @@ Google Compute Engine, "Spot VMs: preemption process"; Azure, "Scheduled Events 
 from __future__ import annotations
 
 import http.client
-import json
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -31,6 +30,7 @@ from urllib.parse import urlsplit
 
 from holdfast.config.cluster import ClusterConfig
 from holdfast.errors import ConfigError
+from holdfast.spec.parsing import parsed
 
 BASES = {
     "aws": "http://169.254.169.254",
@@ -257,7 +257,7 @@ class FileSource:
 
 def _json(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)
+        found = parsed(body)
     except ValueError as error:
         raise SourceError(f"the metadata service's answer is not JSON: {error}") from error
     if not isinstance(found, dict):

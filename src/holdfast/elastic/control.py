@@ -10,6 +10,8 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
+from holdfast.spec.parsing import parsed
+
 
 def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
@@ -25,7 +27,7 @@ class Lines:
         """The messages that `data` completes."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         for line in whole:
-            yield json.loads(line)
+            yield parsed(line)
 
 
 def receive(control: socket.socket, lines: Lines) -> list[dict[str, Any]] | None:

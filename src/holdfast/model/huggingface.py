@@ -33,6 +33,7 @@ from holdfast.model.huggingface_config import (
 from holdfast.model.huggingface_files import INDEX, SINGLE, Parts, WholeTensors, write_files
 from holdfast.model.huggingface_tokenizer import copy_tokenizer
 from holdfast.spec.names import NameMap, Piece, hf_map
+from holdfast.spec.parsing import parsed
 
 SHARD_BYTES = 5_000_000_000
 
@@ -243,7 +244,7 @@ def extract(theirs: Any, piece: Piece) -> Tensor:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = parsed(path.read_text("utf-8"))
     except (ValueError, OSError) as error:
         raise ModelFolderError(f"this is not readable JSON ({error})", where=str(path)) from error
     if not isinstance(value, dict):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from statistics import median
 from typing import Any, Literal
 
 from holdfast.errors import DataError
+from holdfast.spec.parsing import parsed
 
 UNKNOWN_STEPS = 10
 """A gap is unknown beyond this many usual steps between samples."""
@@ -150,7 +150,7 @@ def ticks(text: str, source: str, seed: int = 0, gap_seconds: float | None = Non
     """JSON with `data`, a count per tick, and `metadata.gap_seconds`, which `gap_seconds`
     overrides: nothing else in the file fixes the clock."""
     try:
-        value = json.loads(text)
+        value = parsed(text)
         data = value["data"]
         gap = float(value["metadata"]["gap_seconds"] if gap_seconds is None else gap_seconds)
     except (ValueError, KeyError, TypeError):

@@ -14,6 +14,7 @@ import time
 from typing import Any, cast
 
 from holdfast.errors import FencedError, HoldfastError
+from holdfast.spec.parsing import parsed
 from holdfast.wire.auth import AuthError, Proof, check_answer, sign
 from holdfast.wire.secret import Secret
 
@@ -123,7 +124,7 @@ class Client:
         if status == 413:  # refused unread, so nothing could be signed: send less
             raise RequestError(status, "the request is too long")
         check_answer(self._secret, proof.nonce, status, data, digest or "")
-        value = json.loads(data)
+        value = parsed(data)
         if status == 409:
             raise FencedError(str(value.get("error", "a newer generation exists")))
         if status != 200:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 from holdfast.errors import CorruptError
 from holdfast.events import Event, Record, from_json, to_json
+from holdfast.spec.parsing import parsed
 from holdfast.wire.runstore import MissingKeyError, RunStore
 
 PREFIX = "journal/"
@@ -103,7 +104,7 @@ def parse(key: str, data: bytes, first_line: int = 1) -> tuple[list[Record], int
     lines = data[:end].splitlines()
     for number, line in enumerate(lines, first_line):
         try:
-            record = from_json(json.loads(line)) if line else None
+            record = from_json(parsed(line)) if line else None
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, json.JSONDecodeError) and _torn(line):
                 continue

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from holdfast.errors import FencedError, RunFolderError
+from holdfast.spec.parsing import parsed
 from holdfast.wire.auth import AuthError, Proof, Verifier, sign_answer
 from holdfast.wire.client import OUTSIDE
 from holdfast.wire.secret import Secret
@@ -99,7 +100,7 @@ class Guard:
         if generation > newest:
             return 400, {"error": f"generation {generation} has not been opened: {newest} rules"}
         try:
-            value = json.loads(body)
+            value = parsed(body)
             if not isinstance(value, dict):
                 return 400, {"error": "the body is not a JSON object"}
             return 200, await handler(generation, value)

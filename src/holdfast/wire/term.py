@@ -20,6 +20,7 @@ from datetime import datetime
 from typing import Any
 
 from holdfast.errors import FencedError, HoldfastError, RunFolderError
+from holdfast.spec.parsing import parsed
 from holdfast.wire.client import OUTSIDE, Client, RequestError
 from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
 from holdfast.wire.secret import Secret
@@ -127,7 +128,7 @@ def newest_term(store: RunStore) -> tuple[int, dict[str, Any] | None]:
     if not number or _closed_key(number) in keys:
         return number, None
     try:
-        value = json.loads(store.get(_term_key(number)))
+        value = parsed(store.get(_term_key(number)))
     except (ValueError, MissingKeyError):
         return number, None
     return number, value if isinstance(value, dict) else None
