@@ -237,7 +237,13 @@ def test_a_start_that_was_cut_short_does_not_bar_the_next(
 
 @pytest.mark.parametrize(
     "text",
-    ['{"config": {"train": {"steps": "many"}}}', '{"config": {}, "dataset": "x"}', "[]", "\\xff"],
+    [
+        '{"config": {"train": {"steps": "many"}}}',
+        '{"config": {}, "dataset": "x"}',
+        "[]",
+        "\\xff",
+        "[" * 100_000,
+    ],
 )
 def test_a_run_folder_whose_description_was_edited(
     text: str, tmp_path: Path, capsys: Capture
@@ -245,6 +251,17 @@ def test_a_run_folder_whose_description_was_edited(
     (tmp_path / "resolved.json").write_bytes(text.encode().replace(b"\\xff", b"\xff"))
     for command in (["report"], ["watch"], ["data", "audit"], ["checkpoint", "verify"]):
         here(capsys, *command, tmp_path).refuses("resolved.json", "not what 'holdfast train' wrote")
+
+
+def test_a_run_folder_whose_description_is_a_link_to_itself(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "resolved.json").symlink_to("resolved.json")
+    for command in (
+        ["checkpoint", "list"], ["checkpoint", "verify"], ["checkpoint", "show"],
+        ["export", "--to", tmp_path / "out"],
+    ):  # fmt: skip
+        here(capsys, *command, tmp_path).refuses("resolved.json: this cannot be read (Too many")
 
 
 # --- the machine ------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from holdfast.config.load import load
 from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
+from holdfast.spec.parsing import parsed
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import open_secret
 from holdfast.wire.term import asks, newest_term
@@ -68,11 +69,17 @@ def read_resolved(folder: Path) -> dict[str, Any] | None:
     is not what `train` wrote."""
     path = folder / RESOLVED
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = parsed(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, IsADirectoryError):
         raise _not_ours(path) from None
+    except OSError as error:  # a link to itself, a folder or a disk that refuses
+        raise RunFolderError(
+            f"this cannot be read ({error.strerror})",
+            where=str(path),
+            remedy="see what it is with: ls -l, then restore it from a backup",
+        ) from None
     if isinstance(value, dict) and _has_sections(value):
         return value
     raise _not_ours(path)
@@ -123,7 +130,7 @@ def known_only(stored: dict[str, Any]) -> dict[str, Any]:
 def read_environment(folder: Path) -> dict[str, Any]:
     """What `environment.json` says; empty where it is missing or unreadable."""
     try:
-        value = json.loads((folder / "environment.json").read_text("utf-8"))
+        value = parsed((folder / "environment.json").read_text("utf-8"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
