@@ -13,11 +13,13 @@ xxh3-128 per extent of a blob, and every manifest carries its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from operator import eq
+from typing import Any, NamedTuple, cast
 
 from xxhash import xxh3_128_hexdigest
 
@@ -188,14 +190,20 @@ def listed(rows: Mapping[str, Sequence[Any]]) -> tuple[Placed, ...]:
     sound = (
         set(map(type, numbers)) <= {int}  # a bool is none
         and min(numbers, default=0) >= 0
-        and list(map(len, offsets)) == list(map(len, lengths))
+        and all(map(eq, map(len, offsets), map(len, lengths)))
         and set(dtypes) <= ITEM_BYTES.keys()
     )
     if not sound:
         for name, row in rows.items() if len(rows) > 1 else ():
             listed({name: row})  # names the one that is wrong
         raise ValueError(f"{next(iter(rows))!r} has a strange dtype, or lies nowhere")
-    return tuple(map(Placed, map(Box, rows, offsets, lengths), dtypes, starts))
+    boxes = map(_box, zip(rows, offsets, lengths, strict=True))
+    return tuple(map(_placed, zip(boxes, dtypes, starts, strict=True)))
+
+
+# As Box(...) and Placed(...), of a tuple: without a call of Python for each.
+_box = cast(Callable[[tuple[Any, ...]], Box], partial(tuple.__new__, Box))
+_placed = cast(Callable[[tuple[Any, ...]], Placed], partial(tuple.__new__, Placed))
 
 
 # --- manifests ------------------------------------------------------------------------------
