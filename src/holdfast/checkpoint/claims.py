@@ -37,6 +37,7 @@ from xxhash import xxh3_128_hexdigest
 
 from holdfast.errors import CheckpointError, CorruptError, StoreError
 from holdfast.spec.manifest import Commit, part_prefix
+from holdfast.spec.parsing import parsed
 from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
 
 ABANDONED_SECONDS = 60.0
@@ -59,7 +60,7 @@ class _Said:
     @staticmethod
     def of(data: bytes) -> _Said:
         try:
-            value = json.loads(data)
+            value = parsed(data)
             return _Said(str(value["brings"]), str(value["by"]), str(value["since"]))
         except (ValueError, KeyError, TypeError):
             return _Said(data.decode(errors="replace"))
