@@ -82,7 +82,9 @@ def test_another_machines_memory() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
 def test_another_machines_memory_at_length(name: str) -> None:
-    campaign("--seed", 3, "--cases", 20, "--only", name, deadline=600)
+    seen = campaign("--seed", 3, "--cases", 20, "--only", name, deadline=600)
+    assert len(seen) == 20
+    assert "nothing" not in {case["verdict"] for case in seen}
 
 
 def test_a_bucket_over_real_http() -> None:
@@ -94,7 +96,9 @@ def test_a_bucket_over_real_http() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUCKET)
 def test_a_bucket_over_real_http_at_length(name: str) -> None:
-    campaign("--seed", 3, "--cases", 20, "--only", name, deadline=600)
+    seen = campaign("--seed", 3, "--cases", 20, "--only", name, deadline=600)
+    assert len(seen) == 20
+    assert "nothing" not in {case["verdict"] for case in seen}
 
 
 @pytest.mark.slow
@@ -108,7 +112,9 @@ def test_every_point_of_the_commit_protocol(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [11, 12, 13, 14])
 def test_another_five_hundred(seed: int) -> None:
-    campaign("--seed", seed, "--cases", 500, "--skip", *BUCKET, deadline=600)
+    seen = campaign("--seed", seed, "--cases", 500, "--skip", *BUCKET, deadline=600)
+    assert len(seen) >= 500
+    assert "nothing" not in {case["verdict"] for case in seen}
 
 
 @pytest.mark.parametrize(

@@ -174,8 +174,7 @@ def try_commit(store: RunStore, plan: Plan, step: int) -> Commit | None:
     keys = [key for key in store.list(prefix) if key.endswith(".json")]  # but for a copy's claim
     if len(keys) < plan.topology.world_size:
         return None
-    with acyclic():
-        commit = _merged(store, keys, plan)
+    commit = _merged(store, keys, plan)
     check_fence(store, plan.generation)
     try:
         store.create(commit_key(plan.generation, step), commit.to_bytes())
@@ -186,15 +185,18 @@ def try_commit(store: RunStore, plan: Plan, step: int) -> Commit | None:
 
 def _merged(store: RunStore, keys: Sequence[str], plan: Plan) -> Commit:
     """The commit object of the parts under `keys`, whose blobs are there."""
-    parts: dict[int, tuple[Part, bytes]] = {}
-    for key, stored in zip(keys, _each(store, store.get, keys), strict=True):
-        part = Part.from_bytes(stored, key)
-        parts[part.rank] = (part, stored)
-    blobs = [part.blob for part, _ in parts.values()]
+    found = list(_each(store, store.get, keys))
+    with acyclic():
+        read = [
+            (Part.from_bytes(stored, key), stored) for key, stored in zip(keys, found, strict=True)
+        ]
+    blobs = [part.blob for part, _ in read]
     for blob, size in zip(blobs, _each(store, store.size, [b.key for b in blobs]), strict=True):
         if size != blob.size:
             raise CorruptError(f"{blob.key} has changed since it was written")
-    return merge(parts, plan.topology, plan.table, plan.config_hash, plan.dataset_version)
+    with acyclic():
+        parts = {part.rank: (part, stored) for part, stored in read}
+        return merge(parts, plan.topology, plan.table, plan.config_hash, plan.dataset_version)
 
 
 def _each(store: RunStore, ask: Callable[[str], T], keys: Sequence[str]) -> Iterator[T]:
@@ -210,8 +212,8 @@ def _each(store: RunStore, ask: Callable[[str], T], keys: Sequence[str]) -> Iter
 @contextmanager
 def acyclic() -> Iterator[None]:
     """Make many objects without looking for cycles among them: the manifests of thousands of ranks
-    are millions of tuples, which the collector would walk again and again, for a quarter of the
-    time. Of two threads in here, the first to leave switches it on again for both."""
+    are millions of tuples, which the collector would walk again and again. Not for what waits for a
+    store. Of two threads in here, the first to leave switches it on again for both."""
     was = gc.isenabled()
     gc.disable()
     try:
