@@ -1,0 +1,437 @@
+"""Who takes part: the coordinator's half, as a state machine without clock, network or store.
+
+A `Reign` is what the coordinator of one term knows. It is fed what it hears (`came`, `heard`,
+`gone`, `warned`), what the run store answered (`opened`, `taken`), and the time (`tick`); each call
+gives the next value. What is to be done follows from the value alone: `directive` says what a node
+is to do, `opening` which generation is to be made. Both may be asked again and again, so a message
+that is lost costs a repetition and nothing else.
+
+    gathering --enough nodes--> opening --object made--> starting --all work--> training
+        ^                          ^                        |                      |
+        |                          |                        '-------- fault -------+-- change
+        '--- too few nodes ----- halting <-----------------------------------------'
+
+    any --a newer term--> fenced                     any --done, or no hope--> ended
+
+A node holds its generation with what its workers do there, its *stage*. The next generation begins
+when every node of the last has halted or is gone, so there is never work in two at once; and it is
+made in the run store under a number that nobody else can have made, so two coordinators that do not
+know of each other cannot both go on. The other half, who may be coordinator, is `succession`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from math import inf
+
+
+class Phase(StrEnum):
+    GATHERING = "gathering"  # too few nodes, or a short wait for more
+    OPENING = "opening"  # the next generation's object is being made
+    STARTING = "starting"  # its nodes are told, their workers build and take up the state
+    TRAINING = "training"
+    HALTING = "halting"  # it is over: its nodes are told, and say when their workers have stopped
+    FENCED = "fenced"  # there is a newer term
+    ENDED = "ended"
+
+
+TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.GATHERING: frozenset({Phase.OPENING, Phase.FENCED, Phase.ENDED}),
+    Phase.OPENING: frozenset({Phase.STARTING, Phase.GATHERING, Phase.FENCED, Phase.ENDED}),
+    Phase.STARTING: frozenset({Phase.TRAINING, Phase.HALTING, Phase.FENCED, Phase.ENDED}),
+    Phase.TRAINING: frozenset({Phase.HALTING, Phase.FENCED, Phase.ENDED}),
+    Phase.HALTING: frozenset({Phase.OPENING, Phase.GATHERING, Phase.FENCED, Phase.ENDED}),
+    Phase.FENCED: frozenset(),
+    Phase.ENDED: frozenset(),
+}
+
+
+class Stage(StrEnum):
+    """What the workers of a node do in the generation that it holds."""
+
+    IDLE = "idle"  # none has a rank
+    BUILDING = "building"
+    WORKING = "working"
+    BROKEN = "broken"  # one is lost, errs or hangs, or cannot go on: the generation is over
+    HELD = "held"  # all have stopped and hold what they have
+    DONE = "done"  # they ended as they should
+
+
+STAGES: dict[Stage, frozenset[Stage]] = {
+    Stage.IDLE: frozenset({Stage.BUILDING}),
+    Stage.BUILDING: frozenset({Stage.WORKING, Stage.BROKEN, Stage.HELD, Stage.DONE}),
+    Stage.WORKING: frozenset({Stage.BROKEN, Stage.HELD, Stage.DONE}),
+    Stage.BROKEN: frozenset({Stage.HELD}),
+    Stage.HELD: frozenset({Stage.BUILDING, Stage.IDLE, Stage.DONE}),
+    Stage.DONE: frozenset({Stage.IDLE, Stage.BUILDING}),
+}
+"""Of one node, from one report to the next that the coordinator sees (it may miss some between)."""
+
+
+LET_GO = (Stage.IDLE, Stage.HELD, Stage.DONE)
+"""Nobody works there."""
+
+
+class Order(StrEnum):
+    WAIT = "wait"  # nothing to do: be there
+    START = "start"  # take part in the generation
+    WORK = "work"  # go on
+    PAUSE = "pause"  # end the step that is under way, then hold
+    HALT = "halt"  # stop in the midst of the step, and hold
+    LEAVE = "leave"  # the run is over
+    REFUSE = "refuse"  # I am no coordinator any more
+
+
+@dataclass(frozen=True)
+class Directive:
+    order: Order
+    generation: int = 0
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node as its coordinator knows it. Times are of the coordinator's clock.
+
+    mark: of its agent's process; one that was started anew is another. at: the generation that it
+    holds, with what its workers do there.
+    """
+
+    name: str
+    mark: str
+    places: int
+    came: float
+    heard: float
+    at: int = 0
+    stage: Stage = Stage.IDLE
+    until: float = inf  # it said that it will be gone by then
+    banned: bool = False  # sick: not taken again in this term
+
+
+Fits = Callable[[Sequence[Node]], Sequence[str]]
+"""The planner's answer: which of some nodes a generation would use; () where it cannot be."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Seconds. lost_after: silence after which a node is gone. gather: how long the first
+    generation waits for more nodes, while those that are there are not all that would be used.
+    settle: how long a newcomer has been there before a generation is ended for it. patience: how
+    long too few nodes are waited for."""
+
+    fits: Fits
+    lost_after: float = 6.0
+    gather: float = 5.0
+    settle: float = 2.0
+    patience: float = inf
+    full: Callable[[Sequence[Node]], bool] = lambda nodes: False
+    """Whether more nodes than these would not be used."""
+
+
+@dataclass(frozen=True)
+class Reign:
+    """What the coordinator of `term` knows; see the module.
+
+    members: names of the generation's nodes. since: when the phase began. wanted: the nodes of the
+    generation that is being made. lost: which members were lost, and why, since it began.
+    """
+
+    term: int
+    phase: Phase = Phase.GATHERING
+    generation: int = 0
+    members: tuple[str, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    since: float = 0.0
+    reason: str = "start"
+    gentle: bool = False  # the change can wait for the end of a step
+    wanted: tuple[str, ...] = ()
+    lost: tuple[tuple[str, str], ...] = ()
+    verdict: str = ""  # why it ended without being done
+
+    def node(self, name: str) -> Node | None:
+        return next((node for node in self.nodes if node.name == name), None)
+
+    @property
+    def opening(self) -> tuple[int, tuple[str, ...]] | None:
+        """The generation that is to be made in the run store, and its nodes."""
+        return (self.generation + 1, self.wanted) if self.phase is Phase.OPENING else None
+
+
+def begin(
+    term: int, now: float, generation: int = 0, members: Sequence[Node] = (), reason: str = "start"
+) -> Reign:
+    """A term begins; `generation` is the newest in the run store, with its nodes as they stand
+    there. They have as long as anybody to be heard."""
+    expected = tuple(replace(node, came=now, heard=now, at=0, stage=Stage.IDLE) for node in members)
+    return Reign(
+        term,
+        Phase.STARTING if generation else Phase.GATHERING,
+        generation,
+        tuple(node.name for node in expected),
+        tuple(sorted(expected, key=lambda node: node.name)),
+        now,
+        reason,
+    )
+
+
+def directive(reign: Reign, name: str) -> Directive:
+    """What a node is to do now."""
+    node = reign.node(name)
+    if reign.phase is Phase.FENCED:
+        return Directive(Order.REFUSE)
+    if reign.phase is Phase.ENDED:
+        return Directive(Order.LEAVE, reign.generation)
+    if node is None:
+        return Directive(Order.WAIT)
+    inside = name in reign.members
+    if node.at and (node.at < reign.generation or not inside):  # left over from an older one
+        if node.stage not in LET_GO:
+            return Directive(Order.HALT, node.at)
+        starts = inside and reign.phase in (Phase.STARTING, Phase.TRAINING)
+        return Directive(Order.START, reign.generation) if starts else Directive(Order.WAIT)
+    if not inside:
+        return Directive(Order.WAIT)
+    match reign.phase:
+        case Phase.STARTING | Phase.TRAINING:
+            began = node.at == reign.generation
+            return Directive(Order.WORK if began else Order.START, reign.generation)
+        case Phase.HALTING:
+            if node.at != reign.generation:
+                return Directive(Order.WAIT)  # it never began it
+            return Directive(Order.PAUSE if reign.gentle else Order.HALT, reign.generation)
+    return Directive(Order.WAIT, reign.generation)
+
+
+# --- what happens ---------------------------------------------------------------------------
+def came(reign: Reign, new: Node, now: float, rules: Rules) -> Reign:
+    """A node has joined, or speaks again after it was given up."""
+    if reign.phase in (Phase.FENCED, Phase.ENDED):
+        return reign
+    old = reign.node(new.name)
+    if old is not None and old.mark != new.mark:
+        reign = _lose(reign, old, "its agent was started anew", now)
+        old = None
+    known = replace(new, came=now, at=0, stage=Stage.IDLE) if old is None else old
+    known = replace(known, places=new.places, heard=now)
+    others = (node for node in reign.nodes if node.name != new.name)
+    nodes = tuple(sorted((*others, known), key=lambda node: node.name))
+    return heard(replace(reign, nodes=nodes), new.name, new.mark, new.at, new.stage, now, rules)
+
+
+def heard(
+    reign: Reign, name: str, mark: str, at: int, stage: Stage, now: float, rules: Rules
+) -> Reign:
+    """A node says which generation it holds, and what its workers do there. One that is unknown, or
+    speaks for another process, is to join first: nothing changes."""
+    node = reign.node(name)
+    if node is None or node.mark != mark or reign.phase in (Phase.FENCED, Phase.ENDED):
+        return reign
+    if at > reign.generation:  # made by a coordinator of a newer term
+        return _become(reign, Phase.FENCED, now)
+    if at < node.at:  # held up on the way: what it says is older than what is known
+        return _go_on(_with(reign, replace(node, heard=now)), now, rules)
+    reign = _with(reign, replace(node, heard=now, at=at, stage=stage))
+    current = at == reign.generation and name in reign.members
+    if current and stage in (Stage.BROKEN, Stage.HELD):
+        reign = halt(reign, "worker_lost" if stage is Stage.BROKEN else "halted", now)
+    return _go_on(reign, now, rules)
+
+
+def gone(reign: Reign, name: str, cause: str, now: float, rules: Rules) -> Reign:
+    """A node is known to be dead, or has left."""
+    node = reign.node(name)
+    if node is None or reign.phase in (Phase.FENCED, Phase.ENDED):
+        return reign
+    return _go_on(_lose(reign, node, cause, now), now, rules)
+
+
+def warned(reign: Reign, name: str, until: float, now: float, rules: Rules) -> Reign:
+    """A node says that it will be gone by `until`: the next generation does without it."""
+    node = reign.node(name)
+    if node is None:
+        return reign
+    reign = _with(reign, replace(node, until=min(node.until, until)))
+    if name in reign.members and _without(reign, rules):
+        reign = halt(reign, "notice", now, gentle=True)
+    return _go_on(reign, now, rules)
+
+
+def ban(reign: Reign, name: str, reason: str, now: float, rules: Rules) -> Reign:
+    """A node is sick, or slows all others down: it is left out until a new term."""
+    node = reign.node(name)
+    if node is None:
+        return reign
+    reign = _with(reign, replace(node, banned=True))
+    if name in reign.members and _without(reign, rules):
+        reign = halt(reign, reason, now)
+    return _go_on(reign, now, rules)
+
+
+def halt(reign: Reign, reason: str, now: float, *, gentle: bool = False) -> Reign:
+    """The generation is over. gentle: at the end of the step that is under way; a fault in the
+    meantime ends that at once."""
+    if reign.phase is Phase.HALTING:
+        return replace(reign, gentle=reign.gentle and gentle)
+    if reign.phase not in (Phase.STARTING, Phase.TRAINING):
+        return reign
+    return replace(_become(reign, Phase.HALTING, now), reason=reason, gentle=gentle)
+
+
+def opened(reign: Reign, generation: int, now: float, rules: Rules) -> Reign:
+    """The run store has made the object of `generation` for us."""
+    if reign.opening is None or generation != reign.generation + 1:
+        return reign
+    started = replace(
+        _become(reign, Phase.STARTING, now), generation=generation, members=reign.wanted, wanted=(),
+        lost=(), gentle=False,
+    )  # fmt: skip
+    return _go_on(started, now, rules)
+
+
+def taken(reign: Reign, newest_term: int, newest_generation: int, now: float) -> Reign:
+    """The object could not be made: there is a newer term, or that number was given away already,
+    by an older coordinator that did not know of us. Then the next number is tried."""
+    if newest_term > reign.term:
+        return _become(reign, Phase.FENCED, now) if reign.phase is not Phase.ENDED else reign
+    if reign.phase is Phase.OPENING and newest_generation > reign.generation:
+        return replace(reign, generation=newest_generation, members=())
+    return reign
+
+
+def fenced(reign: Reign, now: float) -> Reign:
+    """The run store shows a newer term."""
+    if reign.phase in (Phase.FENCED, Phase.ENDED):
+        return reign
+    return _become(reign, Phase.FENCED, now)
+
+
+def done(reign: Reign, verdict: str, now: float) -> Reign:
+    """Training is over (`verdict` ""), or cannot go on."""
+    if reign.phase in (Phase.FENCED, Phase.ENDED):
+        return reign
+    return replace(_become(reign, Phase.ENDED, now), verdict=verdict)
+
+
+def tick(reign: Reign, now: float, rules: Rules) -> Reign:
+    """Time has passed."""
+    if reign.phase in (Phase.FENCED, Phase.ENDED):
+        return reign
+    for node in reign.nodes:
+        if now - node.heard > rules.lost_after:
+            reign = _lose(reign, node, f"not heard for {now - node.heard:.1f} s", now)
+        elif now >= node.until:
+            reign = _lose(reign, node, "its time was up", now)
+    return _go_on(reign, now, rules)
+
+
+def deadline(reign: Reign, rules: Rules) -> float:
+    """When `tick` may change something, if nobody speaks until then."""
+    times = [min(node.heard + rules.lost_after, node.until) for node in reign.nodes]
+    if reign.phase is Phase.GATHERING:
+        times += [reign.since + rules.gather, reign.since + rules.patience]
+    if reign.phase is Phase.TRAINING:
+        times += [n.came + rules.settle for n in reign.nodes if n.name not in reign.members]
+    return min(times, default=inf)
+
+
+# --- the rest --------------------------------------------------------------------------------
+def usable(reign: Reign) -> tuple[Node, ...]:
+    """The nodes that a next generation may be made of. One that still holds an older generation's
+    work has to let go of it first."""
+    return tuple(node for node in reign.nodes if _stays(node) and node.stage in LET_GO)
+
+
+def _stays(node: Node) -> bool:
+    return node.until == inf and not node.banned
+
+
+def _without(reign: Reign, rules: Rules) -> bool:
+    """Whether those who stay would be enough. Where they are not, a node that will be gone is
+    better than none."""
+    return bool(rules.fits([node for node in reign.nodes if _stays(node)]))
+
+
+def _go_on(reign: Reign, now: float, rules: Rules) -> Reign:
+    """What follows by itself from what is known."""
+    match reign.phase:
+        case Phase.STARTING if _all(reign, Stage.WORKING):
+            return _go_on(_become(reign, Phase.TRAINING, now), now, rules)
+        case Phase.STARTING | Phase.TRAINING if _all(reign, Stage.DONE):
+            return done(reign, "", now)
+        case Phase.TRAINING:
+            return _grow(reign, now, rules)
+        case Phase.HALTING if _halted(reign):
+            return _next(reign, now, rules)
+        case Phase.GATHERING:
+            return _gather(reign, now, rules)
+        case Phase.OPENING if not set(reign.wanted) <= {node.name for node in usable(reign)}:
+            return _next(reign, now, rules)
+    return reign
+
+
+def _all(reign: Reign, stage: Stage) -> bool:
+    nodes = [reign.node(name) for name in reign.members]
+    return all(n is not None and n.at == reign.generation and n.stage is stage for n in nodes)
+
+
+def _halted(reign: Reign) -> bool:
+    """Whether nobody works in the generation any more. Who never began it cannot begin it now."""
+    left = [n for n in reign.nodes if n.name in reign.members and n.at == reign.generation]
+    return all(node.stage in LET_GO for node in left)
+
+
+def _grow(reign: Reign, now: float, rules: Rules) -> Reign:
+    """A generation is ended for newcomers that the planner would use, once they have settled."""
+    inside = [n for n in reign.nodes if n.name in reign.members]
+    outside = [
+        n for n in usable(reign) if n.name not in reign.members and now - n.came >= rules.settle
+    ]
+    if not outside:
+        return reign
+    used = set(rules.fits([*inside, *outside]))
+    if used <= set(reign.members):
+        return reign
+    return halt(reign, "node_joined", now, gentle=True)
+
+
+def _next(reign: Reign, now: float, rules: Rules) -> Reign:
+    """Nobody works: the next generation, of what is there."""
+    names = tuple(sorted(rules.fits(usable(reign))))
+    if names:
+        if reign.phase is not Phase.OPENING:
+            reign = _become(reign, Phase.OPENING, now)
+        return replace(reign, wanted=names)
+    return replace(_become(reign, Phase.GATHERING, now), wanted=())
+
+
+def _gather(reign: Reign, now: float, rules: Rules) -> Reign:
+    nodes = usable(reign)
+    waited = now - reign.since
+    if rules.fits(nodes) and (reign.generation or rules.full(nodes) or waited >= rules.gather):
+        return _next(reign, now, rules)
+    if waited >= rules.patience:
+        return done(reign, f"too few nodes for {waited:.0f} s", now)
+    return reign
+
+
+def _lose(reign: Reign, node: Node, cause: str, now: float) -> Reign:
+    reign = replace(reign, nodes=tuple(n for n in reign.nodes if n.name != node.name))
+    if node.name not in reign.members:
+        return reign
+    if node.stage is Stage.DONE and node.at == reign.generation:  # it had nothing left to do
+        return replace(reign, members=tuple(n for n in reign.members if n != node.name))
+    reign = replace(reign, lost=(*reign.lost, (node.name, cause)))
+    return halt(reign, "notice" if node.until < inf else "node_lost", now)
+
+
+def _with(reign: Reign, node: Node) -> Reign:
+    return replace(
+        reign, nodes=tuple(node if other.name == node.name else other for other in reign.nodes)
+    )
+
+
+def _become(reign: Reign, phase: Phase, now: float) -> Reign:
+    if phase not in TRANSITIONS[reign.phase]:
+        raise ValueError(f"a reign that is {reign.phase} cannot become {phase}")
+    return replace(reign, phase=phase, since=now)
