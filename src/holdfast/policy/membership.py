@@ -21,7 +21,8 @@ know of each other cannot both go on. The other half, who may be coordinator, is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
@@ -46,6 +47,9 @@ TRANSITIONS: dict[Phase, frozenset[Phase]] = {
     Phase.FENCED: frozenset(),
     Phase.ENDED: frozenset(),
 }
+
+
+OVER = (Phase.FENCED, Phase.ENDED)
 
 
 class Stage(StrEnum):
@@ -88,6 +92,16 @@ class Order(StrEnum):
 class Directive:
     order: Order
     generation: int = 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a node says of itself, as in Node."""
+
+    name: str
+    mark: str
+    at: int
+    stage: Stage
 
 
 @dataclass(frozen=True)
@@ -140,20 +154,31 @@ class Reign:
     term: int
     phase: Phase = Phase.GATHERING
     generation: int = 0
-    members: tuple[str, ...] = ()
+    members: frozenset[str] = frozenset()
     nodes: tuple[Node, ...] = ()
     since: float = 0.0
     reason: str = "start"
     gentle: bool = False  # the change can wait for the end of a step
-    wanted: tuple[str, ...] = ()
+    wanted: frozenset[str] = frozenset()
     lost: tuple[tuple[str, str], ...] = ()
     verdict: str = ""  # why it ended without being done
 
     def node(self, name: str) -> Node | None:
-        return next((node for node in self.nodes if node.name == name), None)
+        place = self._place(name)
+        found = self.nodes[place] if place < len(self.nodes) else None
+        return found if found is not None and found.name == name else None
+
+    def _place(self, name: str) -> int:
+        return bisect_left(self.nodes, name, key=lambda node: node.name)
+
+    def put(self, node: Node) -> Reign:
+        """With this node, in the place of the one that has its name."""
+        place = self._place(node.name)
+        rest = place + (self.node(node.name) is not None)
+        return replace(self, nodes=(*self.nodes[:place], node, *self.nodes[rest:]))
 
     @property
-    def opening(self) -> tuple[int, tuple[str, ...]] | None:
+    def opening(self) -> tuple[int, frozenset[str]] | None:
         """The generation that is to be made in the run store, and its nodes."""
         return (self.generation + 1, self.wanted) if self.phase is Phase.OPENING else None
 
@@ -168,7 +193,7 @@ def begin(
         term,
         Phase.STARTING if generation else Phase.GATHERING,
         generation,
-        tuple(node.name for node in expected),
+        frozenset(node.name for node in expected),
         tuple(sorted(expected, key=lambda node: node.name)),
         now,
         reason,
@@ -206,7 +231,7 @@ def directive(reign: Reign, name: str) -> Directive:
 # --- what happens ---------------------------------------------------------------------------
 def came(reign: Reign, new: Node, now: float, rules: Rules) -> Reign:
     """A node has joined, or speaks again after it was given up."""
-    if reign.phase in (Phase.FENCED, Phase.ENDED):
+    if reign.phase in OVER:
         return reign
     old = reign.node(new.name)
     if old is not None and old.mark != new.mark:
@@ -214,34 +239,37 @@ def came(reign: Reign, new: Node, now: float, rules: Rules) -> Reign:
         old = None
     known = replace(new, came=now, at=0, stage=Stage.IDLE) if old is None else old
     known = replace(known, places=new.places, heard=now)
-    others = (node for node in reign.nodes if node.name != new.name)
-    nodes = tuple(sorted((*others, known), key=lambda node: node.name))
-    return heard(replace(reign, nodes=nodes), new.name, new.mark, new.at, new.stage, now, rules)
+    report = Report(new.name, new.mark, new.at, new.stage)
+    return heard(reign.put(known), [report], now, rules)
 
 
-def heard(
-    reign: Reign, name: str, mark: str, at: int, stage: Stage, now: float, rules: Rules
-) -> Reign:
-    """A node says which generation it holds, and what its workers do there. One that is unknown, or
-    speaks for another process, is to join first: nothing changes."""
-    node = reign.node(name)
-    if node is None or node.mark != mark or reign.phase in (Phase.FENCED, Phase.ENDED):
+def heard(reign: Reign, reports: Iterable[Report], now: float, rules: Rules) -> Reign:
+    """Nodes say which generation they hold, and what their workers do there. One that is unknown,
+    or speaks for another process, is to join first: nothing changes."""
+    for report in reports:
+        reign = _heard(reign, report, now)
+    return _go_on(reign, now, rules)
+
+
+def _heard(reign: Reign, report: Report, now: float) -> Reign:
+    node, at, stage = reign.node(report.name), report.at, report.stage
+    if node is None or node.mark != report.mark or reign.phase in OVER:
         return reign
     if at > reign.generation:  # made by a coordinator of a newer term
         return _become(reign, Phase.FENCED, now)
     if at < node.at:  # held up on the way: what it says is older than what is known
-        return _go_on(_with(reign, replace(node, heard=now)), now, rules)
-    reign = _with(reign, replace(node, heard=now, at=at, stage=stage))
-    current = at == reign.generation and name in reign.members
+        return reign.put(replace(node, heard=now))
+    reign = reign.put(replace(node, heard=now, at=at, stage=stage))
+    current = at == reign.generation and report.name in reign.members
     if current and stage in (Stage.BROKEN, Stage.HELD):
-        reign = halt(reign, "worker_lost" if stage is Stage.BROKEN else "halted", now)
-    return _go_on(reign, now, rules)
+        return halt(reign, "worker_lost" if stage is Stage.BROKEN else "halted", now)
+    return reign
 
 
 def gone(reign: Reign, name: str, cause: str, now: float, rules: Rules) -> Reign:
     """A node is known to be dead, or has left."""
     node = reign.node(name)
-    if node is None or reign.phase in (Phase.FENCED, Phase.ENDED):
+    if node is None or reign.phase in OVER:
         return reign
     return _go_on(_lose(reign, node, cause, now), now, rules)
 
@@ -251,7 +279,7 @@ def warned(reign: Reign, name: str, until: float, now: float, rules: Rules) -> R
     node = reign.node(name)
     if node is None:
         return reign
-    reign = _with(reign, replace(node, until=min(node.until, until)))
+    reign = reign.put(replace(node, until=min(node.until, until)))
     if name in reign.members and _without(reign, rules):
         reign = halt(reign, "notice", now, gentle=True)
     return _go_on(reign, now, rules)
@@ -262,7 +290,7 @@ def ban(reign: Reign, name: str, reason: str, now: float, rules: Rules) -> Reign
     node = reign.node(name)
     if node is None:
         return reign
-    reign = _with(reign, replace(node, banned=True))
+    reign = reign.put(replace(node, banned=True))
     if name in reign.members and _without(reign, rules):
         reign = halt(reign, reason, now)
     return _go_on(reign, now, rules)
@@ -283,7 +311,8 @@ def opened(reign: Reign, generation: int, now: float, rules: Rules) -> Reign:
     if reign.opening is None or generation != reign.generation + 1:
         return reign
     started = replace(
-        _become(reign, Phase.STARTING, now), generation=generation, members=reign.wanted, wanted=(),
+        _become(reign, Phase.STARTING, now), generation=generation, members=reign.wanted,
+        wanted=frozenset(),
         lost=(), gentle=False,
     )  # fmt: skip
     return _go_on(started, now, rules)
@@ -295,27 +324,27 @@ def taken(reign: Reign, newest_term: int, newest_generation: int, now: float) ->
     if newest_term > reign.term:
         return _become(reign, Phase.FENCED, now) if reign.phase is not Phase.ENDED else reign
     if reign.phase is Phase.OPENING and newest_generation > reign.generation:
-        return replace(reign, generation=newest_generation, members=())
+        return replace(reign, generation=newest_generation, members=frozenset())
     return reign
 
 
 def fenced(reign: Reign, now: float) -> Reign:
     """The run store shows a newer term."""
-    if reign.phase in (Phase.FENCED, Phase.ENDED):
+    if reign.phase in OVER:
         return reign
     return _become(reign, Phase.FENCED, now)
 
 
 def done(reign: Reign, verdict: str, now: float) -> Reign:
     """Training is over (`verdict` ""), or cannot go on."""
-    if reign.phase in (Phase.FENCED, Phase.ENDED):
+    if reign.phase in OVER:
         return reign
     return replace(_become(reign, Phase.ENDED, now), verdict=verdict)
 
 
 def tick(reign: Reign, now: float, rules: Rules) -> Reign:
     """Time has passed."""
-    if reign.phase in (Phase.FENCED, Phase.ENDED):
+    if reign.phase in OVER:
         return reign
     for node in reign.nodes:
         if now - node.heard > rules.lost_after:
@@ -365,7 +394,7 @@ def _go_on(reign: Reign, now: float, rules: Rules) -> Reign:
             return _next(reign, now, rules)
         case Phase.GATHERING:
             return _gather(reign, now, rules)
-        case Phase.OPENING if not set(reign.wanted) <= {node.name for node in usable(reign)}:
+        case Phase.OPENING if not reign.wanted <= {node.name for node in usable(reign)}:
             return _next(reign, now, rules)
     return reign
 
@@ -390,19 +419,19 @@ def _grow(reign: Reign, now: float, rules: Rules) -> Reign:
     if not outside:
         return reign
     used = set(rules.fits([*inside, *outside]))
-    if used <= set(reign.members):
+    if used <= reign.members:
         return reign
     return halt(reign, "node_joined", now, gentle=True)
 
 
 def _next(reign: Reign, now: float, rules: Rules) -> Reign:
     """Nobody works: the next generation, of what is there."""
-    names = tuple(sorted(rules.fits(usable(reign))))
+    names = frozenset(rules.fits(usable(reign)))
     if names:
         if reign.phase is not Phase.OPENING:
             reign = _become(reign, Phase.OPENING, now)
         return replace(reign, wanted=names)
-    return replace(_become(reign, Phase.GATHERING, now), wanted=())
+    return replace(_become(reign, Phase.GATHERING, now), wanted=frozenset())
 
 
 def _gather(reign: Reign, now: float, rules: Rules) -> Reign:
@@ -420,15 +449,9 @@ def _lose(reign: Reign, node: Node, cause: str, now: float) -> Reign:
     if node.name not in reign.members:
         return reign
     if node.stage is Stage.DONE and node.at == reign.generation:  # it had nothing left to do
-        return replace(reign, members=tuple(n for n in reign.members if n != node.name))
+        return replace(reign, members=reign.members - {node.name})
     reign = replace(reign, lost=(*reign.lost, (node.name, cause)))
     return halt(reign, "notice" if node.until < inf else "node_lost", now)
-
-
-def _with(reign: Reign, node: Node) -> Reign:
-    return replace(
-        reign, nodes=tuple(node if other.name == node.name else other for other in reign.nodes)
-    )
 
 
 def _become(reign: Reign, phase: Phase, now: float) -> Reign:

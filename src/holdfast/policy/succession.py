@@ -8,15 +8,15 @@ agents of its last generation are asked, and one of them opens the next term:
        |                             |  '---made---> reigning ---a newer term---.           |
        '------- somebody was faster -'--------------------------------------------'---------'
 
-Opening a term is a create-if-absent in the run store, so there is never more than one coordinator of
-a term, and an older one is fenced by its number wherever it writes or gives orders. All rules here
-are about *when* to claim, and so about how much is disturbed, never about whether it is safe:
+Opening a term is a create-if-absent in the run store, so there is never more than one coordinator
+of a term, and an older one is fenced by its number wherever it writes or gives orders. All rules
+here are about *when* to claim, so about how much is disturbed, never about whether it is safe:
 
 - who is told by a peer that the coordinator answers there does not claim: only its own link is cut;
-- who reaches a majority of the last generation's agents, all of which miss the coordinator, claims at
-  once, the lowest name first (the others a little later each, in case the first one dies);
+- who reaches a majority of the last generation's agents, all of which miss the coordinator, claims
+  at once, the lowest name first (the others a little later each, in case the first one dies);
 - agents that are known to be dead (their machine answers that nobody listens) count for nobody;
-- a smaller rest waits longer, and begins to wait anew whenever the run store shows that others go on.
+- a smaller rest waits longer, and anew whenever the run store shows that others go on.
 """
 
 from __future__ import annotations
