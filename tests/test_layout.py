@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -78,6 +79,18 @@ def test_a_topology_without_a_pipeline_reads_and_writes_as_before() -> None:
     topo = place(Layout(dp_replicate=2), 1, nodes(2))
     assert topo.to_json()["replicas"][1] == {"index": 1, "ranks": [1], "mesh_shape": [1, 1, 1, 1]}
     assert Topology.from_json(topo.to_json()) == topo
+
+
+def test_a_weight_is_written_where_it_is_not_one() -> None:
+    even = place(Layout(dp_replicate=2), 4, nodes(2))
+    uneven = replace(even, replicas=(even.replicas[0], replace(even.replicas[1], weight=3)))
+    first, second = uneven.to_json()["replicas"]
+    assert "weight" not in first
+    assert second["weight"] == 3
+    assert Topology.from_json(json.loads(json.dumps(uneven.to_json()))) == uneven
+    assert uneven.replicas[1].kind == even.replicas[1].kind
+    with pytest.raises(LayoutError, match="replica 1: the weight 0 gives no work; use 1 or more"):
+        replace(even.replicas[1], weight=0)
 
 
 def refused(*replicas: Replica, world: int | None = None) -> str:

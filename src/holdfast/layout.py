@@ -65,13 +65,15 @@ class Replica:
     """One complete copy of the model: ranks in mesh order, over (pp, dp_shard, cp, tp).
 
     `stages` as in Layout. A position in the model is -1 for the embedding, i for block i, and
-    the number of blocks for the last norm and the head.
+    the number of blocks for the last norm and the head. `weight`: how much of a step's work it
+    is given, beside the other replicas' weights.
     """
 
     index: int
     ranks: tuple[int, ...]
     mesh_shape: MeshShape = (1, 1, 1, 1)
     stages: Stages = ()
+    weight: int = 1
 
     def __post_init__(self) -> None:
         where = f"replica {self.index}"
@@ -80,6 +82,10 @@ class Replica:
         if len(self.ranks) != prod(self.mesh_shape):
             raise LayoutError(
                 f"{len(self.ranks)} ranks do not fill a mesh of {self.mesh_shape}", where=where
+            )
+        if self.weight < 1:
+            raise LayoutError(
+                f"the weight {self.weight} gives no work", where=where, remedy="use 1 or more"
             )
         _check_stages(self.stages, self.degree("pp"), where)
 
@@ -242,13 +248,14 @@ class Topology:
         raise LayoutError(f"rank {rank} is not in a world of {self.world_size}")
 
     def to_json(self) -> dict[str, Any]:
-        """`stages` is written only where there are any, so that a topology without a pipeline
-        reads as it always has."""
+        """`stages` is written only where there are any, and a weight only where it is not 1, so
+        that a topology without a pipeline, of equal replicas, reads as it always has."""
         return {
             "generation": self.generation,
             "replicas": [
                 {"index": r.index, "ranks": list(r.ranks), "mesh_shape": list(r.mesh_shape)}
                 | ({"stages": list(r.stages)} if r.stages else {})
+                | ({"weight": r.weight} if r.weight != 1 else {})
                 for r in self.replicas
             ],
             "nodes": list(self.nodes),
@@ -258,7 +265,11 @@ class Topology:
     def from_json(value: dict[str, Any]) -> Topology:
         replicas = tuple(
             Replica(
-                r["index"], tuple(r["ranks"]), tuple(r["mesh_shape"]), tuple(r.get("stages", ()))
+                r["index"],
+                tuple(r["ranks"]),
+                tuple(r["mesh_shape"]),
+                tuple(r.get("stages", ())),
+                r.get("weight", 1),
             )
             for r in value["replicas"]
         )

@@ -9,6 +9,7 @@ from holdfast.spec.tree import (
     Node,
     ReductionTree,
     check_dealing,
+    count_pieces,
     counter,
     deal,
     pieces,
@@ -120,6 +121,49 @@ def test_weights_apportion_leaves() -> None:
     assert [len(s) for s in deal(8, 3, weights=(1, 1, 2))] == [2, 2, 4]
     assert [len(s) for s in deal(7, 2, weights=(0.0, 1.0))] == [0, 7]
     assert [len(s) for s in deal(10, 3, weights=(1, 1, 1))] == [4, 3, 3]
+
+
+@given(
+    leaves=st.integers(1, 64),
+    parts=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 3)), min_size=1, max_size=12),
+)
+def test_weighted_shares_are_within_a_leaf_of_their_part(
+    leaves: int, parts: list[tuple[int, int]]
+) -> None:
+    weights, least = tuple(w for w, _ in parts), tuple(n for _, n in parts)
+    plain = deal(leaves, len(parts), weights)
+    check_dealing(leaves, plain)
+    for share, weight in zip(plain, weights, strict=True):
+        assert abs(len(share) - leaves * weight / sum(weights)) < 1
+        assert list(share) == list(range(share[0], share[-1] + 1)) if share else True
+    bounded = deal(leaves, len(parts), weights, least)
+    check_dealing(leaves, bounded)
+    if sum(least) > leaves:
+        assert bounded == plain
+        return
+    assert all(len(share) >= bound for share, bound in zip(bounded, least, strict=True))
+    # Those above their bound share what is left by weight.
+    above = [r for r, share in enumerate(bounded) if len(share) > least[r] + 1]
+    for one in above:
+        for other in above:
+            mine, theirs = len(bounded[one]), len(bounded[other])
+            assert (mine - 1) / weights[one] < (theirs + 1) / weights[other]
+
+
+def test_a_weighted_dealing_takes_few_pieces() -> None:
+    # In the order of the replicas, the second share would be cut at the middle of the tree.
+    assert [len(s) for s in deal(8, 3, (1, 2, 1))] == [2, 4, 2]
+    assert sum(len(pieces(ReductionTree(8), s)) for s in deal(8, 3, (1, 2, 1))) == 3
+    shares = deal(12, 4, (1, 2, 2, 1))
+    assert sum(len(pieces(ReductionTree(12), s)) for s in shares) == 4
+
+
+@given(st.integers(1, 200), st.data())
+def test_pieces_are_counted_by_arithmetic(leaves: int, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, leaves))
+    stop = data.draw(st.integers(start, leaves))
+    share = tuple(range(start, stop))
+    assert count_pieces(leaves, start, stop) == len(pieces(ReductionTree(leaves), share))
 
 
 def test_more_replicas_than_microbatches_leaves_some_idle() -> None:

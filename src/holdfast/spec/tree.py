@@ -24,6 +24,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import TypeVar
 
@@ -183,69 +184,131 @@ def _completes(node: Node, stack: list[Node], parents: dict[Node, Node]) -> bool
 
 
 @lru_cache(maxsize=64)  # asked for at every step
-def deal(leaves: int, replicas: int, weights: Sequence[float] | None = None) -> Shares:
+def deal(
+    leaves: int, replicas: int, weights: Sequence[float] | None = None,
+    least: Sequence[int] | None = None,
+) -> Shares:  # fmt: skip
     """Contiguous shares, one per replica; any other dealing is as legal.
 
-    Without weights, shares differ by at most one leaf, and among those dealings one with the
-    fewest pieces is taken, for each piece costs the bytes of one gradient. With weights (the
-    speeds of the replicas), leaves are apportioned to them by largest remainder. A replica gets
-    an empty share when there are fewer leaves than replicas.
+    A share differs by less than a leaf from its replica's part by weight (without weights, all
+    parts are equal), and among those dealings one with few pieces is taken, for each piece costs
+    the bytes of one gradient. least: leaves that each replica gets at least, whatever its weight;
+    ignored where there are too few leaves. Without it, a replica gets an empty share when
+    there are fewer leaves than replicas.
     """
     if replicas < 1:
         raise ValueError(f"{replicas} replicas cannot share {leaves} microbatches")
     if weights is None:
-        sizes = _fewest_pieces(ReductionTree(leaves), replicas)
-    else:
-        sizes = _apportion(leaves, replicas, weights)
-    shares: list[tuple[int, ...]] = []
+        weights = (1,) * replicas
+    if len(weights) != replicas or any(w < 0 for w in weights) or sum(weights) <= 0:
+        raise ValueError(f"weights {tuple(weights)} do not weigh {replicas} replicas")
+    floors, extra = _floors(leaves, weights, least)
+    return _fewest_pieces(ReductionTree(leaves), weights, floors, extra)
+
+
+def _floors(
+    leaves: int, weights: Sequence[float], least: Sequence[int] | None
+) -> tuple[list[int], list[bool]]:
+    """Leaves that each share has at least, and whether it may have one more.
+
+    Who would get less than its `least` by weight gets that, and the rest is shared out among the
+    others, until nobody would get less.
+    """
+    bounds = [0] * len(weights) if least is None or sum(least) > leaves else list(least)
+    exact = [Fraction(w) for w in weights]
+    fixed: set[int] = set()
+    while True:
+        free = [r for r in range(len(exact)) if r not in fixed]
+        total = sum((exact[r] for r in free), Fraction(0))
+        left = leaves - sum(bounds[r] for r in fixed)
+        part = {r: left * exact[r] / total if total else Fraction(0) for r in free}
+        short = {r for r in free if part[r] < bounds[r]}
+        if not short:
+            break
+        fixed |= short
+    floors = [bounds[r] if r in fixed else int(part[r]) for r in range(len(exact))]
+    return floors, [r in part and part[r].denominator > 1 for r in range(len(exact))]
+
+
+_Chosen = tuple["_Chosen", int] | None  # those before, and whether this one is larger
+_BEAM = 64  # partial dealings that are followed; for fewer than so many larger shares, all are
+
+
+def _fewest_pieces(
+    tree: ReductionTree, weights: Sequence[float], floors: list[int], extra: list[bool]
+) -> Shares:
+    """Contiguous shares of `floors`, or one more where `extra` allows it, that cut the tree into
+    few pieces: large shares first or last, or in the order of the replicas.
+    """
+    natural = list(range(len(floors)))
+    rising = sorted(natural, key=lambda r: (weights[r], floors[r], r))
+    orders = [natural] if len({*weights}) == 1 else [natural, rising[::-1], rising]
+    found = [
+        (*_sizes(tree, [floors[r] for r in order], [extra[r] for r in order]), order)
+        for order in orders
+    ]
+    _, sizes, order = min(found, key=lambda each: each[0])
+    shares: list[tuple[int, ...]] = [()] * len(floors)
     start = 0
-    for size in sizes:
-        shares.append(tuple(range(start, start + size)))
+    for replica, size in zip(order, sizes, strict=True):
+        shares[replica] = tuple(range(start, start + size))
         start += size
     return tuple(shares)
 
 
-def _fewest_pieces(tree: ReductionTree, replicas: int) -> list[int]:
-    """Sizes `floor` and `floor + 1` in the order that cuts the tree into the fewest pieces.
+def _sizes(
+    tree: ReductionTree, floors: Sequence[int], extra: Sequence[bool]
+) -> tuple[int, list[int]]:
+    """(pieces, sizes): which shares get one leaf more.
 
     Dynamic programming over (shares dealt, larger ones among them), which fixes the boundary.
     """
-    floor, larger = divmod(tree.leaves, replicas)
-    best: dict[int, tuple[int, list[int]]] = {0: (0, [])}
-    for dealt in range(replicas):
-        following: dict[int, tuple[int, list[int]]] = {}
-        for used, (cost, sizes) in best.items():
-            start = dealt * floor + used
-            for extra in (1, 0):
-                now_used = used + extra
-                if now_used > larger or larger - now_used > replicas - dealt - 1:
+    larger = tree.leaves - sum(floors)
+    able = sum(extra)
+    best: dict[int, tuple[int, _Chosen]] = {0: (0, None)}
+    start = 0
+    for floor, may in zip(floors, extra, strict=True):
+        able -= may
+        following: dict[int, tuple[int, _Chosen]] = {}
+        for used, (cost, chosen) in best.items():
+            for more in (1, 0) if may else (0,):
+                now_used = used + more
+                if not larger - able <= now_used <= larger:
                     continue
-                stop = start + floor + extra
-                now = cost + _count_inside(tree.root, start, stop)
+                first = start + used
+                now = cost + count_pieces(tree.leaves, first, first + floor + more)
                 if now_used not in following or now < following[now_used][0]:
-                    following[now_used] = (now, [*sizes, floor + extra])
+                    following[now_used] = (now, (chosen, more))
+        if len(following) > _BEAM:
+            kept = sorted(following, key=lambda used: (following[used][0], used))[:_BEAM]
+            following = {used: following[used] for used in kept}
         best = following
-    return best[larger][1]
+        start += floor
+    cost, last = best[larger]
+    sizes = list(floors)
+    for index in reversed(range(len(sizes))):
+        assert last is not None
+        last, more = last
+        sizes[index] += more
+    return cost, sizes
 
 
-def _count_inside(node: Node, start: int, stop: int) -> int:
-    """Pieces of the contiguous share [start, stop) below `node`."""
-    if node.stop <= start or stop <= node.start:
+def count_pieces(leaves: int, start: int, stop: int) -> int:
+    """Pieces of the contiguous share [start, stop) in the tree over `leaves`, by arithmetic.
+
+    Subtrees are aligned blocks of powers of two, cut off at the tree's right edge. From `start`
+    they grow up to the most aligned boundary inside the share, then shrink.
+    """
+    if start >= stop:
         return 0
-    if start <= node.start and node.stop <= stop:
-        return 1
-    return sum(_count_inside(child, start, stop) for child in node.split())
-
-
-def _apportion(leaves: int, replicas: int, weights: Sequence[float]) -> list[int]:
-    if len(weights) != replicas or any(w < 0 for w in weights) or sum(weights) <= 0:
-        raise ValueError(f"weights {tuple(weights)} do not weigh {replicas} replicas")
-    exact = [leaves * w / sum(weights) for w in weights]
-    sizes = [int(e) for e in exact]
-    by_remainder = sorted(range(replicas), key=lambda r: (sizes[r] - exact[r], r))
-    for r in by_remainder[: leaves - sum(sizes)]:
-        sizes[r] += 1
-    return sizes
+    if stop < leaves:
+        bits = (start ^ stop).bit_length() - 1
+        middle = (stop >> bits) << bits
+        return (middle - start).bit_count() + (stop - middle).bit_count()
+    found = 1
+    while start and (start := start + (start & -start)) < leaves:
+        found += 1
+    return found
 
 
 def check_dealing(leaves: int, shares: Shares) -> None:
