@@ -1,0 +1,109 @@
+"""What one rank knows about a step, and which step the survivors of a loss go on from.
+
+    computing --whole gradient here--> whole --every vote heard--> voted --updated--> applied
+                                                                                         |
+                                                        computing (the next step) <------'
+
+A rank votes only when it is `whole`, and applies only when it is `voted`. Hence the one fact that
+everything rests on: if anybody has applied a step, alive or dead, everybody holds its whole
+gradient, and can apply it without anybody's help. And since a step's gradient cannot be whole
+anywhere before all have begun it, no rank is ever more than one step ahead of another.
+
+Pure: the engine keeps its own state by `advance`, and all survivors of a generation work out
+`resolve` from the same holdings, so they decide alike without a leader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Stage(StrEnum):
+    """How far one rank is in the step that it has not applied yet."""
+
+    COMPUTING = "computing"  # or not begun
+    WHOLE = "whole"  # holds the whole reduced gradient
+    VOTED = "voted"  # has heard every vote, and all are for it
+    APPLIED = "applied"  # the state is the step's; it stays so until the next begins
+
+
+TRANSITIONS: dict[Stage, frozenset[Stage]] = {
+    Stage.COMPUTING: frozenset({Stage.COMPUTING, Stage.WHOLE}),  # given up, and begun again
+    Stage.WHOLE: frozenset({Stage.VOTED, Stage.COMPUTING}),  # the vote was lost, or against it
+    Stage.VOTED: frozenset({Stage.APPLIED}),  # can never be taken back: somebody may have applied
+    Stage.APPLIED: frozenset({Stage.COMPUTING}),
+}
+
+
+def advance(stage: Stage, to: Stage) -> Stage:
+    """The new stage. Raises ValueError for a transition that is not in the table."""
+    if to not in TRANSITIONS[stage]:
+        raise ValueError(f"a step that is {stage} cannot become {to}")
+    return to
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one process has when it has stopped.
+
+    applied: its state is that after this step; None: it has no state, as a newcomer.
+    stage: of the step after it; APPLIED counts as COMPUTING, of which nothing was done.
+    summed: something of that step was summed into what this process computed, so that its own
+        part of the sum is not there any more.
+    """
+
+    applied: int | None
+    stage: Stage = Stage.COMPUTING
+    summed: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it can apply the next step by itself."""
+        return self.stage in (Stage.WHOLE, Stage.VOTED)
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """What all do, by their index in the holdings.
+
+    step: the state of all is that after this step, once `appliers` have applied it.
+    appliers: apply `step` with the gradient that they hold.
+    behind: have no state of `step` and cannot make it; they are sent it, as newcomers are.
+    goes_on: nothing of the step after it was summed anywhere: what was computed may stay.
+    """
+
+    step: int
+    appliers: frozenset[int]
+    behind: frozenset[int]
+    goes_on: bool
+
+
+def resolve(holdings: Sequence[Holding], *, counted: bool = True) -> Resolution:
+    """Where all who are here go on from.
+
+    counted: every number of the verdict (tokens, losses, norm) can be had even if nobody has
+        heard every vote; without them a whole gradient cannot be applied as it would have been.
+    Raises ValueError when nobody has a state.
+    """
+    have = {i: h for i, h in enumerate(holdings) if h.applied is not None}
+    if not have:
+        raise ValueError("nobody who is left has a state")
+    newest = max(h.applied for h in have.values() if h.applied is not None)
+    at_newest = {i: h for i, h in have.items() if h.applied == newest}
+    if _applies_next(at_newest, have, counted):
+        appliers = frozenset(i for i, h in at_newest.items() if h.whole)
+        behind = frozenset(range(len(holdings))) - appliers
+        return Resolution(newest + 1, appliers, behind, True)
+    appliers = frozenset(i for i, h in have.items() if h.applied == newest - 1 and h.whole)
+    behind = frozenset(range(len(holdings))) - appliers - at_newest.keys()
+    goes_on = not any(h.summed or h.whole for h in at_newest.values())
+    return Resolution(newest, appliers, behind, goes_on)
+
+
+def _applies_next(at_newest: dict[int, Holding], have: dict[int, Holding], counted: bool) -> bool:
+    """Whether the step after the newest state is applied, by those who hold its whole gradient."""
+    if any(h.stage is Stage.VOTED for h in at_newest.values()):
+        return True
+    return counted and len(at_newest) == len(have) and all(h.whole for h in at_newest.values())
