@@ -1,0 +1,123 @@
+"""What those who are left of a generation hold between them, and what to begin the next one from.
+
+    live      they hold every box, after one step: the state stays where it is
+    restored  a box was held by lost processes alone, or they lie apart: everybody reads the newest
+              step that is complete in memory, else in the run store
+
+Decided before the next generation begins, from what its agents were told. The processes agree on
+the step once more among themselves (`policy/commit.py`), as one of them may be lost meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise, product
+from typing import Any
+
+from holdfast.layout import Topology
+from holdfast.spec.boxes import Box, whole
+from holdfast.spec.state import StateTable, local_boxes
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one worker holds, as it says itself.
+
+    generation, rank: of the topology that its state is laid out by. applied: the step after which
+    its state is. whole: the step of which it holds the whole reduced gradient, if of any. torn: it
+    has no state that is of use. kind: why it stopped: peer, halt, error, non_finite, rotten,
+    paused; text: the same in a sentence.
+    """
+
+    generation: int
+    rank: int
+    applied: int
+    whole: int | None = None
+    torn: bool = False
+    kind: str = "halt"
+    text: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Held:
+        """Keys of a newer version are dropped. Raises KeyError, TypeError and ValueError for what
+        is none."""
+        known = {f.name: value[f.name] for f in fields(Held) if f.name in value}
+        gradient = known.get("whole")
+        return Held(
+            int(value["generation"]), int(value["rank"]), int(value["applied"]),
+            None if gradient is None else int(gradient), bool(known.get("torn", False)),
+            str(known.get("kind", "halt")), str(known.get("text", "")),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Standpoint:
+    """The survivors go on live. step: somebody's state is that after it, and nobody's is after a
+    later one; the others have it, or the gradient that leads there. ranks: who these are."""
+
+    step: int
+    ranks: frozenset[int]
+
+
+def standpoint(topology: Topology, table: StateTable, held: Iterable[Held]) -> Standpoint | str:
+    """Whether the survivors of `topology` can go on with what they hold; else why not, as a
+    phrase. Who lies behind the newest step, and cannot follow, counts for nothing."""
+    able = [one for one in held if not one.torn and one.generation == topology.generation]
+    if not able:
+        return "nobody is left who holds a state"
+    step = max(one.applied for one in able)
+    ranks = frozenset(
+        one.rank
+        for one in able
+        if one.applied == step or (one.applied == step - 1 and one.whole == step)
+    )
+    missing = unheld(topology, table, ranks)
+    if missing is not None:
+        return f"nobody who is left holds the whole of {missing}"
+    return Standpoint(step, ranks)
+
+
+def unheld(topology: Topology, table: StateTable, ranks: Collection[int]) -> str | None:
+    """A tensor of which these ranks lack some part between them; None where they hold the whole
+    state."""
+    present = set(ranks)
+    if any(present.issuperset(replica.ranks) for replica in topology.replicas):
+        return None  # nearly always so, and cheap
+    boxes = [local_boxes(topology, table, rank) for rank in sorted(present)]
+    for row, spec in enumerate(table):
+        parts = {held[row] for held in boxes if held[row].size}
+        if not _cover(whole(spec.name, spec.shape), parts):
+            return spec.name
+    return None
+
+
+def _cover(wanted: Box, parts: Collection[Box]) -> bool:
+    """Whether `parts`, which may overlap, hold every element of `wanted`: it is cut along all
+    their edges, so that each cell lies inside or outside of each of them."""
+    edges = [
+        sorted(
+            {wanted.offsets[dim], wanted.stops[dim]}.union(
+                *((part.offsets[dim], part.stops[dim]) for part in parts)
+            )
+        )
+        for dim in range(len(wanted.lengths))
+    ]
+    for cell in product(*(pairwise(edge) for edge in edges)):
+        piece = Box(wanted.name, tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+        if piece.size and not any(part.contains(piece) for part in parts):
+            return False
+    return True
+
+
+def alike(one: Topology, other: Topology, rank: int) -> bool:
+    """Whether `rank` holds the same boxes in both, so that a state laid out by one of them is
+    laid out by the other."""
+    if rank >= min(one.world_size, other.world_size):
+        return False
+    here, there = one.coordinate(rank), other.coordinate(rank)
+    same_kind = one.replica_of(rank).kind == other.replica_of(rank).kind
+    return same_kind and here.mesh_rank == there.mesh_rank
