@@ -306,15 +306,20 @@ def halt(reign: Reign, reason: str, now: float, *, gentle: bool = False) -> Reig
     return replace(_become(reign, Phase.HALTING, now), reason=reason, gentle=gentle)
 
 
-def opened(reign: Reign, generation: int, now: float, rules: Rules) -> Reign:
-    """The run store has made the object of `generation` for us."""
+def opened(
+    reign: Reign, generation: int, names: frozenset[str], now: float, rules: Rules
+) -> Reign:  # fmt: skip
+    """The run store has made the object of `generation` for us, of these nodes. One that was lost
+    meanwhile ends it at once."""
     if reign.opening is None or generation != reign.generation + 1:
         return reign
     started = replace(
-        _become(reign, Phase.STARTING, now), generation=generation, members=reign.wanted,
+        _become(reign, Phase.STARTING, now), generation=generation, members=names,
         wanted=frozenset(),
         lost=(), gentle=False,
     )  # fmt: skip
+    if any(started.node(name) is None for name in names):
+        started = halt(started, "node_lost", now)
     return _go_on(started, now, rules)
 
 
