@@ -359,14 +359,14 @@ def tick(reign: Reign, now: float, rules: Rules) -> Reign:
     return _go_on(reign, now, rules)
 
 
-def deadline(reign: Reign, rules: Rules) -> float:
-    """When `tick` may change something, if nobody speaks until then."""
+def deadline(reign: Reign, rules: Rules, now: float) -> float:
+    """When, after `now`, `tick` may change something if nobody speaks until then."""
     times = [min(node.heard + rules.lost_after, node.until) for node in reign.nodes]
     if reign.phase is Phase.GATHERING:
         times += [reign.since + rules.gather, reign.since + rules.patience]
     if reign.phase is Phase.TRAINING:
         times += [n.came + rules.settle for n in reign.nodes if n.name not in reign.members]
-    return min(times, default=inf)
+    return min((time for time in times if time > now), default=inf)
 
 
 # --- the rest --------------------------------------------------------------------------------

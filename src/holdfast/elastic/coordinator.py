@@ -1,0 +1,265 @@
+"""The coordinator of one term: a `policy.membership.Reign` behind HTTP.
+
+Agents ask, it answers. `/join` says who an agent is; `/beat` says which generation it holds and
+what its workers do there, and stays open until there is something else to do, or the next heartbeat
+is due. So one request is report, heartbeat and the way of orders, and an order that is lost is
+found again in the next answer.
+
+Reports that come in the same turn of the event loop are taken in together, and only those who are
+concerned are woken, so the cost of a change grows with the number of agents and no faster.
+
+What needs the run store or the planner is not done here: `Make` makes the next generation's object
+and returns what its nodes begin from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, Protocol
+
+from holdfast.errors import FencedError, HoldfastError
+from holdfast.policy import membership
+from holdfast.policy.membership import (
+    OVER,
+    Directive,
+    Node,
+    Order,
+    Phase,
+    Reign,
+    Report,
+    Rules,
+    Stage,
+    directive,
+)
+from holdfast.wire.server import Handler
+
+JOIN, BEAT = "/join", "/beat"
+JOIN_FIRST, REPLACED = "join", "replaced"
+"""Orders to whom the coordinator does not know, or knows as another process by now."""
+LONGEST_WAIT = 20.0
+RETRY_SECONDS = 1.0
+"""Until a run store that was out of reach is asked again."""
+
+
+class TakenError(HoldfastError):
+    """A generation's object could not be made: what the run store has instead."""
+
+    def __init__(self, term: int, generation: int) -> None:
+        self.term, self.generation = term, generation
+        super().__init__(f"term {term} and generation {generation} are in the run store already")
+
+
+@dataclass
+class Known:
+    """What an agent said of itself, beyond what the decisions need. told: when it joined. held:
+    what its workers hold, once they have stopped."""
+
+    told: Mapping[str, Any]
+    held: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Make(Protocol):
+    async def __call__(
+        self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
+    ) -> dict[str, Any]:
+        """Make the object of a generation of these nodes; what they are told to begin from.
+
+        Raises TakenError when somebody else has made it, or a newer term exists, and HoldfastError
+        when the run store is out of reach: it is tried again.
+        """
+        ...
+
+
+class Coordinator:
+    """Lives in one event loop; `run` ends when the reign is over."""
+
+    def __init__(
+        self, reign: Reign, rules: Rules, make: Make,
+        changed: Callable[[Reign, Reign], None] = lambda old, new: None,
+        complain: Callable[[str], None] = lambda sentence: None,
+    ) -> None:  # fmt: skip
+        """`changed` is told of every new phase, generation or membership, with what was before;
+        `complain` that the run store cannot be reached, once each time."""
+        self.reign = reign
+        self.known: dict[str, Known] = {}
+        self._rules, self._make, self._changed, self._complain = rules, make, changed, complain
+        self._loop = asyncio.get_running_loop()
+        self._begin: dict[str, Any] = {}  # what the nodes of the generation are told to begin from
+        self._inbox: list[Report] = []
+        self._waiting: dict[str, tuple[asyncio.Future[None], Directive]] = {}
+        self._news = asyncio.Event()
+
+    @property
+    def handlers(self) -> dict[str, Handler]:
+        """All are asked from outside any generation."""
+        return {JOIN: self.join, BEAT: self.beat}
+
+    @property
+    def begin(self) -> Mapping[str, Any]:
+        return self._begin
+
+    # --- what is decided elsewhere --------------------------------------------------------------
+    def resume(self, begin: dict[str, Any]) -> None:
+        """A new term in the midst of a generation: what its nodes were told to begin from."""
+        self._begin = begin
+
+    def halt(self, reason: str, *, gentle: bool = False) -> None:
+        self._set(membership.halt(self.reign, reason, self._now, gentle=gentle))
+
+    def warned(self, name: str, seconds: float) -> None:
+        """A node will be gone."""
+        now = self._now
+        self._set(membership.warned(self.reign, name, now + seconds, now, self._rules))
+
+    def gone(self, name: str, cause: str) -> None:
+        self._set(membership.gone(self.reign, name, cause, self._now, self._rules))
+
+    def ban(self, name: str, reason: str) -> None:
+        self._set(membership.ban(self.reign, name, reason, self._now, self._rules))
+
+    def done(self, verdict: str = "") -> None:
+        self._set(membership.done(self.reign, verdict, self._now))
+
+    def fence(self) -> None:
+        """There is a newer term."""
+        self._set(membership.fenced(self.reign, self._now))
+
+    # --- requests -------------------------------------------------------------------------------
+    async def join(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
+        """{"name", "mark", "places", "at", "stage", "told": {...}}. Of two agents of one name the
+        later one counts. Raises ValueError, KeyError for what is none."""
+        name, mark = str(body["name"]), str(body["mark"])
+        now = self._now
+        if not name:
+            raise ValueError("a node without a name")
+        new = Node(name, mark, int(body["places"]), now, now, int(body["at"]), Stage(body["stage"]))
+        self.known[name] = Known(dict(body["told"]), dict(body.get("held", {})))
+        self._set(membership.came(self.reign, new, now, self._rules))
+        return self._answer(name)
+
+    async def beat(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
+        """{"name", "mark", "term", "at", "stage", "held", "doing": [order, generation], "wait"}:
+        the answer comes when the order is another than `doing`, or after `wait` seconds."""
+        name, mark = str(body["name"]), str(body["mark"])
+        if int(body["term"]) > self.reign.term:
+            self.fence()
+        report = Report(name, mark, int(body["at"]), Stage(body["stage"]))
+        order, generation = body["doing"]
+        doing = Directive(Order(order), int(generation))
+        wait = min(max(0.0, float(body["wait"])), LONGEST_WAIT)
+        known = self.known.get(name)
+        if known is not None and body.get("held"):
+            known.held = dict(body["held"])
+        self._let_go(name)
+        woken = self._loop.create_future()
+        self._waiting[name] = woken, doing
+        self._hear(report)
+        timer = self._loop.call_later(wait, _wake, woken)
+        try:
+            await woken
+        finally:
+            timer.cancel()
+            if self._waiting.get(name, (None,))[0] is woken:
+                del self._waiting[name]
+        return self._answer(name, mark)
+
+    def _answer(self, name: str, mark: str | None = None) -> dict[str, Any]:
+        node, term = self.reign.node(name), self.reign.term
+        over = self.reign.phase in OVER
+        if not over and (node is None or (mark is not None and node.mark != mark)):
+            return {"term": term, "order": JOIN_FIRST if node is None else REPLACED}
+        due = directive(self.reign, name)
+        answer: dict[str, Any] = {
+            "term": term, "order": due.order.value, "generation": due.generation,
+        }  # fmt: skip
+        if due.order is Order.START:
+            answer["begin"] = self._begin
+        elif due.order in (Order.HALT, Order.PAUSE):
+            answer["reason"] = self.reign.reason
+        elif due.order is Order.LEAVE:
+            answer["verdict"] = self.reign.verdict
+        return answer
+
+    # --- taking things in -----------------------------------------------------------------------
+    @property
+    def _now(self) -> float:
+        return self._loop.time()
+
+    def _hear(self, report: Report) -> None:
+        self._inbox.append(report)
+        if len(self._inbox) == 1:
+            self._loop.call_soon(self._take_in)
+
+    def _take_in(self) -> None:
+        reports, self._inbox = self._inbox, []
+        self._set(membership.heard(self.reign, reports, self._now, self._rules))
+        for report in reports:
+            self._look(report.name)
+
+    def _set(self, reign: Reign) -> None:
+        old, self.reign = self.reign, reign
+        if _outline(old) == _outline(reign):
+            return
+        self._changed(old, reign)
+        self._news.set()
+        for name in list(self._waiting):
+            self._look(name)
+
+    def _look(self, name: str) -> None:
+        """Wake who waits, if it is to do something else."""
+        waiting = self._waiting.get(name)
+        if waiting is None:
+            return
+        node = self.reign.node(name)
+        unknown = node is None and self.reign.phase not in OVER
+        if unknown or directive(self.reign, name) != waiting[1]:
+            _wake(waiting[0])
+
+    def _let_go(self, name: str) -> None:
+        """Its agent asks anew: the question before has no reader any more."""
+        if name in self._waiting:
+            _wake(self._waiting.pop(name)[0])
+
+    # --- its own time ---------------------------------------------------------------------------
+    async def run(self) -> Reign:
+        """Until there is a newer term, or nothing left to do."""
+        while self.reign.phase not in OVER:
+            self._news.clear()
+            self._set(membership.tick(self.reign, self._now, self._rules))
+            if self.reign.opening is not None:
+                await self._open(*self.reign.opening)
+                continue
+            if not self._news.is_set():
+                due = membership.deadline(self.reign, self._rules, self._now)
+                wait = None if due == inf else max(0.01, due - self._now + 0.001)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), wait)
+        return self.reign
+
+    async def _open(self, generation: int, names: frozenset[str]) -> None:
+        try:
+            begin = await self._make(self.reign, generation, names, self.known)
+        except TakenError as error:
+            self._set(membership.taken(self.reign, error.term, error.generation, self._now))
+        except FencedError:
+            self.fence()
+        except HoldfastError as error:
+            self._complain(f"generation {generation} cannot be made yet: {error}")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), RETRY_SECONDS)
+        else:
+            self._begin = begin
+            self._set(membership.opened(self.reign, generation, names, self._now, self._rules))
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _outline(reign: Reign) -> tuple[Phase, int, frozenset[str], bool, frozenset[str]]:
+    return reign.phase, reign.generation, reign.members, reign.gentle, reign.wanted
