@@ -115,6 +115,14 @@ class EmergencyPlanned(Event):
 
 
 @dataclass(frozen=True)
+class RequestsRefused(Event):
+    """Listeners refused requests since the last such event of this writer's process; a process of
+    the run that came too late is among them, by generation."""
+
+    counts: dict[str, dict[str, int]]  # listener -> reason -> how many
+
+
+@dataclass(frozen=True)
 class RunStopped(Event):
     """Left early, resumable; the state after `step` is committed, or peers have it."""
 

@@ -17,18 +17,15 @@ from holdfast.checkpoint.peer_keep import Keeper
 from holdfast.checkpoint.peer_server import BODY_LIMIT, HEAD_BYTES, PeerServer, name_of
 from holdfast.checkpoint.peer_source import PeerSource
 from holdfast.checkpoint.peer_wire import (
-    BODY,
     INVENTORY,
     OFFER,
     PeerClient,
     PeerError,
-    sha256,
-    stated,
 )
 from holdfast.checkpoint.snapshots import Shelf
 from holdfast.errors import FencedError
 from holdfast.spec.manifest import Part, blob_key, commit_key, writer_name
-from holdfast.wire.auth import AuthError, sign
+from holdfast.wire.auth import AuthError, headers_of, sha256, sign, stated
 from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
 from tests.checkpoint.peers import SECRET, TABLE, Node, topology, until
@@ -77,12 +74,17 @@ def answer(node: Node, raw: bytes) -> bytes:
         return found
 
 
-def request(method: str, path: str, body: bytes, generation: int, secret: Secret = SECRET) -> bytes:
+def request(
+    node: Node, method: str, path: str, body: bytes, generation: int, secret: Secret = SECRET
+) -> bytes:
+    client = PeerClient(node.address, SECRET, 0)
+    client.newest()  # learns the listener's name
+    to = client._aim._known[0]
+    client.close()
     covered = stated(len(body), sha256(body))
-    headers = sign(secret, method, path, covered, generation, time.time()).headers()
-    headers |= {BODY: sha256(body)} if body else {}
+    proof = sign(secret, method, path, covered, generation, time.time(), to)
     lines = [f"{method} {path} HTTP/1.1", "host: x", f"content-length: {len(body)}"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
+    lines += [f"{name}: {value}" for name, value in headers_of(proof, body).items()]
     return "\r\n".join([*lines, "connection: close", "", ""]).encode() + body
 
 
@@ -107,7 +109,7 @@ def test_an_answer_that_is_not_signed_by_us_is_refused(nodes: tuple[Node, Node])
     """Somebody else has the port: another run's mover, with another secret."""
     other = Node(secret=STRANGER)
     try:
-        raw = answer(other, request("GET", INVENTORY, b"", 1, STRANGER))
+        raw = answer(other, request(nodes[0], "GET", INVENTORY, b"", 1, STRANGER))
         with closing(socket.create_server(("127.0.0.1", 0))) as fake:
             address = f"127.0.0.1:{fake.getsockname()[1]}"
             client = PeerClient(address, SECRET, 1, timeout=5)
@@ -128,7 +130,7 @@ def test_an_answer_that_is_not_signed_by_us_is_refused(nodes: tuple[Node, Node])
 
 
 def test_a_request_is_taken_once(nodes: tuple[Node, Node]) -> None:
-    raw = request("GET", INVENTORY, b"", 2)
+    raw = request(nodes[0], "GET", INVENTORY, b"", 2)
     assert b" 200 " in answer(nodes[0], raw).splitlines()[0]
     assert b" 401 " in answer(nodes[0], raw).splitlines()[0]
 
@@ -137,20 +139,20 @@ def test_a_replayed_offer_is_refused(nodes: tuple[Node, Node], offer: dict[str, 
     """Also with another path or another body under the same proof."""
     keeper = nodes[1]
     body = json.dumps({**offer, "ranks": [7]}).encode()  # refused, for it lacks the part's rank
-    raw = request("POST", OFFER, body, 2)
+    raw = request(keeper, "POST", OFFER, body, 2)
     assert b" 400 " in answer(keeper, raw).splitlines()[0]
     assert b" 401 " in answer(keeper, raw).splitlines()[0]
     right = json.dumps(offer).encode()
-    signed = request("POST", OFFER, body, 2)
+    signed = request(keeper, "POST", OFFER, body, 2)
     swapped = signed.replace(body, right).replace(
         f"content-length: {len(body)}".encode(), f"content-length: {len(right)}".encode()
     )
     assert b" 401 " in answer(keeper, swapped).splitlines()[0]
     # Of the same length, with the digest that was signed: found out when the body is there.
     other = body.replace(b"[7]", b"[6]")
-    assert b" 401 " in answer(keeper, request("POST", OFFER, body, 2)[: -len(body)] + other)
+    assert b" 401 " in answer(keeper, request(keeper, "POST", OFFER, body, 2)[: -len(body)] + other)
     # With the digest of the other body, in the head.
-    forged = request("POST", OFFER, body, 2).replace(body, other)
+    forged = request(keeper, "POST", OFFER, body, 2).replace(body, other)
     forged = forged.replace(sha256(body).encode(), sha256(other).encode())
     assert b" 401 " in answer(keeper, forged).splitlines()[0]
     assert keeper.has() == []
@@ -161,7 +163,7 @@ def test_a_strangers_body_is_not_read(nodes: tuple[Node, Node]) -> None:
     while not a byte of a body of 60 MB has come."""
     body = bytes(60 << 20)
     for secret, words in ((STRANGER, b" 401 "), (SECRET, b"")):
-        raw = request("POST", OFFER, body, 2, secret)
+        raw = request(nodes[1], "POST", OFFER, body, 2, secret)
         head = raw[: -len(body)]
         with closing(connect(nodes[1])) as connection:
             connection.sendall(head)

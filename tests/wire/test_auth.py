@@ -4,7 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.wire.auth import AuthError, Proof, Verifier, check_answer, sign, sign_answer
+from holdfast.wire.auth import (
+    Aim,
+    AuthError,
+    MisdirectedError,
+    Proof,
+    Verifier,
+    check_answer,
+    sha256,
+    sign,
+    sign_answer,
+    stated,
+)
 from holdfast.wire.secret import Secret
 
 SECRET = Secret(b"s" * 32)
@@ -24,7 +35,7 @@ def _proof(now: float = 1000.0, secret: Secret = SECRET) -> Proof:
 
 
 def test_a_request_is_accepted_once() -> None:
-    verifier = Verifier(SECRET, Clock())
+    verifier = Verifier(SECRET, Clock(), name="")
     proof = _proof()
     verifier.check("POST", "/report", BODY, proof)
     with pytest.raises(AuthError, match="seen before"):
@@ -36,41 +47,44 @@ def test_a_request_is_accepted_once() -> None:
     [
         {"method": "GET"},
         {"path": "/store"},
-        {"body": BODY + b" "},
+        {"covered": BODY + b" "},
         {"proof": {"generation": 4}},
         {"proof": {"nonce": "0" * 32}},
         {"proof": {"time": 1000.5}},
         {"proof": {"digest": "0" * 64}},
         {"proof": {"digest": "é"}},
         {"proof": {"digest": ""}},
+        {"proof": {"to": "another"}},
     ],
 )
 def test_whatever_is_changed_the_proof_no_longer_holds(change: dict[str, object]) -> None:
-    request = {"method": "POST", "path": "/report", "body": BODY}
+    request = {"method": "POST", "path": "/report", "covered": BODY}
     proof = _proof()
     fields = change.get("proof")
     if isinstance(fields, dict):
         proof = replace(proof, **fields)
     request |= {k: v for k, v in change.items() if k != "proof"}  # type: ignore[misc]
     with pytest.raises(AuthError):
-        Verifier(SECRET, Clock()).check(**request, proof=proof)  # type: ignore[arg-type]
+        Verifier(SECRET, Clock(), name="").check(**request, proof=proof)  # type: ignore[arg-type]
 
 
 def test_another_runs_secret_is_not_ours() -> None:
     with pytest.raises(AuthError):
-        Verifier(SECRET, Clock()).check("POST", "/report", BODY, _proof(secret=Secret(b"t" * 32)))
+        Verifier(SECRET, Clock(), name="").check(
+            "POST", "/report", BODY, _proof(secret=Secret(b"t" * 32))
+        )
 
 
 @pytest.mark.parametrize("stamp", [879.0, 1121.0, float("nan"), float("inf"), -1.0])
 def test_time_stamps_outside_the_window(stamp: float) -> None:
     with pytest.raises(AuthError, match="window"):
-        Verifier(SECRET, Clock()).check("POST", "/report", BODY, _proof(stamp))
+        Verifier(SECRET, Clock(), name="").check("POST", "/report", BODY, _proof(stamp))
 
 
 def test_a_replay_is_refused_at_every_later_time() -> None:
     """While its stamp is acceptable the nonce is known; afterwards the stamp is too old."""
     clock = Clock()
-    verifier = Verifier(SECRET, clock)
+    verifier = Verifier(SECRET, clock, name="")
     early, late = _proof(900.0), _proof(1110.0)
     for proof in (early, late):
         verifier.check("POST", "/report", BODY, proof)
@@ -83,7 +97,7 @@ def test_a_replay_is_refused_at_every_later_time() -> None:
 
 def test_memory_is_bounded_and_forgetting_opens_no_door() -> None:
     clock = Clock()
-    verifier = Verifier(SECRET, clock, capacity=10)
+    verifier = Verifier(SECRET, clock, capacity=10, name="")
     proofs = [_proof(1000.0 + i / 100) for i in range(50)]
     for proof in proofs:
         verifier.check("POST", "/report", BODY, proof)
@@ -97,7 +111,7 @@ def test_a_clock_that_is_set_back_locks_nobody_out() -> None:
     """A machine boots with its clock hours ahead, and time service sets it right."""
     clock = Clock()
     clock.now = 1e6
-    verifier = Verifier(SECRET, clock, capacity=1000)
+    verifier = Verifier(SECRET, clock, capacity=1000, name="")
     before = _proof(clock.now)
     verifier.check("POST", "/report", BODY, before)
     clock.now -= 7200
@@ -128,3 +142,33 @@ def test_answers_are_bound_to_their_request() -> None:
     for nonce, status, body in (("n2", 200, b"{}"), ("n1", 409, b"{}"), ("n1", 200, b"{ }")):
         with pytest.raises(AuthError):
             check_answer(SECRET, nonce, status, body, digest)
+
+
+def test_a_request_is_for_one_process_alone() -> None:
+    """A listener's name is another one in each process, so what was recorded before a restart, or
+    on the way to another agent, has no effect, at any time."""
+    clock = Clock()
+    first, second = Verifier(SECRET, clock), Verifier(SECRET, clock)
+    aim = Aim(clock)
+    aim.learn(first.told())
+    proof = aim.sign(SECRET, "POST", "/report", BODY, 3)
+    covered = stated(len(BODY), sha256(BODY))
+    first.check("POST", "/report", covered, proof)
+    with pytest.raises(MisdirectedError, match="another listener"):
+        second.check("POST", "/report", covered, proof)
+    with pytest.raises(AuthError, match="seen before"):
+        second.check("POST", "/report", covered, proof)
+
+
+def test_clocks_need_not_agree() -> None:
+    here, there = Clock(), Clock()
+    there.now = 5e6
+    verifier, aim = Verifier(SECRET, there), Aim(here)
+    covered = stated(len(BODY), sha256(BODY))
+    with pytest.raises(MisdirectedError):
+        verifier.check("POST", "/report", covered, aim.sign(SECRET, "POST", "/report", BODY, 3))
+    aim.learn(verifier.told())
+    verifier.check("POST", "/report", covered, aim.sign(SECRET, "POST", "/report", BODY, 3))
+    for nonsense in ({}, [], None, {"to": "x", "now": "y"}):
+        with pytest.raises(AuthError):
+            aim.learn(nonsense)

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 
 from holdfast.errors import FencedError
-from holdfast.wire.auth import AuthError, Verifier, sign
+from holdfast.wire.auth import AuthError, Verifier, headers_of, sha256, sign, stated
 from holdfast.wire.client import Client, RequestError, UnreachableError
 from holdfast.wire.secret import Secret
 from holdfast.wire.server import AddressError, Guard, Handler, Listener, address_of, bind
 
 SECRET = Secret(b"s" * 32)
+NAME = "the listener"
 
 
 class Service:
@@ -48,7 +49,7 @@ class Service:
         guard = Guard(
             {"/echo": self._echo, "/who": self._echo, "/bug": self._bug, **self._more},
             SECRET,
-            Verifier(SECRET, time.time),
+            Verifier(SECRET, time.time, name=NAME),
             lambda: self.newest,
             outside=frozenset({"/who", *self._more}),
             max_body=10_000,
@@ -98,6 +99,13 @@ def _post(path: str, body: bytes, headers: dict[str, str]) -> bytes:
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
+def _signed(path: str, body: bytes, generation: int = 2, secret: Secret = SECRET,
+            to: str = NAME, ahead: float = 0.0) -> dict[str, str]:  # fmt: skip
+    covered = stated(len(body), sha256(body))
+    proof = sign(secret, "POST", path, covered, generation, time.time() + ahead, to)
+    return headers_of(proof, body)
+
+
 def test_requests_from_many_threads_on_few_connections() -> None:
     with serving() as service:
         client = Client(service.address, SECRET, 2)
@@ -110,15 +118,16 @@ def test_requests_from_many_threads_on_few_connections() -> None:
 
 def test_without_a_valid_proof_nothing_happens() -> None:
     body = json.dumps({"x": 1}).encode()
-    right = sign(SECRET, "POST", "/echo", body, 2, time.time()).headers()
-    other = sign(Secret(b"o" * 32), "POST", "/echo", body, 2, time.time()).headers()
+    right = _signed("/echo", body)
+    other = _signed("/echo", body, secret=Secret(b"o" * 32))
     with serving() as service:
         attempts = {
             "none": _post("/echo", body, {}),
             "another secret": _post("/echo", body, other),
             "no digest": _post("/echo", body, right | {"holdfast-hmac": ""}),
             "another path": _post("/who", body, right),
-            "another body": _post("/echo", body.replace(b"1", b"2"), right),
+            "another body": _post("/echo", body.replace(b"1", b"2"), _signed("/echo", body)),
+            "a longer body": _post("/echo", body + b" ", right),
             "another generation": _post("/echo", body, right | {"holdfast-generation": "3"}),
         }
         for name, request in attempts.items():
@@ -168,9 +177,45 @@ def test_stray_connections_and_garbage_harm_nobody() -> None:
 def test_a_body_above_the_limit_is_refused_unread() -> None:
     with serving() as service:
         body = b"x" * 20_000
-        proof = sign(SECRET, "POST", "/echo", body, 2, time.time())
-        assert _status(_raw(service.address, _post("/echo", body, proof.headers()))) == 413
+        answer = _raw(service.address, _post("/echo", body, _signed("/echo", body)))
+        assert _status(answer) == 413
+        head = _post("/echo", body, _signed("/echo", body))[: -len(body)]
+        with socket.create_connection(_place(service.address), timeout=10) as connection:
+            connection.sendall(head)  # answered while no byte of the body has come
+            assert _status(connection.recv(65536)) == 413
+        with pytest.raises(RequestError, match="too long"):
+            Client(service.address, SECRET, 2).post("/echo", {"x": "y" * 20_000})
         assert service.calls == []
+
+
+def _place(address: str) -> tuple[str, int]:
+    host, port = address.split(":")
+    return host, int(port)
+
+
+def test_a_request_for_another_listener_is_told_whom_to_sign_for() -> None:
+    """Recorded on its way to another agent, or to the process that had the port before: no effect.
+    A client learns the name once, and the clock with it."""
+    body = json.dumps({"x": 1}).encode()
+    with serving() as service:
+        for wrong in ({"to": "another"}, {"to": ""}, {"ahead": -500.0}, {"ahead": 500.0}):
+            request = _post("/echo", body, _signed("/echo", body, **wrong))  # type: ignore[arg-type]
+            answer = _raw(service.address, request)
+            assert _status(answer) == 421, wrong
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["to"] == NAME
+        assert service.calls == []
+        client = Client(service.address, SECRET, 2)
+        client._aim._clock = lambda: time.time() - 7200.0  # a machine whose clock is hours behind
+        assert [client.post("/echo", {"x": n})["got"] for n in (3, 4)] == [3, 4]
+        assert service.calls == [{"x": 3}, {"x": 4}]
+        client.close()
+
+
+def test_a_body_is_not_read_of_whoever_proves_nothing() -> None:
+    with serving() as service, socket.create_connection(_place(service.address), 10) as stranger:
+        stranger.sendall(b"POST /echo HTTP/1.1\r\nhost: x\r\ncontent-length: 9000\r\n\r\n")
+        assert _status(stranger.recv(65536)) == 401
+        assert stranger.recv(1) == b""
 
 
 def test_what_makes_no_sense_is_refused_with_its_reason() -> None:

@@ -84,7 +84,7 @@ class Server:
         self._peers = peers
         self._secret = secret
         self._said_full = False
-        self._verifier = Verifier(secret, time.time)
+        self._verifier = Verifier(secret, time.time, name="")  # nobody else can listen in
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         Path(path).unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -38,6 +38,7 @@ from holdfast.errors import CorruptError, FencedError, HoldfastError
 from holdfast.layout import Topology
 from holdfast.spec.manifest import Extent, Part, blob_key
 from holdfast.spec.state import TensorSpec
+from holdfast.wire.auth import Aim
 from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
 
@@ -48,6 +49,8 @@ ANSWER_SECONDS = 10.0
 SILENCE_SECONDS = 30.0
 """An offerer that sends nothing for so long is given up."""
 MIRROR_POLL = 0.02
+SOURCES = 10_000
+"""Addresses of offerers remembered at most."""
 ATTEMPTS = 2
 """Reads of an extent whose bytes are not what the manifest says."""
 READ_BYTES = 4 * 2**20
@@ -113,6 +116,7 @@ class Keeper:
         self._broken: dict[int, _Name] = {}  # rank -> the pull that broke off last
         self._spared: dict[_Name, int] = {}  # bytes of ours that did not travel
         self._clients: set[PeerClient] = set()  # of the pulls under way
+        self._aims: dict[str, Aim] = {}  # address of an offerer -> how to sign for it
         self._closed = False
         self._threads = ThreadPoolExecutor(PULLS, "pull")
         self.pulled = 0  # bytes that came over the network
@@ -215,6 +219,12 @@ class Keeper:
         self._pulls[rank] = (offered.name, self._threads.submit(self._pull, offered))
         return self._pulls[rank]
 
+    def _aim_at(self, source: str) -> Aim:
+        with self._lock:
+            if len(self._aims) > SOURCES:
+                self._aims.clear()
+            return self._aims.setdefault(source, Aim(time.time))
+
     def _pull(self, offered: _Offer) -> None:
         part = offered.part
         client: PeerClient | None = None
@@ -222,7 +232,7 @@ class Keeper:
         try:
             client = PeerClient(
                 offered.source, self._secret, part.generation, offered.run,
-                timeout=SILENCE_SECONDS,
+                timeout=SILENCE_SECONDS, aim=self._aim_at(offered.source),
             )  # fmt: skip
             with self._lock:
                 if self._closed:

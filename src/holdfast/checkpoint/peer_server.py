@@ -31,7 +31,6 @@ from urllib.parse import parse_qs, urlsplit
 
 from holdfast.checkpoint.budget import Budget
 from holdfast.checkpoint.peer_wire import (
-    BODY,
     COPY,
     FAILED,
     FENCED,
@@ -45,14 +44,23 @@ from holdfast.checkpoint.peer_wire import (
     REFUSED,
     TOO_LONG,
     UNKNOWN,
-    sha256,
-    stated,
 )
 from holdfast.checkpoint.snapshots import Shelf, Snapshot
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.spec.manifest import blob_key, parse_save_key, writer_name
 from holdfast.spec.parsing import parsed
-from holdfast.wire.auth import AuthError, Proof, Verifier, sign_answer
+from holdfast.wire.auth import (
+    BODY,
+    MISDIRECTED,
+    AuthError,
+    MisdirectedError,
+    Proof,
+    Verifier,
+    sha256,
+    sign_answer,
+    stated,
+)
+from holdfast.wire.refusals import PEERS, Reason, Refusals
 from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
 
@@ -66,6 +74,7 @@ STALL_SECONDS = 20.0
 """A receiver that takes nothing for so long is given up."""
 BODY_LIMIT = 64 << 20
 """Bytes of an offer at most: the manifest of a part, and the state table."""
+LENGTH = "content-length"
 PIECE = 1 << 20
 """Bytes that leave at a time: the grain of the budget."""
 
@@ -99,15 +108,22 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         clock: Callable[[], float] = time.time,
         connections: int = CONNECTIONS,
         patience: float = PROOF_SECONDS,
+        settled: Callable[[], object] = lambda: None,
+        refusals: Refusals | None = None,
     ) -> None:
         """`run`: whose snapshots lie here (`identity`); None: of whichever run speaks first, until
-        nothing of it is kept any more."""
+        nothing of it is kept any more. `settled` waits, for a moment, for what is being hashed: it
+        belongs into the inventory."""
         super().__init__(bound.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()  # the one that the base class made
         bound.setblocking(True)
         self.socket = bound
         self.secret, self.shelf, self.receiver, self.budget = secret, shelf, receiver, budget
         self.verifier = Verifier(secret, clock)
+        self.settled = settled
+        self.refusals = refusals or Refusals()
+        self.verbs: dict[str, Callable[[int, dict[str, Any]], dict[str, Any]]] = {}
+        """More that is answered, by path: given the generation of who asks, and a JSON object."""
         self.sent = 0  # bytes of ranges, for the status
         self._most, self._patience = connections, patience
         self._open: dict[socket.socket, bool] = {}  # oldest first; whether it has proven itself
@@ -156,6 +172,7 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self._open[request], self._since[request] = False, time.monotonic()
             crowd = [*self._strangers(), *self._open]
             while len(self._open) > self._most:
+                self.refusals.count(PEERS, "crowded")
                 self._cut(crowd.pop(0))
         super().process_request(request, client_address)
 
@@ -165,6 +182,7 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         with self._lock:
             for connection in self._strangers():
                 if self._since[connection] < late:
+                    self.refusals.count(PEERS, "slow")
                     self._cut(connection)
 
     def shutdown_request(self, request: Any) -> None:
@@ -210,39 +228,68 @@ class _Handler(BaseHTTPRequestHandler):
         super().handle_one_request()
 
     def do_GET(self) -> None:
+        if self._length() != 0:
+            self._refuse(REFUSED, "malformed")
+            return
         proof = self._proof(b"")
         if proof is not None:
             self._serve(proof, b"")
 
     def do_POST(self) -> None:
-        length, digest = self.headers.get("content-length", ""), self.headers.get(BODY, "")
-        if not length.isdecimal() or int(length) > BODY_LIMIT:
-            self._refuse(TOO_LONG)
+        length, digest = self._length(), self.headers.get(BODY, "")
+        if length is None or length > BODY_LIMIT:
+            self._refuse(TOO_LONG, "malformed" if length is None else "too long")
             return
-        proof = self._proof(stated(int(length), digest))
+        proof = self._proof(stated(length, digest))
         if proof is None:
             return
-        body = self.rfile.read(int(length))
+        body = self.rfile.read(length)
         if body and sha256(body) != digest:
-            self._refuse(UNKNOWN)
+            self._refuse(UNKNOWN, "wrong proof")
             return
         self._serve(proof, body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class finds no request of HTTP: it is told no more than others are."""
+        self.request_version = self.protocol_version
+        self._refuse(int(code), "not ours")
 
     def log_message(self, format: str, *args: Any) -> None:
         """Strangers do not write into our log."""
 
+    def _length(self) -> int | None:
+        """Bytes of the body; None where that is not said, or not in one way."""
+        if "transfer-encoding" in self.headers or len(self.headers.get_all(LENGTH, [])) > 1:
+            return None
+        length = self.headers.get(LENGTH, "" if self.command == "POST" else "0")
+        return int(length) if length.isdecimal() and len(length) < 16 else None
+
     def _proof(self, covered: bytes) -> Proof | None:
         """The proof in the head, checked; None, with the answer given, for whoever has none."""
+        names = [name.lower() for name in self.headers if name.lower().startswith("holdfast-")]
         try:
+            if len(set(names)) < len(names):
+                raise AuthError("a header of the proof comes twice", "no proof")
             proof = Proof.from_headers({k.lower(): v for k, v in self.headers.items()})
             self.server.verifier.check(self.command, self.path, covered, proof)
-        except AuthError:
-            self._refuse(UNKNOWN)
+        except MisdirectedError as error:
+            if error.fault != "first contact":
+                self.server.refusals.count(PEERS, error.fault)
+            self._misdirected(proof, len(covered) > 0)
+            return None
+        except AuthError as error:
+            self._refuse(UNKNOWN, error.fault)
             return None
         self.server.proven(self.connection)
         return proof
 
-    def _refuse(self, status: int) -> None:
+    def _misdirected(self, proof: Proof, close: bool) -> None:
+        """`close`: a body follows, which is not read."""
+        self.close_connection = self.close_connection or close
+        self._signed(proof, MISDIRECTED, self.server.verifier.told())
+
+    def _refuse(self, status: int, reason: Reason) -> None:
+        self.server.refusals.count(PEERS, reason)
         self.close_connection = True
         self._head(status, 0, "")
 
@@ -261,6 +308,7 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 status, value = OK, self._value(parts.path, proof.generation, body)
         except FencedError as error:
+            self.server.refusals.count(PEERS, "older generation")
             status, value = FENCED, {"error": str(error)}
         except MissingKeyError as error:
             status, value = MISSING, {"error": str(error)}
@@ -270,6 +318,9 @@ class _Handler(BaseHTTPRequestHandler):
             if isinstance(error, OSError):
                 raise
             status, value = FAILED, {"error": f"{type(error).__name__}: {error}"}
+        self._signed(proof, status, value)
+
+    def _signed(self, proof: Proof, status: int, value: dict[str, Any]) -> None:
         content = json.dumps(value, separators=(",", ":")).encode()
         self._head(status, len(content), sign_answer(self.server.secret, proof.nonce, status,
                                                      content))  # fmt: skip
@@ -277,12 +328,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _value(self, path: str, generation: int, body: bytes) -> dict[str, Any]:
         if (self.command, path) == ("GET", INVENTORY):
+            self.server.settled()
             return inventory(self.server.shelf)
-        if (self.command, path) == ("POST", OFFER):
+        verb = self.server.receiver.offer if path == OFFER else self.server.verbs.get(path)
+        if self.command == "POST" and verb is not None:
             value = parsed(body)
             if not isinstance(value, dict):
                 raise ValueError("the body is not a JSON object")
-            return self.server.receiver.offer(generation, value)
+            return verb(generation, value)
         raise MissingKeyError(f"there is nothing to ask at {self.path[:80]!r}")
 
     # --- bytes ------------------------------------------------------------------------------

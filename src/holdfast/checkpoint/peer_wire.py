@@ -8,8 +8,7 @@
 R says what is computed (`identity`): movers that share a secret may belong to different runs, and
 the state of one is nothing to the other.
 Proofs are those of `wire.auth`, in the same headers as everywhere; the path with its query is
-signed, and so is every answer. Of a body, the proof covers length and SHA-256, which the head
-states: so the head alone proves who asks, and nobody else's body is read. Of a range, the signature
+signed, and so is every answer. Of a range, the signature
 covers which range it is; its bytes are checked by whoever asked, against the checksums of extents
 in a part manifest that came signed.
 A copy spends the sender's budget, a restore does not: whoever restores is not training.
@@ -17,7 +16,6 @@ A copy spends the sender's budget, a restore does not: whoever restores is not t
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import json
 import socket
@@ -30,15 +28,13 @@ from urllib.parse import urlencode
 
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.spec.parsing import parsed
-from holdfast.wire.auth import AuthError, check_answer, sign
+from holdfast.wire.auth import MISDIRECTED, Aim, AuthError, check_answer, headers_of
 from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
 
 INVENTORY, RANGE, OFFER, NEWEST = "/inventory", "/range", "/offer", "/newest"
 COPY, RESTORE = "copy", "restore"
 PROOF = "holdfast-hmac"
-BODY = "holdfast-body"
-"""Header of a request with a body: the body's SHA-256, in hexadecimal digits."""
 ANSWER_LIMIT = 1 << 30
 """Bytes of an answer in JSON at most: the inventory of a large run."""
 
@@ -50,6 +46,10 @@ OK, REFUSED, UNKNOWN, MISSING, FENCED, TOO_LONG, FAILED = 200, 400, 401, 404, 40
 
 class PeerError(HoldfastError):
     """A mover on another machine does not answer, breaks off, or refuses; names its address."""
+
+
+class _AimedError(PeerError):
+    """What was asked was signed for another listener, and not done; now it is known for which."""
 
 
 class PeerClient:
@@ -65,8 +65,10 @@ class PeerClient:
         *,
         timeout: float = 10.0,
         clock: Callable[[], float] = time.time,
+        aim: Aim | None = None,
     ) -> None:
-        """`address` is "host:port"; `timeout` bounds every silence, in seconds.
+        """`address` is "host:port"; `timeout` bounds every silence, in seconds. `aim`: what an
+        earlier client of the same address has learned; it spares a question.
 
         Raises ValueError for an address of another form.
         """
@@ -75,7 +77,7 @@ class PeerClient:
         self._host, self._port = split_address(address)
         self._secret, self._run = secret, run
         self._timeout = timeout
-        self._clock = clock
+        self._aim = aim or Aim(clock)
         self._idle: list[http.client.HTTPConnection] = []
         self._busy: set[http.client.HTTPConnection] = set()
         self._aborted = False
@@ -172,6 +174,20 @@ class PeerClient:
         take: Callable[[http.client.HTTPResponse, str, str], None],
         timeout: float | None = None,
     ) -> None:
+        """One request; once more where it was signed for another listener, and so not done."""
+        try:
+            self._ask_once(method, path, body, take, timeout)
+        except _AimedError:
+            self._ask_once(method, path, body, take, timeout)
+
+    def _ask_once(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        take: Callable[[http.client.HTTPResponse, str, str], None],
+        timeout: float | None = None,
+    ) -> None:
         """One request; where the connection is cut before an answer (it was idle for long, or had
         to make way), once more. Every request may arrive twice: an offer that is known already is
         answered, not done again."""
@@ -193,6 +209,9 @@ class PeerClient:
             except (OSError, http.client.HTTPException) as error:
                 self._drop(connection)
                 raise PeerError(f"{self.address} broke off: {_words(error)}") from error
+            except _AimedError:
+                self._keep(connection, response)
+                raise
             except BaseException:
                 self._drop(connection)
                 raise
@@ -202,10 +221,8 @@ class PeerClient:
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes
     ) -> str:
-        digest = sha256(body)
-        covered = stated(len(body), digest)
-        proof = sign(self._secret, method, path, covered, self.generation, self._clock())
-        headers = proof.headers() | ({BODY: digest} if body else {})
+        proof = self._aim.sign(self._secret, method, path, body, self.generation)
+        headers = headers_of(proof, body)
         # Whoever refuses the head closes before the body has left, and has answered.
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.request(method, path, body or None, headers)
@@ -217,12 +234,13 @@ class PeerClient:
             return
         if response.status == UNKNOWN:
             raise AuthError(f"{self.address} does not accept this run's secret")
-        if response.status == TOO_LONG:  # refused unread, so nothing could be signed
-            raise PeerError(f"{self.address} finds the request too long")
         data = response.read(ANSWER_LIMIT)
         check_answer(
             self._secret, nonce, response.status, data, response.getheader(PROOF, "") or ""
         )
+        if response.status == MISDIRECTED:
+            self._aim.learn(parsed(data))
+            raise _AimedError(f"{self.address} changes its name at every request")
         text = str(parsed(data).get("error", f"status {response.status}"))
         kinds = {FENCED: FencedError, MISSING: MissingKeyError}
         kind = kinds.get(response.status)
@@ -267,15 +285,6 @@ class PeerClient:
         with self._lock:
             self._busy.discard(connection)
         connection.close()
-
-
-def stated(length: int, digest: str) -> bytes:
-    """What a proof covers in place of a body; without a body, nothing."""
-    return f"{length} {digest}".encode() if length else b""
-
-
-def sha256(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()
 
 
 def identity(config_hash: str, dataset_version: str) -> str:

@@ -1,9 +1,17 @@
 """Every request proves that its sender knows the run's secret, and cannot be sent again.
 
-A request carries an HMAC-SHA256 (RFC 2104) over method, path, body, generation, nonce and time.
-A nonce is accepted once; nonces are remembered for as long as their time stamp is acceptable, so
-the memory is bounded. The answer carries an HMAC over the request's nonce, so that a client knows
-it was its own agent that answered, not whoever has the port now.
+A request carries an HMAC-SHA256 (RFC 2104) over method, path, body, generation, listener, nonce and
+time. A nonce is accepted once; nonces are remembered for as long as their time stamp is acceptable,
+so the memory is bounded. The answer carries an HMAC over the request's nonce, so that a client
+knows it was its own agent that answered, not whoever has the port now.
+
+A listener has a name, drawn at random when its process starts: what was recorded on its way to
+another listener, or to the process that had the port before, is of no use here. Whoever does not
+know the name yet signs for none, and is told name and clock in an answer that is signed; it signs
+again by both (`Aim`), so clocks need not agree either.
+
+Over HTTP the proof covers a body by its length and its SHA-256, which the head states: the head
+alone proves who asks, and nobody else's body is read.
 """
 
 from __future__ import annotations
@@ -15,23 +23,42 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from holdfast.errors import HoldfastError
 from holdfast.wire.secret import Secret
 
 WINDOW_SECONDS = 120.0
 """How far a request's time stamp may lie from the server's clock. It bounds the memory of
-nonces and decides nothing else: clocks must agree to within two minutes, no better."""
+nonces and decides nothing else: whoever is farther off is told the time."""
 
 NONCES = 100_000
 """Nonces remembered at most."""
 
-PROTOCOL = "1"
+PROTOCOL = "2"
 """Version of the requests' form, and a part of what is signed."""
+
+BODY = "holdfast-body"
+"""Header of a request with a body: the body's SHA-256, in hexadecimal digits."""
+
+MISDIRECTED = 421
+"""Status of the answer to a request that is signed for another listener, or at another time; its
+body is what `Aim.learn` takes."""
+
+Fault = Literal["no proof", "wrong proof", "replayed", "misdirected", "first contact"]
 
 
 class AuthError(HoldfastError):
-    """A request or an answer without a valid proof. Says nothing that would help to forge one."""
+    """A request or an answer without a valid proof. Says nothing that would help to forge one;
+    `fault` is for counting."""
+
+    def __init__(self, message: str, fault: Fault = "wrong proof") -> None:
+        self.fault: Fault = fault
+        super().__init__(message)
+
+
+class MisdirectedError(AuthError):
+    """Signed by one of us, but not for this listener, or not now. It was not done."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +69,11 @@ class Proof:
     nonce: str
     time: float
     digest: str
+    to: str = ""  # the listener's name; "" where it is not known yet
 
     def headers(self) -> dict[str, str]:
-        return {
+        to = {"holdfast-to": self.to} if self.to else {}
+        return to | {
             "holdfast-protocol": PROTOCOL,
             "holdfast-generation": str(self.generation),
             "holdfast-nonce": self.nonce,
@@ -57,23 +86,64 @@ class Proof:
         """Raises AuthError when a header is missing or malformed."""
         try:
             if headers["holdfast-protocol"] != PROTOCOL:
-                raise AuthError("the request's protocol version is not ours")
+                raise AuthError("the request's protocol version is not ours", "no proof")
             return Proof(
                 int(headers["holdfast-generation"]),
                 headers["holdfast-nonce"],
                 float(headers["holdfast-time"]),
                 headers["holdfast-hmac"],
+                headers.get("holdfast-to", ""),
             )
         except (KeyError, ValueError):
-            raise AuthError("the request carries no proof") from None
+            raise AuthError("the request carries no proof", "no proof") from None
 
 
-def sign(secret: Secret, method: str, path: str, body: bytes, generation: int, now: float) -> Proof:
-    """A fresh proof for one request."""
+def sign(
+    secret: Secret, method: str, path: str, covered: bytes, generation: int, now: float,
+    to: str = "",
+) -> Proof:  # fmt: skip
+    """A fresh proof for one request. covered: its body, or over HTTP what `stated` says of it."""
     nonce = secrets.token_hex(16)
     return Proof(
-        generation, nonce, now, _digest(secret, method, path, body, generation, nonce, now)
-    )
+        generation, nonce, now,
+        _digest(secret, method, path, covered, generation, nonce, now, to), to,
+    )  # fmt: skip
+
+
+def stated(length: int, digest: str) -> bytes:
+    """What a proof over HTTP covers in place of a body; without a body, nothing."""
+    return f"{length} {digest}".encode() if length else b""
+
+
+def sha256(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+class Aim:
+    """What a client knows of the listener that it asks: its name, and how its clock runs. Threads
+    may share it: what is lost in a race is one more answer that tells."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._known = ("", 0.0)
+
+    def sign(self, secret: Secret, method: str, path: str, body: bytes, generation: int) -> Proof:
+        """A proof for a request over HTTP; its headers are `headers_of` this and the body."""
+        to, ahead = self._known
+        covered = stated(len(body), sha256(body)) if body else b""
+        return sign(secret, method, path, covered, generation, self._clock() + ahead, to)
+
+    def learn(self, told: Any) -> None:
+        """From the body of a signed answer MISDIRECTED. Raises AuthError for another one."""
+        try:
+            self._known = (str(told["to"]), float(told["now"]) - self._clock())
+        except (KeyError, TypeError, ValueError):
+            raise AuthError("the answer does not say for whom to sign") from None
+
+
+def headers_of(proof: Proof, body: bytes) -> dict[str, str]:
+    """What a request over HTTP carries beside its body."""
+    return proof.headers() | ({BODY: sha256(body)} if body else {})
 
 
 def sign_answer(secret: Secret, nonce: str, status: int, body: bytes) -> str:
@@ -97,7 +167,11 @@ class Verifier:
         *,
         window: float = WINDOW_SECONDS,
         capacity: int = NONCES,
+        name: str | None = None,
     ) -> None:
+        """`name`: of the listener, random unless given; "" where nobody but this process's own
+        user can reach it, and nothing can be recorded."""
+        self.name = secrets.token_hex(8) if name is None else name
         self._secret = secret
         self._clock = clock
         self._window = window
@@ -107,13 +181,15 @@ class Verifier:
         self._floor = 0.0  # stamps up to here are refused: a nonce of that age was forgotten early
         self._lock = threading.Lock()
 
-    def check(self, method: str, path: str, body: bytes, proof: Proof) -> None:
-        """Raises AuthError for a wrong digest, an old or future time stamp, a nonce seen before.
+    def check(self, method: str, path: str, covered: bytes, proof: Proof) -> None:
+        """Raises AuthError for a wrong digest and a nonce seen before, MisdirectedError for
+        another listener's name and an old or future time stamp.
 
         The digest is looked at first and in constant time, so an outsider learns nothing and
         cannot fill the memory of nonces.
         """
-        right = _digest(self._secret, method, path, body, proof.generation, proof.nonce, proof.time)
+        right = _digest(self._secret, method, path, covered, proof.generation, proof.nonce,
+                        proof.time, proof.to)  # fmt: skip
         if not hmac.compare_digest(right.encode(), proof.digest.encode("utf-8", "replace")):
             raise AuthError("the request's proof is wrong")
         now = self._clock()
@@ -121,11 +197,19 @@ class Verifier:
             self._forget(now)
             # NaN compares false, so it is refused too.
             if not (abs(now - proof.time) <= self._window and proof.time > self._floor):
-                raise AuthError("the request's time stamp is outside the window")
+                raise MisdirectedError("the request's time stamp is outside the window",
+                                       "misdirected")  # fmt: skip
             if proof.nonce in self._seen:
-                raise AuthError("the request has been seen before")
+                raise AuthError("the request has been seen before", "replayed")
             self._seen.add(proof.nonce)
             heapq.heappush(self._order, (proof.time, proof.nonce))
+        if proof.to != self.name:
+            fault: Fault = "misdirected" if proof.to else "first contact"
+            raise MisdirectedError("the request is for another listener", fault)
+
+    def told(self) -> dict[str, Any]:
+        """What the answer to a misdirected request says."""
+        return {"to": self.name, "now": self._clock()}
 
     def _forget(self, now: float) -> None:
         """Oldest stamps first, not first come: when a clock is set back, what came before lies in
@@ -139,17 +223,19 @@ class Verifier:
 
 
 def _digest(
-    secret: Secret, method: str, path: str, body: bytes, generation: int, nonce: str, now: float
-) -> str:
+    secret: Secret, method: str, path: str, covered: bytes, generation: int, nonce: str,
+    now: float, to: str,
+) -> str:  # fmt: skip
     return _hmac(
         secret,
         PROTOCOL.encode(),
         method.encode(),
         path.encode(),
         str(generation).encode(),
+        to.encode(),
         nonce.encode(),
         repr(now).encode(),
-        body,
+        covered,
     )
 
 

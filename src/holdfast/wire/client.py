@@ -11,15 +11,19 @@ import json
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Any, cast
 
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.spec.parsing import parsed
-from holdfast.wire.auth import AuthError, Proof, check_answer, sign
+from holdfast.wire.auth import MISDIRECTED, Aim, AuthError, Proof, check_answer, headers_of
 from holdfast.wire.secret import Secret
 
 OUTSIDE = 0
 """The generation of a request that belongs to none, such as the question who is there."""
+
+ANSWER_LIMIT = 64 << 20
+"""Bytes of an answer at most; whoever has the port now cannot fill our memory."""
 
 
 class UnreachableError(HoldfastError):
@@ -48,7 +52,10 @@ class Client:
         self._host, self._port = host.strip("[]"), int(port)
         self._secret = secret
         self._patience = patience
+        self._aim = Aim(time.time)
         self._idle: list[http.client.HTTPConnection] = []
+        self._busy: set[http.client.HTTPConnection] = set()
+        self._aborted = False
         self._lock = threading.Lock()
         self._pause = threading.Event()  # set by close(): ends a wait between two attempts
 
@@ -86,24 +93,56 @@ class Client:
         for connection in idle:
             connection.close()
 
+    def abort(self) -> None:
+        """End the requests that are under way in other threads, and refuse later ones: they raise
+        UnreachableError. What was asked may have been done."""
+        with self._lock:
+            self._aborted = True
+            busy = list(self._busy)
+        for connection in busy:
+            with suppress(OSError, AttributeError):  # one that is just being closed has no socket
+                connection.sock.shutdown(socket.SHUT_RDWR)
+        self.close()
+
     def _attempt(self, path: str, content: bytes, timeout: float) -> dict[str, Any]:
-        proof = sign(self._secret, "POST", path, content, self.generation, time.time())
+        """A request that is signed for another listener is not done, and sent once more."""
+        proof, status, data, digest = self._exchange(path, content, timeout)
+        if status == MISDIRECTED:
+            check_answer(self._secret, proof.nonce, status, data, digest)
+            self._aim.learn(parsed(data))
+            proof, status, data, digest = self._exchange(path, content, timeout)
+        return judged(self._secret, self.address, proof, status, data, digest)
+
+    def _exchange(self, path: str, content: bytes, timeout: float) -> tuple[Proof, int, bytes, str]:
+        """The proof that was sent, and of the answer: status, body, digest."""
+        proof = self._aim.sign(self._secret, "POST", path, content, self.generation)
+        headers = {"content-type": "application/json", **headers_of(proof, content)}
         connection = self._take(timeout)
+        with self._lock:
+            aborted = self._aborted
+            self._busy.add(connection)
         try:
-            connection.request(
-                "POST", path, content, {"content-type": "application/json", **proof.headers()}
-            )
+            if aborted:
+                raise UnreachableError(f"no more requests to {self.address}: they were ended")
+            # Whoever refuses the head may close before the body has left, and has answered.
+            with suppress(BrokenPipeError, ConnectionResetError):
+                connection.request("POST", path, content, headers)
             response = connection.getresponse()
-            data = response.read()
+            data = response.read(ANSWER_LIMIT)
+            if not response.isclosed() and response.read(1):
+                raise http.client.HTTPException("the answer is too long")
         except BaseException:
             connection.close()
             raise
-        if response.will_close:
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
+        if response.will_close or self._aborted:
             connection.close()
         else:
             with self._lock:
                 self._idle.append(connection)
-        return self._judge(proof, response.status, data, response.getheader("holdfast-hmac", ""))
+        return proof, response.status, data, response.getheader("holdfast-hmac") or ""
 
     def _take(self, timeout: float) -> http.client.HTTPConnection:
         with self._lock:
@@ -118,15 +157,19 @@ class Client:
             connection.sock.settimeout(timeout)
         return connection
 
-    def _judge(self, proof: Proof, status: int, data: bytes, digest: str | None) -> dict[str, Any]:
-        if status == 401:  # the agent cannot sign for somebody it does not know
-            raise AuthError(f"{self.address} does not accept this run's secret")
-        if status == 413:  # refused unread, so nothing could be signed: send less
-            raise RequestError(status, "the request is too long")
-        check_answer(self._secret, proof.nonce, status, data, digest or "")
-        value = parsed(data)
-        if status == 409:
-            raise FencedError(str(value.get("error", "a newer generation exists")))
-        if status != 200:
-            raise RequestError(status, str(value.get("error", f"HTTP status {status}")))
-        return cast(dict[str, Any], value)
+
+def judged(
+    secret: Secret, address: str, proof: Proof, status: int, data: bytes, digest: str
+) -> dict[str, Any]:
+    """The answer's value, once it has proven whose it is. Raises as `Client.post` does."""
+    if status == 401:  # the agent cannot sign for somebody it does not know
+        raise AuthError(f"{address} does not accept this run's secret")
+    check_answer(secret, proof.nonce, status, data, digest)
+    value = parsed(data)
+    if status == 409:
+        raise FencedError(str(value.get("error", "a newer generation exists")))
+    if status == MISDIRECTED:
+        raise AuthError(f"{address} changes its name at every request")
+    if status != 200:
+        raise RequestError(status, str(value.get("error", f"HTTP status {status}")))
+    return cast(dict[str, Any], value)

@@ -1,16 +1,19 @@
 """The answering side of `client`: a table of handlers behind one guard.
 
-The guard stands before every handler: it bounds the body, checks the proof, refuses older
-generations, and signs the answer. A handler sees only requests of this run's own processes.
+The guard stands before every handler: it checks the proof in the head, bounds the body and compares
+it with what was proven, refuses older generations, and signs the answer. A handler sees only
+requests of this run's own processes. What is refused is counted (`refusals`), and whoever proves
+nothing is cut in time (`doors`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,8 +23,20 @@ from starlette.routing import Route
 
 from holdfast.errors import FencedError, RunFolderError
 from holdfast.spec.parsing import parsed
-from holdfast.wire.auth import AuthError, Proof, Verifier, sign_answer
+from holdfast.wire.auth import (
+    BODY,
+    MISDIRECTED,
+    AuthError,
+    MisdirectedError,
+    Proof,
+    Verifier,
+    sha256,
+    sign_answer,
+    stated,
+)
 from holdfast.wire.client import OUTSIDE
+from holdfast.wire.doors import HEAD_BYTES, Doors, proven
+from holdfast.wire.refusals import CONTROL, Reason, Refusals
 from holdfast.wire.secret import Secret
 
 Handler = Callable[[int, dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -30,6 +45,9 @@ no sense, FencedError when a newer generation opened meanwhile."""
 
 MAX_BODY = 8 << 20
 """Bytes of a request's body at most: control is small, bulk bytes travel elsewhere."""
+
+BODY_SECONDS = 60.0
+"""A body is there by then, or not read any longer."""
 
 
 class Guard:
@@ -48,74 +66,125 @@ class Guard:
         *,
         outside: frozenset[str] = frozenset(),
         max_body: int = MAX_BODY,
+        refusals: Refusals | None = None,
     ) -> None:
+        self.paths = tuple(handlers)
+        """Everything that can be asked here."""
+        self.outside = outside
         self._secret = secret
         self._verifier = verifier
         self._newest = newest
-        self._outside = outside
         self._max_body = max_body
+        self._refusals = refusals or Refusals()
         self.application = Starlette(
             routes=[
                 Route(path, self._endpoint(path, handler), methods=["POST"])
                 for path, handler in handlers.items()
-            ]
+            ],
+            exception_handlers={404: self._nothing, 405: self._nothing},
         )
+        self.application.router.redirect_slashes = False  # a redirection repeats what it was asked
 
     def _endpoint(self, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
+            scope = request.scope
+            if scope["query_string"] or scope.get("raw_path", path.encode()) != path.encode():
+                return self._stranger(404, "no such path")  # another way to write ours
             try:
-                body = await self._read(request)
-            except ClientDisconnect:
-                return Response(status_code=400)
-            if body is None:
-                return Response(status_code=413)
+                length, digest = _stated(request)
+                proof = _proof(request)
+                self._verifier.check("POST", path, stated(length, digest), proof)
+            except MisdirectedError as error:
+                if error.fault != "first contact":
+                    self._refusals.count(CONTROL, error.fault)
+                return self._signed(proof, MISDIRECTED, self._verifier.told())
+            except AuthError as error:
+                return self._stranger(401, error.fault)
+            except ValueError:
+                return self._stranger(411, "malformed")
+            proven(scope)
+            if length > self._max_body:
+                self._refusals.count(CONTROL, "too long")
+                words = f"the request is too long: {length} bytes, and {self._max_body} are allowed"
+                return self._signed(proof, 413, {"error": words}, close=True)
             try:
-                proof = Proof.from_headers(request.headers)
-                self._verifier.check("POST", path, body, proof)
-            except AuthError:
-                return Response(status_code=401)
+                async with asyncio.timeout(BODY_SECONDS):
+                    body = await request.body()
+            except (ClientDisconnect, TimeoutError):
+                return self._stranger(400, "slow")
+            if body and sha256(body) != digest:
+                return self._stranger(401, "wrong proof")
             status, value = await self._answer(path, handler, proof.generation, body)
-            content = json.dumps(value, separators=(",", ":")).encode()
-            digest = sign_answer(self._secret, proof.nonce, status, content)
-            return Response(content, status, {"holdfast-hmac": digest}, "application/json")
+            return self._signed(proof, status, value)
 
         return endpoint
 
-    async def _read(self, request: Request) -> bytes | None:
-        """The body, or None when it is longer than what is allowed."""
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > self._max_body:
-                return None
-        return bytes(body)
+    def _stranger(self, status: int, reason: Reason) -> Response:
+        """Refused, unsigned, and not spoken with any longer."""
+        self._refusals.count(CONTROL, reason)
+        return Response(status_code=status, headers={"connection": "close"})
+
+    async def _nothing(self, request: Request, error: Exception) -> Response:
+        return self._stranger(getattr(error, "status_code", 404), "no such path")
+
+    def _signed(
+        self, proof: Proof, status: int, value: dict[str, Any], close: bool = False
+    ) -> Response:
+        content = json.dumps(value, separators=(",", ":")).encode()
+        digest = sign_answer(self._secret, proof.nonce, status, content)
+        headers = {"holdfast-hmac": digest} | ({"connection": "close"} if close else {})
+        return Response(content, status, headers, "application/json")
 
     async def _answer(
         self, path: str, handler: Handler, generation: int, body: bytes
     ) -> tuple[int, dict[str, Any]]:
         newest = self._newest()
-        outside = generation == OUTSIDE and path in self._outside
-        if generation < newest and not outside:
+        outside = generation == OUTSIDE and path in self.outside
+        if generation < max(newest, OUTSIDE + 1) and not outside:
+            self._refusals.count(CONTROL, "older generation")
             return 409, {"error": f"generation {generation} is over: {newest} rules"}
-        if generation > newest:
+        if generation > newest and not outside:
+            self._refusals.count(CONTROL, "unknown generation")
             return 400, {"error": f"generation {generation} has not been opened: {newest} rules"}
         try:
             value = parsed(body)
             if not isinstance(value, dict):
+                self._refusals.count(CONTROL, "malformed")
                 return 400, {"error": "the body is not a JSON object"}
             return 200, await handler(generation, value)
         except FencedError as error:
             return 409, {"error": str(error)}
         except (ValueError, KeyError, TypeError) as error:
+            self._refusals.count(CONTROL, "malformed")
             return 400, {"error": f"{type(error).__name__}: {error}"}
         except Exception as error:  # our own bug: the worker that asked says it aloud
             return 500, {"error": f"{type(error).__name__}: {error}"}
 
 
+def _stated(request: Request) -> tuple[int, str]:
+    """What the head says of the body: how many bytes, and their SHA-256.
+
+    Raises ValueError for a body whose length is not said beforehand.
+    """
+    if "transfer-encoding" in request.headers:
+        raise ValueError("the request does not say how long it is")
+    return int(request.headers.get("content-length", "0")), request.headers.get(BODY, "")
+
+
+def _proof(request: Request) -> Proof:
+    """Raises AuthError, also where one of its headers comes twice."""
+    names = [name for name, _ in request.headers.raw if name.startswith(b"holdfast-")]
+    if len(set(names)) < len(names):
+        raise AuthError("a header of the proof comes twice", "no proof")
+    return Proof.from_headers(request.headers)
+
+
 class Listener:
     """One uvicorn server on a socket that is already bound, inside the caller's event loop."""
 
-    def __init__(self, application: Any, bound: socket.socket) -> None:
+    def __init__(self, application: Any, bound: socket.socket, doors: Doors | None = None) -> None:
+        """`doors`: how long strangers may stay; those of a guarded listener unless given."""
+        doors = doors or Doors(CONTROL)
         self._socket = bound
         self._server = _Server(
             uvicorn.Config(
@@ -125,7 +194,8 @@ class Listener:
                 access_log=False,
                 lifespan="off",
                 loop="asyncio",
-                http="h11",
+                http=cast(Any, doors.protocol),
+                h11_max_incomplete_event_size=HEAD_BYTES,
                 ws="none",
                 timeout_keep_alive=3600,
                 timeout_graceful_shutdown=1,
@@ -155,21 +225,35 @@ def bind(host: str, port: int, key: str) -> socket.socket:
 
     `key` is the run file's key that named them, for the message. Raises RunFolderError.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(  # an IPv6 zone becomes a number here
+            host, port, type=socket.SOCK_STREAM
+        )[0]
+        if not host:
+            raise ValueError("an empty address would be every interface")
+        bound = socket.socket(family, socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:
+        raise _no_address(host, port, key, error) from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
+        if family == socket.AF_INET6:  # "::" is every IPv6 address, and not those of IPv4 as well
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)
         bound.listen(128)
         bound.setblocking(False)
     except OSError as error:
         bound.close()
-        raise AddressError(
-            f"cannot listen on {host}:{port} ({error.strerror or error})",
-            where=key,
-            remedy="use an address of this machine and a free port (0 takes any)",
-        ) from None
+        raise _no_address(host, port, key, error) from None
     return bound
+
+
+def _no_address(host: str, port: int, key: str, error: Exception) -> AddressError:
+    words = str(getattr(error, "strerror", None) or error)
+    return AddressError(
+        f"cannot listen on {host}:{port} ({words})",
+        where=key,
+        remedy="use an address of this machine and a free port (0 takes any)",
+    )
 
 
 class AddressError(RunFolderError):
