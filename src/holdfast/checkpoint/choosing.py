@@ -259,20 +259,48 @@ class Chooser:
 
     def _in_memory(self) -> dict[_Position, _Found]:
         """What all memories together hold of steps that are complete."""
-        found: dict[_Position, _Found] = {}
-        for memory in self._memories:
-            try:
-                inventory = memory.inventory()
-            except HoldfastError:
-                continue  # that machine is out of reach: what it holds is not there
-            for line in inventory:
-                at = (line.step, line.generation)
-                # A manifest that is broken, or whose plan is unknown, is as good as none.
-                with suppress(HoldfastError, KeyError):
-                    part = Part.from_bytes(line.stored, f"{memory.name}, rank {line.rank}")
-                    step = found.setdefault(at, _Found(memory.plan(line.generation), {}))
-                    step.parts.setdefault(line.rank, (part, line.stored))
+        found = _gathered(self._memories)
         return {at: s for at, s in found.items() if s.complete and at[1] <= self._present}
+
+
+def commit_of(
+    store: RunStore, memories: Sequence[MemorySource], key: str, config_hash: str,
+    dataset_version: str,
+) -> Commit:  # fmt: skip
+    """What is called `key`, for a machine that did not choose it: as the run store has it, else
+    put together from what all memories hold, which makes the same bytes of it everywhere.
+
+    Raises MissingKeyError where it is nowhere whole, and as `merge` and the store do.
+    """
+    with suppress(MissingKeyError):
+        return restore.Checkpoint.open(store, key).commit
+    at = parse_commit_key(key)
+    found = None if at is None else _gathered(memories, at).get(at)
+    if found is None or not found.complete:
+        raise MissingKeyError(f"{key} is neither in the run store nor whole in memory")
+    return merge(found.parts, *found.plan, config_hash, dataset_version)
+
+
+def _gathered(
+    memories: Sequence[MemorySource], only: _Position | None = None
+) -> dict[_Position, _Found]:
+    """The parts that all memories hold, by step; of one step where `only` is given."""
+    found: dict[_Position, _Found] = {}
+    for memory in memories:
+        try:
+            inventory = memory.inventory()
+        except HoldfastError:
+            continue  # that machine is out of reach: what it holds is not there
+        for line in inventory:
+            at = (line.step, line.generation)
+            if only not in (None, at):
+                continue
+            # A manifest that is broken, or whose plan is unknown, is as good as none.
+            with suppress(HoldfastError, KeyError):
+                part = Part.from_bytes(line.stored, f"{memory.name}, rank {line.rank}")
+                step = found.setdefault(at, _Found(memory.plan(line.generation), {}))
+                step.parts.setdefault(line.rank, (part, line.stored))
+    return found
 
 
 def _positions(store: RunStore) -> set[_Position]:

@@ -25,21 +25,17 @@ from typing import Any
 from holdfast.checkpoint import framing
 from holdfast.checkpoint.cleaning import Keep
 from holdfast.checkpoint.framing import LineReader, Request, answer_line, parse_request
+from holdfast.checkpoint.neighbours import Neighbours
 from holdfast.checkpoint.peer_settings import PeerSettings
-from holdfast.checkpoint.peer_source import PeerMemories
-from holdfast.checkpoint.peer_wire import identity
-from holdfast.checkpoint.peers import Peers
 from holdfast.checkpoint.service import Service, Settings
 from holdfast.checkpoint.uploading import Uploader, opened
 from holdfast.errors import FencedError, HoldfastError, UserError
-from holdfast.events import PeerFailed
 from holdfast.layout import Topology
 from holdfast.spec.state import TensorSpec
 from holdfast.wire import lifeline
 from holdfast.wire.auth import AuthError, Verifier
 from holdfast.wire.secret import Secret
 from holdfast.wire.stores import open_store
-from holdfast.wire.term import newest_generation
 
 SWITCH_SECONDS = 0.0005
 """Hashing small extents never leaves the interpreter to others by itself. A thread that writes asks
@@ -76,7 +72,7 @@ class Server:
     """Answers requests on the unix socket, one thread per connection."""
 
     def __init__(
-        self, service: Service, secret: Secret, path: str, peers: Peers | None = None,
+        self, service: Service, secret: Secret, path: str, peers: Neighbours | None = None,
         upload: Callable[[float], dict[str, Any] | None] = lambda wait: None,
     ) -> None:  # fmt: skip
         """`upload` says what keeps the newest checkpoint from being in the bucket."""
@@ -164,11 +160,14 @@ class Server:
         match request.verb:
             case "expect":
                 table = tuple(TensorSpec.from_json(row) for row in body["table"])
-                service.expect(
-                    generation, Topology.from_json(body["topology"]), table, body["start"]
-                )
+                topology = Topology.from_json(body["topology"])
+                about = None
                 if self._peers is not None:
-                    self._peers.expect(Topology.from_json(body["topology"]), table)
+                    about = self._peers.cohort(topology, body)
+                    self._peers.follow(about)
+                service.expect(generation, topology, table, body["start"], about)
+                if self._peers is not None:
+                    self._peers.expect(topology, table, about)
             case "arena":
                 fds.append(service.arena(generation, **body, process=process))
             case "captured":
@@ -183,7 +182,11 @@ class Server:
             case "drain":
                 return {"drained": service.drain(**body)}
             case "newest":
-                return service.newest(generation, **body)
+                machines = body.pop("machines", None)
+                if machines is not None and self._peers is not None:
+                    self._peers.look_at(machines)
+                placed = {} if self._peers is None else self._peers.placement
+                return service.newest(generation, **body) | {"placement": placed}
             case "holdings":
                 answer, found = service.holdings(generation, **body)
                 fds += found
@@ -196,7 +199,7 @@ class Server:
             case "upload":
                 return {"left": self._upload(float(body["wait"]))}
             case "status":
-                peers = {} if self._peers is None else {"peers": self._peers.status()}
+                peers = {} if self._peers is None else {"peers": self._peers.peers.status()}
                 return service.status() | peers
             case verb:
                 raise HoldfastError(f"the mover has no verb {verb!r}")
@@ -210,22 +213,12 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
     return int(process), int(user)
 
 
-def _peers(boot: MoverBoot, service: Service) -> Peers | None:
-    """Tier 1: a place that gets every snapshot, and one more where a restart looks for them."""
+def _neighbours(boot: MoverBoot, service: Service) -> Neighbours | None:
     if boot.peers is None:
         return None
     settings = PeerSettings.from_json(boot.peers)
-    run = identity(boot.settings.config_hash, boot.settings.dataset_version)
-    store, secret = open_store(boot.store), Secret.from_hex(boot.secret)
-    peers = Peers(settings, service.shelf, secret, run, service.outcomes.add)
-    service.shelved.append(peers.shelved)
-    memories = PeerMemories(
-        settings.peers, secret, lambda: newest_generation(store),
-        lambda name, reason: service.outcomes.add(PeerFailed(name, reason)), run,
-    )  # fmt: skip
-    service.memories.append(memories)
-    service.elsewhere = memories.holders
-    return peers
+    secret = Secret.from_hex(boot.secret)
+    return Neighbours(settings, boot.settings, service, open_store(boot.store), secret)
 
 
 def _uploader(boot: MoverBoot, service: Service) -> Uploader | None:
@@ -256,7 +249,7 @@ def main() -> None:
         lifeline.watch(boot.lifeline)
     service = Service(open_store(boot.store), boot.settings)
     try:
-        peers = _peers(boot, service)
+        peers = _neighbours(boot, service)
     except UserError as error:  # an address that cannot be listened on
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
@@ -271,7 +264,8 @@ def main() -> None:
     leave, signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(signalled)
     signal.signal(signal.SIGTERM, lambda *_: None)
-    print(json.dumps({"ready": True, "pid": os.getpid()}), flush=True)
+    address = "" if peers is None else peers.peers.address
+    print(json.dumps({"ready": True, "pid": os.getpid(), "peers": address}), flush=True)
     try:
         server.serve(leave)
     finally:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.arena import SlotHeader
 from holdfast.checkpoint.framing import LineReader, parse_answer, request_line, send
+from holdfast.checkpoint.peer_settings import Peer
 from holdfast.checkpoint.snapshots import header_from_json
 from holdfast.errors import HoldfastError
 from holdfast.events import Event, event_from_json
@@ -47,6 +48,7 @@ class Newest:
     rejected: tuple[tuple[str, str], ...]  # (key, reason), newest first
     durable: bool = True  # False: it lies in memory alone
     seconds: float = 0.0  # to find and open it
+    placement: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of copies, in force
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,32 @@ class MoverClient:
         self._clock = clock
 
     # --- the agent's calls ------------------------------------------------------------------
-    def expect(self, topology: Topology, table: StateTable, start: int | None = None) -> None:
+    def expect(
+        self, topology: Topology, table: StateTable, start: int | None = None,
+        machines: Iterable[Peer] | None = None, sources: Iterable[Peer] = (),
+        placement: Mapping[str, Sequence[str]] | None = None,
+        begun: Newest | None = None,
+    ) -> None:  # fmt: skip
         """Begin this client's generation: who will write, and what, from the state after which
         step. Unfinished saves of older generations are refused; of their snapshots, those of the
         newest complete step stay until this generation has one, unless it is later than `start`.
+
+        machines: of a run on several nodes, those that take part, each named as its node is in the
+        topology; the mover's own may be among them. sources: other machines that may hold what is
+        begun from. placement: of copies, as the one who chose has it. begun: what was chosen, where
+        another mover chose it. Asked again of the same generation, the newest list counts.
         """
-        rows = [spec.to_json() for spec in table]
-        self._call("expect", {"topology": topology.to_json(), "table": rows, "start": start})
+        body: dict[str, Any] = {
+            "topology": topology.to_json(), "table": [spec.to_json() for spec in table],
+            "start": start,
+        }  # fmt: skip
+        if machines is not None:
+            body["machines"] = [peer.to_json() for peer in machines]
+            body["sources"] = [peer.to_json() for peer in sources]
+            body["placement"] = {owner: list(held) for owner, held in (placement or {}).items()}
+        if begun is not None and not begun.durable:
+            body["key"] = begun.key
+        self._call("expect", body)
 
     def drain(self, wait: float = 30.0, durable: bool = True) -> bool:
         """Wait up to `wait` seconds for the end of all saves under way; whether that was enough.
@@ -103,20 +124,27 @@ class MoverClient:
         drain: float = 30.0,
         tried: Mapping[str, str] | None = None,
         timeout: float = CHOOSE_SECONDS,
+        machines: Iterable[Peer] | None = None,
     ) -> Newest:
         """The newest state that this generation can begin from, in memory or durable. Its bytes
         are checked by those who read them; what they found rotten is `tried`: key -> reason.
 
         Waits up to `drain` seconds for what is under way. Asked after this client's generation
         was opened, which fences all older ones, so that nothing older can appear afterwards.
+        machines: whose memory is looked at, beside the mover's own and what the run file names:
+        those of the generation before that are still there.
 
         Raises CheckpointError when there are candidates but none can be trusted.
         """
-        body = self._call("newest", {"drain": drain, "tried": dict(tried or {})}, timeout)
+        asked: dict[str, Any] = {"drain": drain, "tried": dict(tried or {})}
+        if machines is not None:
+            asked["machines"] = [peer.to_json() for peer in machines]
+        body = self._call("newest", asked, timeout)
         return Newest(
             body["key"], body["step"], body["generation"], body["meta"],
             tuple((key, reason) for key, reason in body["rejected"]),
             bool(body.get("durable", True)), float(body["seconds"]),
+            {owner: tuple(held) for owner, held in body.get("placement", {}).items()},
         )  # fmt: skip
 
     def events(self, since: int, wait: float = 0.0) -> tuple[list[Event], int]:

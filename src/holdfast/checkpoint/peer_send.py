@@ -10,14 +10,16 @@ and never later and later.
        '-----> superseded
 
 Who holds is `policy.placement`'s to say, from the domains in the run file. A holder that fails is
-passed over until its time is up, and another machine takes its copies where there is one.
+passed over until its time is up, and another machine takes its copies where there is one. Whom
+there is to send to is said anew with each generation (`follow`); the plan in force goes along, so
+that few copies move.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,6 +71,9 @@ class _Line:
     """One holder: what waits for it, and how it has done."""
 
     peer: Peer
+    started: bool = False  # its thread
+    over: bool = False  # nobody sends there any more
+    client: PeerClient | None = None  # of what is under way
     waiting: _Step | None = None
     busy: bool = False
     told: set[int] = field(default_factory=set)  # generations whose plan it has been sent
@@ -110,14 +115,46 @@ class Copies:
         self._mirrors: dict[int, int | None] = {}  # rank -> the one that captures its part too
         self._warned: set[str] = set()
         self._over: list[ExitStack] = []  # pins that nobody needs: ended without our lock held
-        for line in self._lines.values():
-            threading.Thread(
-                target=self._work, args=(line,), name=f"to {line.peer.name}", daemon=True
-            ).start()
+
+    def follow(
+        self, peers: Iterable[Peer], before: Mapping[str, tuple[str, ...]] | None = None
+    ) -> None:
+        """Send to these from now on, beside those that the run file names: a machine that is gone,
+        or listens elsewhere now, is not waited for. `before`: the placement in force, where this
+        mover has none of its own."""
+        named = {peer.name: peer for peer in (*self._settings.peers, *peers)}
+        named.pop(self._settings.machine.name, None)
+        clients: list[PeerClient] = []
+        with self._change:
+            for name, line in list(self._lines.items()):
+                if named.get(name) != line.peer:
+                    del self._lines[name]
+                    line.over = True
+                    if line.waiting is not None:
+                        self._let_go(line.waiting)
+                        line.waiting = None
+                    if line.client is not None:
+                        clients.append(line.client)
+            for name, peer in named.items():
+                self._lines.setdefault(name, _Line(peer))
+            if not self._held:
+                self._held = dict(before or {})
+            self._change.notify_all()
+        for client in clients:
+            client.abort()
+        self._unpin()
+
+    @property
+    def placement(self) -> dict[str, tuple[str, ...]]:
+        """The plan in force: who keeps whose copies."""
+        with self._change:
+            return dict(self._held)
 
     def expect(self, topology: Topology, table: StateTable) -> None:
         """A generation begins: what waits of older ones is dropped."""
         with self._change:
+            if self._plan is not None and self._plan[0] == topology:
+                return  # said again
             self._plan = (topology, table)
             self._mirrors = {}
             self._here = {}
@@ -206,6 +243,11 @@ class Copies:
                 self._let_go(line.waiting)
             line.waiting = offered
             offered.users += 1
+            if not line.started:
+                line.started = True
+                threading.Thread(
+                    target=self._work, args=(line,), name=f"to {name}", daemon=True
+                ).start()
         self._let_go(offered)
         self._change.notify_all()
 
@@ -262,7 +304,7 @@ class Copies:
     def _work(self, line: _Line) -> None:
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._closed or line.waiting is not None)
+                self._change.wait_for(lambda: self._closed or line.over or line.waiting is not None)
                 if self._closed or line.waiting is None:
                     return
                 offered, line.waiting, line.busy = line.waiting, None, True
@@ -280,6 +322,10 @@ class Copies:
         client = PeerClient(
             line.peer.address, self._secret, offered.generation, self._run, timeout=ASK_SECONDS
         )
+        with self._change:
+            if line.over:
+                return "it does not take part any more"
+            line.client = client
         try:
             for attempt in range(ATTEMPTS):
                 try:
@@ -295,10 +341,12 @@ class Copies:
                     reason = str(error)
                 if not all(snapshot.whole for snapshot in offered.snapshots):
                     return reason  # overtaken: there is nothing left to send
-                if attempt < ATTEMPTS - 1 and not self._pause(PAUSES[attempt]):
+                if attempt < ATTEMPTS - 1 and not self._pause(line, PAUSES[attempt]):
                     break
             return reason
         finally:
+            with self._change:
+                line.client = None
             client.close()
 
     def _offer(
@@ -320,7 +368,7 @@ class Copies:
                 return int(answer.get("reused", 0))
             if state == PLAN:  # it has been started anew since it was told
                 body["plan"] = self._plan_of(offered.generation)
-            if self._closed or self._clock() > deadline:
+            if self._closed or line.over or self._clock() > deadline:
                 raise PeerError(f"{client.address} has not taken step {offered.step} in time")
 
     def _plan_of(self, generation: int) -> dict[str, Any]:
@@ -330,10 +378,10 @@ class Copies:
             raise FencedError(f"generation {generation} is over") from None
         return {"topology": topology.to_json(), "table": [spec.to_json() for spec in table]}
 
-    def _pause(self, seconds: float) -> bool:
+    def _pause(self, line: _Line, seconds: float) -> bool:
         """Whether to go on afterwards."""
         with self._change:
-            return not self._change.wait_for(lambda: self._closed, seconds)
+            return not self._change.wait_for(lambda: self._closed or line.over, seconds)
 
     def _end(self, line: _Line, offered: _Step, seconds: float, reason: str) -> None:
         with self._change:
@@ -353,7 +401,7 @@ class Copies:
 
     def _account(self, line: _Line, offered: _Step, reason: str) -> str:
         fate = "failed" if reason else "kept"
-        over = self._plan is None or self._plan[0].generation > offered.generation
+        over = self._plan is None or self._plan[0].generation > offered.generation or line.over
         if reason and (over or not all(s.whole for s in offered.snapshots)):
             fate = "superseded"  # by a generation, or by later captures: that is nobody's fault
             line.skipped += 1

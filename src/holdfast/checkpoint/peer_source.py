@@ -7,6 +7,7 @@ by anything older. Bytes are checked by whoever reads them, as those of every so
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,6 +29,8 @@ OPEN_SECONDS = 5.0
 READ_SECONDS = 20.0
 """A peer that sends nothing for so long is given up; the next source is asked."""
 READS = Reads(4, 8 * 2**20)
+ASKED = 64
+"""Peers that are asked for their inventory at a time."""
 
 
 class PeerSource:
@@ -108,7 +111,7 @@ def open_peers(
         except (HoldfastError, KeyError, TypeError, ValueError) as error:
             return str(error)
 
-    with ThreadPoolExecutor(len(peers), "ask") as threads:
+    with ThreadPoolExecutor(min(len(peers), ASKED), "ask") as threads:
         answers = list(threads.map(ask, peers))
     found = [answer for answer in answers if isinstance(answer, PeerSource)]
     silent = [
@@ -173,18 +176,34 @@ class PeerMemories:
         run: str = "",
     ) -> None:
         """`silent(name, reason)` is called for each peer that does not answer."""
-        self._peers, self._secret, self._run = tuple(peers), secret, run
+        self._static, self._secret, self._run = tuple(peers), secret, run
+        self._peers = self._static
         self._generation, self._silent = generation, silent
+        self._asked: frozenset[Peer] = frozenset()
+        self._asking = threading.Lock()
         self._sources: list[PeerSource] = []
 
+    def follow(self, peers: Sequence[Peer]) -> None:
+        """Look at these from now on, beside those that the run file names: whoever is gone is not
+        waited for any more."""
+        named = {peer.name: peer for peer in (*self._static, *peers)}
+        self._peers = tuple(named.values())
+
     def inventory(self) -> list[Held]:
-        sources, silent = open_peers(self._peers, self._secret, self._generation(), self._run)
+        with self._asking:
+            return [line for source in self._opened() for line in source.inventory()]
+
+    def _opened(self) -> list[PeerSource]:
+        """Ask everybody anew; those that answer."""
+        peers = self._peers
+        sources, silent = open_peers(peers, self._secret, self._generation(), self._run)
         old, self._sources = self._sources, sources
+        self._asked = frozenset(peers)
         for source in old:
             source.close()
         for name, reason in silent:
             self._silent(name, reason)
-        return [line for source in sources for line in source.inventory()]
+        return sources
 
     def plan(self, generation: int) -> tuple[Topology, StateTable]:
         """Raises KeyError for a generation that no peer knows."""
@@ -208,7 +227,11 @@ class PeerMemories:
         raise error
 
     def holders(self, keys: Collection[str]) -> list[dict[str, Any]]:
-        """Who has which of these blobs, as JSON: enough to make a PeerBlobs of each."""
+        """Who has which of these blobs, as JSON: enough to make a PeerBlobs of each. Whoever has
+        not been asked yet is asked."""
+        with self._asking:
+            if not self._asked >= frozenset(self._peers):
+                self._opened()
         found = []
         for source in self._sources:
             here = sorted(key for key in keys if source.has(key))

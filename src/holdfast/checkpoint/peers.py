@@ -12,11 +12,12 @@ from holdfast.checkpoint.budget import Budget
 from holdfast.checkpoint.peer_keep import Keeper
 from holdfast.checkpoint.peer_send import Copies
 from holdfast.checkpoint.peer_server import PeerServer
-from holdfast.checkpoint.peer_settings import PeerSettings
+from holdfast.checkpoint.peer_settings import Cohort, PeerSettings
 from holdfast.checkpoint.snapshots import Shelf, Snapshot
 from holdfast.events import Event
 from holdfast.layout import Topology
 from holdfast.spec.state import StateTable
+from holdfast.wire.refusals import Refusals
 from holdfast.wire.secret import Secret
 from holdfast.wire.server import address_of, bind
 
@@ -32,9 +33,11 @@ class Peers:
         run: str | None,
         add: Callable[[Event], None],
         bound: socket.socket | None = None,
+        settled: Callable[[], object] = lambda: None,
+        refusals: Refusals | None = None,
     ) -> None:
         """`run`: what is computed (`identity`), None for a machine that only keeps. `bound`: a
-        socket to listen on instead of the one that the settings name.
+        socket to listen on instead of the one that the settings name. `settled`: as in PeerServer.
 
         Raises AddressError when that cannot be listened on.
         """
@@ -46,14 +49,19 @@ class Peers:
         self.keeper = Keeper(shelf, secret, settings.room, mirror_seconds=settings.mirror_seconds)
         self.server = PeerServer(
             listening, secret, shelf, self.keeper,
-            Budget(settings.bytes_per_second, time.monotonic, stop.wait), run,
+            Budget(settings.bytes_per_second, time.monotonic, stop.wait), run, settled=settled,
+            refusals=refusals,
         )  # fmt: skip
         self.copies = Copies(settings, shelf, secret, self.address, run or "", add)
         self.server.start()
 
-    def expect(self, topology: Topology, table: StateTable) -> None:
-        """This node's agent has begun a generation: older ones are fenced from now on."""
+    def expect(self, topology: Topology, table: StateTable, cohort: Cohort | None = None) -> None:
+        """This node's agent has begun a generation: older ones are fenced from now on. `cohort`:
+        who takes part, where that is known; copies go to those, and to whom the run file names.
+        Said again of the same generation, the newest list counts."""
         self.server.advance(topology.generation)
+        if cohort is not None:
+            self.copies.follow(cohort.peers, cohort.before)
         self.copies.expect(topology, table)
 
     def shelved(self, snapshot: Snapshot, surely: bool = False) -> None:

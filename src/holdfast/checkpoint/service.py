@@ -35,8 +35,9 @@ from holdfast.checkpoint import cleaning, restore
 from holdfast.checkpoint.arena import SlotHeader, digest
 from holdfast.checkpoint.arenas import Arenas, RankArena
 from holdfast.checkpoint.blob import total_size
-from holdfast.checkpoint.choosing import Choice, Chooser, note_start
+from holdfast.checkpoint.choosing import Choice, Chooser, commit_of, note_start
 from holdfast.checkpoint.outcomes import SAVES_KEPT, Outcomes, Save
+from holdfast.checkpoint.peer_settings import Cohort
 from holdfast.checkpoint.save import Plan, fitting_extent, seal_part
 from holdfast.checkpoint.saving import Saves
 from holdfast.checkpoint.second import Second
@@ -47,7 +48,7 @@ from holdfast.errors import CorruptError, FencedError, HoldfastError
 from holdfast.events import CheckpointRejected, SnapshotComplete, SnapshotDropped, SourceRejected
 from holdfast.layout import Topology
 from holdfast.policy.save import Into
-from holdfast.spec.manifest import parse_commit_key
+from holdfast.spec.manifest import Commit, parse_commit_key
 from holdfast.spec.state import StateTable
 from holdfast.wire.runstore import MissingKeyError, RunStore
 from holdfast.wire.stores import open_store
@@ -125,6 +126,9 @@ class Service:
         self._given_up: set[int] = set()  # steps of this generation that lack a rank for good
         self._kept_back: set[Save] = set()  # what does not go into the bucket
         self._choice: Choice | None = None
+        self._told: Commit | None = None  # what another mover chose
+        self._looking = threading.Lock()
+        self._cohort: Cohort | None = None
         self._hashing = 0
         self._reading = 0  # slots of captures that failed, while a disk may still read them
         self._hashers = ThreadPoolExecutor(HASH_THREADS, "hash")
@@ -135,16 +139,20 @@ class Service:
 
     # --- generations ------------------------------------------------------------------------
     def expect(
-        self, generation: int, topology: Topology, table: StateTable, start: int | None = None
-    ) -> None:
+        self, generation: int, topology: Topology, table: StateTable, start: int | None = None,
+        cohort: Cohort | None = None,
+    ) -> None:  # fmt: skip
         """Begin a generation, from the state after `start` where that is said: then snapshots of
-        later steps are given up. Raises FencedError for one that is not newer than the present."""
+        later steps are given up. cohort: the movers that take part, where there are several; asked
+        again of the same generation, the newest list counts. Raises FencedError for a generation
+        that is not newer than the present."""
         if start is not None:
             note_start(self._store, generation, start)
         with self._change:
             if self._plan is not None and generation <= self._plan.generation:
                 if self._plan.generation == generation and self._plan.topology == topology:
-                    return  # asked again: the first answer was lost
+                    self._cohort = cohort
+                    return  # asked again: the first answer was lost, or a mover was replaced
                 raise FencedError(f"generation {self._plan.generation} has begun already")
             extent = fitting_extent(self._settings.extent_bytes, sum(spec.nbytes for spec in table))
             self._plan = Plan(
@@ -152,10 +160,10 @@ class Service:
                 self._settings.dataset_version, extent,
             )  # fmt: skip
             self._arenas.begin()
-            self._handed, self._given_up = {}, set()
+            self._handed, self._given_up, self._cohort = {}, set(), cohort
             self._change.notify_all()
         self.outcomes.wake()
-        complete = set(self.shelf.complete())
+        complete = set(self.shelf.complete(ours=True))
 
         def gone(older: int, step: int) -> bool:
             """What is not whole goes, unless others hold the rest of what is begun from."""
@@ -165,7 +173,8 @@ class Service:
             )
 
         self.shelf.drop_where(gone)
-        self.shelf.open(generation, topology, table)
+        ours = None if cohort is None else cohort.ranks(topology.nodes)
+        self.shelf.open(generation, topology, table, ours)
         self._saves.begin(generation, start)
         choice = self._choice
         if choice is not None and not choice.durable and choice.commit.step == start:
@@ -360,7 +369,7 @@ class Service:
         whose step is complete in memory is not waited for: nothing is lost with it."""
 
         def ended() -> bool:
-            newest = dict(reversed(self.shelf.complete()))  # generation -> step
+            newest = dict(reversed(self.shelf.complete(ours=True)))  # generation -> step
             waiting = [
                 save for save in self._saves.pending
                 if durable or save[1] > newest.get(save[0], -1)
@@ -429,10 +438,7 @@ class Service:
         """The commit object under `key`, and which of its blobs lie in this mover's memory, with
         the descriptors of their memory files; the caller closes them. Raises as the store does."""
         self._current(generation)
-        choice = self._choice
-        commit = choice.commit if choice is not None and choice.key == key else None
-        if commit is None:
-            commit = restore.Checkpoint.open(self._store, key).commit
+        commit = self._commit_of(key)
         files: dict[int, int] = {}  # id of the memory file -> its place among the descriptors
         fds: list[int] = []
         held: list[dict[str, Any]] = []
@@ -451,6 +457,17 @@ class Service:
         missing = {writer.blob.key for writer in commit.writers} - {h["key"] for h in held}
         peers = self.elsewhere(missing) if missing else []
         return {"commit": commit.to_bytes().decode(), "held": held, "peers": peers}, fds
+
+    def _commit_of(self, key: str) -> Commit:
+        """What is begun from, by its key: chosen here, or by another node's mover."""
+        choice = self._choice
+        if choice is not None and choice.key == key:
+            return choice.commit
+        with self._looking:  # every worker of the node asks
+            if self._told is None or self._told.key != key:
+                about = self._settings.config_hash, self._settings.dataset_version
+                self._told = commit_of(self._store, self.memories, key, *about)
+            return self._told
 
     def status(self) -> dict[str, Any]:
         with self._change:

@@ -24,9 +24,10 @@ import select
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,16 +133,28 @@ class Shelf:
         self._lock = threading.Lock()
         self._given_back = given_back
         self._plans: dict[int, tuple[Topology, StateTable]] = {}
-        self._ranks: dict[int, set[int]] = {}  # generation -> its ranks on this node
+        self._ranks: dict[int, set[int]] = {}  # generation -> its ranks that have asked here
+        self._local: dict[int, frozenset[int]] = {}  # the same of all, where that was said
+        self._reached: dict[int, set[int]] = {}  # generation -> steps of which they all were here
         self._snapshots: dict[_Name, Snapshot] = {}
         self._kept: dict[_Place, MemoryFile] = {}  # slots that are not given back yet
         self._pins: Counter[_Place] = Counter()
 
     # --- putting and dropping ---------------------------------------------------------------
-    def open(self, generation: int, topology: Topology, table: StateTable) -> None:
-        """Say who the writers of a generation are; without it none of its steps is complete."""
+    def open(
+        self, generation: int, topology: Topology, table: StateTable,
+        ranks: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Say who the writers of a generation are; without it none of its steps is complete.
+        ranks: those of this node, where other nodes have the others."""
         with self._lock:
+            used = {name[0] for name in self._snapshots}
+            for older in [g for g in self._plans if g < generation and g not in used]:
+                del self._plans[older]
+                self._local.pop(older, None)
             self._plans[generation] = (topology, table)
+            if ranks is not None:
+                self._local[generation] = frozenset(ranks)
 
     def belongs(self, generation: int, rank: int) -> None:
         """Note that a rank of this node takes part in a generation. A step of which all of these
@@ -155,8 +168,9 @@ class Shelf:
             return self._plans[generation]
 
     def put(self, snapshot: Snapshot, pinned: bool = False) -> bool:
-        """Shelve a snapshot, whose slot must be held; whether its step is complete now. With
-        `pinned` the slot is kept until `unpin`, whatever becomes of the step.
+        """Shelve a snapshot, whose slot must be held; whether its step is complete now, as far as
+        it is this node's. With `pinned` the slot is kept until `unpin`, whatever becomes of the
+        step.
 
         Raises MissingKeyError when the slot holds something else already.
         """
@@ -172,12 +186,19 @@ class Shelf:
             self._kept[place] = snapshot.memory
             if pinned:
                 self._pins[place] += 1
-            complete = self._is_complete(part.generation, part.step)
-            if complete and snapshot.own:
+            complete = self._is_complete(part.generation, part.step, of=self._local)
+            if complete and snapshot.own and self._elsewhere_too(snapshot):
                 self._forget_before(part.generation)
             freed = self._give_back()
         self._tell(freed)
         return complete
+
+    def outlived(self, generation: int) -> None:
+        """A state of this generation is whole in a safe place: older ones have served."""
+        with self._lock:
+            self._forget_before(generation)
+            freed = self._give_back()
+        self._tell(freed)
 
     def drop(self, generation: int, step: int, rank: int | None = None) -> None:
         """Forget a step, or one rank's part of it; nothing there is no error."""
@@ -201,11 +222,26 @@ class Shelf:
         self._tell(freed)
         return steps
 
+    def _elsewhere_too(self, snapshot: Snapshot) -> bool:
+        """Whether some step of the snapshot's generation must be complete on all nodes, now that
+        this one is on ours. A capture begins where every rank has voted that it has a free slot,
+        and a node gives a slot back for a later step that is complete there. So when more steps
+        have been captured than an arena has slots, each node has had one of them whole."""
+        part = snapshot.part
+        if part.generation not in self._local:
+            return True
+        reached = self._reached.setdefault(part.generation, set())
+        reached.add(part.step)
+        return len(reached) > snapshot.memory.arena.slots
+
     def _forget_before(self, generation: int) -> None:
         """This node's snapshots of older generations have served: their memory goes."""
         for name, snapshot in list(self._snapshots.items()):
             if snapshot.own and name[0] < generation:
                 del self._snapshots[name]
+        for known in (self._ranks, self._reached):
+            for older in [g for g in known if g < generation]:
+                del known[older]
 
     # --- questions --------------------------------------------------------------------------
     def inventory(self) -> list[Held]:
@@ -218,11 +254,12 @@ class Shelf:
             if s.whole
         ]
 
-    def complete(self) -> list[tuple[int, int]]:
-        """(generation, step) of what is complete here, newest step first."""
+    def complete(self, ours: bool = False) -> list[tuple[int, int]]:
+        """(generation, step) of what is complete here, newest step first; with `ours`, as far as
+        it is this node's to hold."""
         with self._lock:
             steps = {name[:2] for name in self._snapshots}
-            whole = [s for s in steps if self._is_complete(*s)]
+            whole = [s for s in steps if self._is_complete(*s, of=self._local if ours else {})]
         return sorted(whole, key=lambda s: (s[1], s[0]), reverse=True)
 
     def commit(self, generation: int, step: int, config_hash: str, dataset_version: str) -> Commit:
@@ -312,20 +349,23 @@ class Shelf:
             return (id(memory), slot) in self._kept
 
     # --- what is kept -----------------------------------------------------------------------
-    def _is_complete(self, generation: int, step: int, here: bool = False) -> bool:
-        """Whether every writer's snapshot is on the shelf; with `here`, every one of this node."""
+    def _is_complete(
+        self, generation: int, step: int, of: Mapping[int, Collection[int]] = MappingProxyType({})
+    ) -> bool:
+        """Whether every writer's snapshot is on the shelf; where `of` names ranks of the
+        generation, every one of those."""
         plan = self._plans.get(generation)
         if plan is None:
             return False
-        everyone = range(plan[0].world_size)
-        due = self._ranks.get(generation, everyone) if here else everyone
+        due = of.get(generation, range(plan[0].world_size))
         found = (self._snapshots.get((generation, step, rank)) for rank in due)
         return all(s is not None and s.whole for s in found)
 
     def _newest_own(self) -> tuple[int, int]:
         """The newest step of which every rank of this node is here."""
         steps = sorted({name[:2] for name, s in self._snapshots.items() if s.own}, reverse=True)
-        return next((step for step in steps if self._is_complete(*step, here=True)), (0, -1))
+        known = {**self._ranks, **self._local}
+        return next((step for step in steps if self._is_complete(*step, of=known)), (0, -1))
 
     def _give_back(self) -> list[tuple[MemoryFile, int]]:
         """Slots that nothing keeps any more: forgotten here, to be released by `_tell`."""
