@@ -64,6 +64,8 @@ class GenerationStarted(Event):
     topology: dict[str, Any]
     reason: str  # start, resume, worker_lost, hang, non_finite, ...
     restored_from: str | None = None  # key of the commit object, None for initial weights
+    rung: int = -1  # of the recovery ladder (docs/elastic.md); -1: nothing was recovered
+    came_from: list[int | None] | None = None  # live: by rank, whose state it went on with
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,17 @@ class WorkerLost(Event):
     rank: int
     pid: int
     cause: str  # "SIGKILL", "exit 1", "no progress for 30 s", ...
-    noticed_by: str  # exit, progress, peer
+    noticed_by: str  # exit, progress, peer, halt
+
+
+@dataclass(frozen=True)
+class WorkerHeld(Event):
+    """A worker has stopped in the midst of its generation, lives, and waits for the next one."""
+
+    rank: int
+    applied: int  # its state is that after this step
+    whole: int | None  # the step of which it holds the whole gradient
+    why: str
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,13 @@ class NoticeReceived(Event):
     nodes: list[str]
     leave: bool
     source: str  # SIGTERM, notice
+
+
+@dataclass(frozen=True)
+class NoticesUnheard(Event):
+    """Whoever is asked about the end of this machine does not answer; said once until it does."""
+
+    reason: str
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,30 @@
-"""A metadata service that speaks the protocols of three clouds, over real HTTP."""
+"""A metadata service that speaks the protocols of three clouds, over real HTTP. It may be ill: then
+it answers with an error page, breaks off, sends a byte now and then, or nothing at all."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+PAGE = b"<html><body><h1>503 Service Unavailable</h1></body></html>"
 
 
 @dataclass
 class Metadata:
-    """What the service says now. `asked` counts requests by path."""
+    """What the service says now. `asked` counts requests by path, without the query.
+
+    `illness`: "" (none), "refuses" (503), "page" (an error page with status 200), "half" (breaks
+    off), "drips" (a byte now and then), "hangs". `started`: events that somebody acknowledged.
+    `open`: questions that wait for a change.
+    """
 
     address: str = ""
     action: dict[str, str] | None = None
@@ -22,8 +33,13 @@ class Metadata:
     maintenance: str = "NONE"
     events: list[dict[str, Any]] = field(default_factory=list)
     token: str = "one"
-    broken: bool = False
+    name: str = "vm-1"
+    illness: str = ""
+    etags: bool = True
     asked: dict[str, int] = field(default_factory=dict)
+    started: list[str] = field(default_factory=list)
+    open: int = 0
+    over: threading.Event = field(default_factory=threading.Event)
 
     def get(self, path: str, headers: Any) -> tuple[int, bytes]:
         if path.startswith("/latest/meta-data/"):
@@ -31,16 +47,41 @@ class Metadata:
         if path.startswith("/computeMetadata/"):
             if headers["Metadata-Flavor"] != "Google":
                 return 403, b"Missing Metadata-Flavor:Google header."
-            name = path.rpartition("/")[2]
-            return 200, {"preempted": self.preempted,
-                         "maintenance-event": self.maintenance}[name].encode()  # fmt: skip
+            return self._google(path)
         if headers["Metadata"] != "true":
             return 400, b""
         if path.startswith("/metadata/instance/compute/name"):
-            return 200, b"vm-1"
+            return 200, self.name.encode()
         if path.startswith("/metadata/scheduledevents"):
             return 200, json.dumps({"DocumentIncarnation": 1, "Events": self.events}).encode()
         return 404, b""
+
+    def _google(self, path: str) -> tuple[int, bytes]:
+        """Held back while the value is the one of `last_etag`."""
+        name, query = urlsplit(path).path.rpartition("/")[2], parse_qs(urlsplit(path).query)
+        until = time.monotonic() + float(query.get("timeout_sec", ["60"])[0])
+        known = query.get("last_etag", [""])[0]
+        self.open += bool(known)
+        while query.get("wait_for_change") == ["true"] and self.etag(name) == known:
+            if self.over.wait(0.005) or time.monotonic() > until or self.illness:
+                break
+        self.open -= bool(known)
+        return 200, self.value(name).encode()
+
+    def value(self, name: str) -> str:
+        return {"preempted": self.preempted, "maintenance-event": self.maintenance}[name]
+
+    def etag(self, name: str) -> str:
+        return hashlib.md5(self.value(name).encode()).hexdigest()[:16]
+
+    def post(self, path: str, headers: Any, body: bytes) -> tuple[int, bytes]:
+        if headers["Metadata"] != "true" or not path.startswith("/metadata/scheduledevents"):
+            return 400, b""
+        wanted = [request["EventId"] for request in json.loads(body)["StartRequests"]]
+        if not {event["EventId"] for event in self.events} >= set(wanted):
+            return 400, b"no such event"
+        self.started += wanted
+        return 200, b""
 
     def _aws(self, path: str, headers: Any) -> tuple[int, bytes]:
         if headers["X-aws-ec2-metadata-token"] != self.token:
@@ -61,19 +102,41 @@ def metadata_service() -> Iterator[Metadata]:
         def do_GET(self) -> None:
             self._answer(*world.get(self.path, self.headers))
 
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            self._answer(*world.post(self.path, self.headers, body))
+
         def do_PUT(self) -> None:
             seconds = self.headers["X-aws-ec2-metadata-token-ttl-seconds"]
             good = self.path == "/latest/api/token" and 1 <= int(seconds) <= 21600
             self._answer(200 if good else 400, world.token.encode() if good else b"")
 
         def _answer(self, status: int, body: bytes) -> None:
-            world.asked[self.path] = world.asked.get(self.path, 0) + 1
-            if world.broken:
-                status, body = 503, b""
+            path = urlsplit(self.path).path
+            world.asked[path] = world.asked.get(path, 0) + 1
+            if world.illness == "hangs":
+                world.over.wait(60)
+                return
+            if world.illness == "refuses":
+                status, body = 503, PAGE
+            if world.illness == "page":
+                status, body = 200, PAGE
             self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
+            if world.etags and path.startswith("/computeMetadata/"):
+                self.send_header("ETag", world.etag(path.rpartition("/")[2]))
+            whole = max(len(body), 40) if world.illness in ("half", "drips") else len(body)
+            self.send_header("Content-Length", str(whole))
             self.end_headers()
-            self.wfile.write(body)
+            if world.illness == "drips":
+                self._drip()
+            else:
+                self.wfile.write(body[: len(body) // 2] if world.illness == "half" else body)
+
+        def _drip(self) -> None:
+            with suppress(OSError):
+                while not world.over.wait(0.05):
+                    self.wfile.write(b" ")
+                    self.wfile.flush()
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
@@ -85,5 +148,6 @@ def metadata_service() -> Iterator[Metadata]:
         try:
             yield world
         finally:
+            world.over.set()
             server.shutdown()
             thread.join()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.elastic.notices import Notice, Notices
+from holdfast.elastic.notices import Notice, Notices, Pending
 from holdfast.events import (
     CheckpointCommitted,
     EmergencyPlanned,
@@ -126,3 +126,21 @@ def test_a_run_folder_on_a_nodes_own_disk_is_not_counted_on() -> None:
     assert "no tier survives" in alone.said[-1]
     assert not alone.notices.answer(0)["brief"]
     assert World().hear(leave=True) == (2,)
+
+
+def test_what_is_heard_between_two_generations_is_kept_for_the_next() -> None:
+    held = Pending()
+    assert held.take(0.0) == []
+    hint = Notice(60.0, source="aws: rebalance recommendation")
+    held.hold(hint, 100.0)
+    held.hold(Notice(30.0, ("b",)), 100.0)
+    held.hold(Notice(120.0, leave=True, source="aws: terminate"), 105.0)
+    held.hold(Notice(100.0, leave=True, source="aws: terminate"), 115.0)  # said more exactly
+    assert held.take(120.0) == [
+        Notice(95.0, leave=True, source="aws: terminate"),
+        Notice(10.0, ("b",)), Notice(40.0, source="aws: rebalance recommendation"),
+    ]  # fmt: skip
+    assert held.take(120.0) == [], "each is delivered once"
+    held.hold(hint, 0.0)
+    held.hold(Notice(30.0, leave=True), 0.0)
+    assert held.take(200.0) == [Notice(1.0, leave=True)], "a hint has its time; who leaves has to"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -24,16 +24,41 @@ class ClusterConfig(Section):
         ge=0,
         description="from SIGTERM to the kill; 0: not known, a save takes as long as it does",
     )
-    notices: Literal["none", "aws", "google", "azure", "file"] = Field(
-        "none", description="who is asked whether this machine is about to go"
+    notices: Literal[
+        "none", "auto", "aws", "google", "azure", "kubernetes", "slurm", "ray", "file"
+    ] = Field(
+        "none",
+        description="who is asked whether this machine is about to go (docs/notices.md); auto: "
+        "whoever there seems to be",
     )
     notices_at: str = Field(
-        "", description="base address of the metadata service (default: the cloud's), or the file"
+        "",
+        description="base address of the metadata service or of the API server, HOST:PORT of Ray's "
+        "head (default: where each usually is), or the file",
     )
     notices_every_seconds: float = Field(
-        1.0, gt=0, description="the time from one question to the next"
+        1.0, gt=0, description="the time from one question to the next, at least"
+    )
+    notices_account: str = Field(
+        "/var/run/secrets/kubernetes.io/serviceaccount",
+        description="Kubernetes: the folder with token, ca.crt and namespace",
+    )
+    notices_taints: str = Field(
+        "",
+        description="Kubernetes: more taints that end a node, as KEY or KEY=SECONDS with commas "
+        "between; a KEY may end with *",
     )
     max_restarts_without_progress: int = Field(
         3, ge=0, description="new generations that end before a new step; then the run fails"
     )
     threads_per_worker: int = Field(0, ge=0, description="0: cores / workers")
+    recovery: Literal["live", "restart"] = Field(
+        "live",
+        description="live: processes that are left go on with their state; restart: all are ended, "
+        "and new ones begin from the newest snapshot or checkpoint",
+    )
+    standbys: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto",
+        description="idle processes that take the place of a lost worker at once, each of which "
+        "costs memory; auto: 1 beside several workers",
+    )

@@ -1,135 +1,139 @@
-"""What a cloud says of this machine's end, asked of its metadata service.
+"""Who is asked whether this machine is about to go, and what the clouds' metadata services say.
 
-Each source is one question, asked again and again, whose answer is a `Warned` or nothing. None
-needs a library: they are small HTTP requests to an address on the machine's own link, past every
-proxy. The base address can be given, for tests and for machines that reach it elsewhere.
+Each cloud is a few small HTTP requests to an address on the machine's own link (`asking.py`). The
+base address can be given, for tests and for machines that reach it elsewhere.
 
     aws      a session token (IMDSv2), then `spot/instance-action` (404: nothing; about 120 s), and
              `events/recommendations/rebalance`, which may come earlier and names no time
-    google   `instance/preempted` (TRUE: at most 30 s), and a maintenance that ends the machine
-    azure    `scheduledevents`, of which those count that name this machine; Preempt and Terminate
-             end it, Reboot, Redeploy and Freeze stop it. Nothing is acknowledged: that would
-             bring the end forward
+    google   `instance/preempted` (TRUE: at most 30 s) and `instance/maintenance-event`, each by a
+             question that stays open until the value changes
+    azure    `scheduledevents`, of which those count that name this machine alone or with others
     file     a file that somebody writes: seconds, or nothing at all
 
+Clusters are asked by `kubernetes_notices.py`, `slurm_notices.py` and `ray_notices.py`.
+
 Protocols: AWS EC2 user guide, "Spot Instance interruption notices" and "rebalance recommendations";
-Google Compute Engine, "Spot VMs: preemption process"; Azure, "Scheduled Events for Linux VMs".
+Google Compute Engine, "Spot VMs: preemption process" and "VM metadata: wait for updates"; Azure,
+"Scheduled Events for Linux VMs".
 """
 
 from __future__ import annotations
 
-import http.client
+import json
+import os
+import threading
 import time
-from collections.abc import Callable
-from contextlib import closing
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-from urllib.parse import urlsplit
+from typing import Any
 
 from holdfast.config.cluster import ClusterConfig
+from holdfast.elastic.asking import (
+    SHORTEST,
+    Answer,
+    Meaning,
+    Service,
+    Several,
+    Source,
+    SourceError,
+    Warned,
+    json_object,
+    seconds_until,
+    warned,
+    worst,
+)
+from holdfast.elastic.kubernetes_notices import kubernetes
+from holdfast.elastic.notice_choice import Choice, choose
+from holdfast.elastic.ray_notices import ray
+from holdfast.elastic.slurm_notices import slurm
 from holdfast.errors import ConfigError
-from holdfast.spec.parsing import parsed
+
+__all__ = ["Source", "SourceError", "Warned", "source_of"]
 
 BASES = {
     "aws": "http://169.254.169.254",
     "google": "http://metadata.google.internal",
     "azure": "http://169.254.169.254",
 }
-ANSWER_SECONDS = 5.0
 TOKEN_SECONDS = 21600
-ANSWER_BYTES = 2**20
-SHORTEST = 30.0
-"""Seconds that Google and Azure promise at least, where an answer names none."""
 AWS_SECONDS = 120.0
+MAINTENANCE_SECONDS = 60.0
+GOOGLE_WAIT = 20
+"""Seconds that a question to Google stays open where nothing changes."""
+AZURE_FIRST_SECONDS = 150.0
+"""The first question of a day switches Azure's service on, which may take two minutes."""
 
-ENDS, STOPS = frozenset({"Preempt", "Terminate"}), frozenset({"Reboot", "Redeploy", "Freeze"})
-
-
-class Warned(NamedTuple):
-    """seconds: until the machine is gone, or stands still. leave: it will not come back.
-    key: equal for two answers that say the same."""
-
-    seconds: float
-    leave: bool
-    source: str
-    key: str
-
-
-class SourceError(Exception):
-    """The service did not answer, or not in a way that can be understood; it is asked again."""
+AZURE: dict[str, Meaning] = {
+    "Preempt": Meaning.GONE, "Terminate": Meaning.GONE,
+    "Reboot": Meaning.BACK, "Redeploy": Meaning.BACK,
+    "Freeze": Meaning.PAUSE,
+}  # fmt: skip
 
 
-class Source(Protocol):
-    def ask(self) -> Warned | None:
-        """The worst that is known now; blocks for a few seconds at most. Raises SourceError."""
-        ...
+def source_of(
+    cluster: ClusterConfig,
+    clock: Callable[[], float] = time.time,
+    environment: Mapping[str, str] = os.environ,
+    root: Path = Path("/"),
+) -> Source | None:
+    """The source that a run file names, None where it names none. Asks nobody, so it is quick.
 
-
-def source_of(cluster: ClusterConfig, clock: Callable[[], float] = time.time) -> Source | None:
-    """The source that a run file names, None where it names none.
-
-    `clock` gives seconds since 1970. Raises ConfigError for an address that is none.
+    `clock` gives seconds since 1970; `root`: where the files of this machine are looked for.
+    Raises ConfigError for an address that is none, and for a cluster that this process is not in.
     """
-    where = cluster.notices_at
     if cluster.notices == "none":
         return None
-    if cluster.notices == "file":
+    if cluster.notices != "auto":
+        return _named(cluster.notices, cluster, clock, environment)
+    return _chosen(choose(environment, root), cluster, clock, environment)
+
+
+def _chosen(
+    choice: Choice, cluster: ClusterConfig, clock: Callable[[], float],
+    environment: Mapping[str, str],
+) -> Source:  # fmt: skip
+    """What can be asked of what this machine seems to have; what cannot is said, and left out."""
+    if cluster.notices_at:
+        raise ConfigError(
+            "with auto nobody knows whose address this is", where="cluster.notices_at",
+            remedy="name the source in cluster.notices, or leave the address away",
+        )  # fmt: skip
+    sources, left_out = [], []
+    for name in choice.names:
+        try:
+            sources.append(_named(name, cluster, clock, environment))
+        except ConfigError as error:
+            left_out.append(f"; {name} is left out: {error.message}")
+    return Several(tuple(sources), choice.told + "".join(left_out))
+
+
+def _named(
+    name: str, cluster: ClusterConfig, clock: Callable[[], float], environment: Mapping[str, str]
+) -> Source:
+    where = cluster.notices_at
+    if name == "file":
         if not where:
             raise ConfigError(
                 "no file is named", where="cluster.notices_at",
                 remedy="the path of the file that will be written when this machine is to go",
             )  # fmt: skip
         return FileSource(Path(where), cluster.grace_seconds or SHORTEST)
-    service = Service(where or BASES[cluster.notices])
-    if cluster.notices == "aws":
-        return Aws(service, clock)
-    return Google(service) if cluster.notices == "google" else Azure(service, clock)
-
-
-# --- the service --------------------------------------------------------------------------------
-class Service:
-    """Small requests to one base address, each on a connection of its own."""
-
-    def __init__(self, base: str) -> None:
-        """Raises ConfigError for a base that is not http://host[:port][/path]."""
-        parts = urlsplit(base)
-        try:
-            port = parts.port or 80
-        except ValueError:
-            port = 0
-        if parts.scheme != "http" or not parts.hostname or not port:
-            raise ConfigError(
-                f"{base!r} is not the address of a metadata service",
-                where="cluster.notices_at", remedy="http://HOST:PORT",
-            )  # fmt: skip
-        self.base, self._host, self._port = base, parts.hostname, port
-        self._path = parts.path.rstrip("/")
-
-    def request(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
-        """Status and body. Raises SourceError when nobody answers."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=ANSWER_SECONDS)
-        try:
-            with closing(connection):
-                connection.request(method, self._path + path, headers=headers)
-                answer = connection.getresponse()
-                return answer.status, answer.read(ANSWER_BYTES)
-        except (OSError, http.client.HTTPException) as error:
-            raise SourceError(f"{self.base} does not answer: {error}") from error
-
-    def get(self, path: str, headers: dict[str, str]) -> bytes | None:
-        """The body, None where there is nothing (404). Raises SourceError for any other answer."""
-        status, body = self.request("GET", path, headers)
-        if status == 404:
-            return None
-        if status != 200:
-            raise SourceError(f"{self.base}{path} answered {status}")
-        return body
+    if name == "kubernetes":
+        return kubernetes(cluster, environment, clock)
+    if name == "slurm":
+        return slurm(cluster.grace_seconds, environment, clock)
+    if name == "ray":
+        return ray(where, cluster.notices_every_seconds, environment, clock)
+    service = Service(where or BASES[name])
+    if name == "google":
+        return Several((Google(service, "preempted"), Google(service, "maintenance-event")))
+    return Aws(service, clock) if name == "aws" else Azure(service, clock)
 
 
 # --- the clouds ---------------------------------------------------------------------------------
-class Aws:
+class Aws(Source):
     """EC2, by IMDSv2."""
 
     def __init__(self, service: Service, clock: Callable[[], float]) -> None:
@@ -139,100 +143,151 @@ class Aws:
     def ask(self) -> Warned | None:
         action = self._get("/latest/meta-data/spot/instance-action")
         if action is not None:
-            found = _json(action)
+            found = json_object(action)
             at = str(found.get("time", ""))
-            left = _until(at, datetime.fromisoformat, self._clock, AWS_SECONDS)
+            left = seconds_until(at, datetime.fromisoformat, self._clock, AWS_SECONDS)
             what = str(found.get("action", "interruption"))
             if what == "hibernate":  # which begins at once
                 left = 1.0
-            return Warned(left, True, f"aws: {what}", f"{what} {at}")
+            return warned(left, Meaning.GONE, f"aws: {what}", f"{what} {at}")
         rebalance = self._get("/latest/meta-data/events/recommendations/rebalance")
         if rebalance is not None:
-            at = str(_json(rebalance).get("noticeTime", ""))
-            return Warned(AWS_SECONDS, False, "aws: rebalance recommendation", f"rebalance {at}")
+            at = str(json_object(rebalance).get("noticeTime", ""))
+            source = "aws: rebalance recommendation"
+            return warned(AWS_SECONDS, Meaning.RISK, source, f"rebalance {at}")
         return None
 
     def _get(self, path: str) -> bytes | None:
+        answer = Answer(401, b"")
         for _ in range(2):
             if not self._token:
                 self._token = self._new_token()
-            status, body = self._service.request(
+            answer = self._service.request(
                 "GET", path, {"X-aws-ec2-metadata-token": self._token}
-            )
-            if status != 401:
+            )  # fmt: skip
+            if answer.status != 401:
                 break
             self._token = ""  # it has expired
-        if status == 404:
-            return None
-        if status != 200:
-            raise SourceError(f"{self._service.base}{path} answered {status}")
-        return body
+        return None if answer.status == 404 else self._service.good(path, answer).body
 
     def _new_token(self) -> str:
-        status, body = self._service.request(
+        answer = self._service.request(
             "PUT", "/latest/api/token",
             {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_SECONDS), "Content-Length": "0"},
         )  # fmt: skip
-        token = body.decode("ascii", "replace").strip()
-        if status != 200 or not token.isprintable() or not token:
-            raise SourceError(f"{self._service.base} gives no token: it answered {status}")
+        token = answer.body.decode("ascii", "replace").strip()
+        if answer.status != 200 or not token.isascii() or not token.isprintable() or not token:
+            raise SourceError(f"{self._service.base} gives no token: it answered {answer.status}")
         return token
 
 
-class Google:
-    """Compute Engine."""
+class Google(Source):
+    """Compute Engine: one value of its metadata. The first answer comes at once; from then on a
+    question stays open until the value is another one than we know, or `GOOGLE_WAIT` is over."""
 
     HEADERS = {"Metadata-Flavor": "Google"}  # noqa: RUF012  never changed
+    MEANS: Mapping[str, Mapping[str, Warned | None]] = {
+        "preempted": {
+            "FALSE": None,
+            "TRUE": warned(SHORTEST, Meaning.GONE, "google: preempted", "preempted"),
+        },
+        "maintenance-event": {
+            "NONE": None,
+            "TERMINATE_ON_HOST_MAINTENANCE": warned(
+                MAINTENANCE_SECONDS, Meaning.BACK, "google: host maintenance", "maintenance"),
+            "MIGRATE_ON_HOST_MAINTENANCE": warned(
+                MAINTENANCE_SECONDS, Meaning.PAUSE, "google: live migration", "migration"),
+        },
+    }  # fmt: skip
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, service: Service, value: str, wait: int = GOOGLE_WAIT) -> None:
+        self._service, self._value, self._wait = service, value, wait
+        self._etag = ""
 
     def ask(self) -> Warned | None:
-        if self._value("preempted") == "TRUE":
-            return Warned(SHORTEST, True, "google: preempted", "preempted")
-        if self._value("maintenance-event") == "TERMINATE_ON_HOST_MAINTENANCE":
-            return Warned(SHORTEST, False, "google: host maintenance", "maintenance")
-        return None
+        path, seconds = f"/computeMetadata/v1/instance/{self._value}", 0
+        if self._etag:
+            seconds = self._wait
+            path += f"?wait_for_change=true&last_etag={self._etag}&timeout_sec={seconds}"
+        self._etag = ""  # after a failure the first question is asked again
+        answer = self._service.request("GET", path, self.HEADERS, seconds=seconds + 5.0)
+        if answer.status == 404:
+            return None
+        said = self._service.good(path, answer).body.decode("utf-8", "replace").strip().upper()
+        means = self.MEANS[self._value]
+        if said not in means:
+            raise SourceError(f"{self._service.base} says {said[:40]!r} of {self._value}")
+        self._etag = answer.etag if answer.etag.isalnum() else ""
+        return means[said]
 
-    def _value(self, name: str) -> str:
-        found = self._service.get(f"/computeMetadata/v1/instance/{name}", self.HEADERS)
-        return "" if found is None else found.decode("utf-8", "replace").strip().upper()
 
-
-class Azure:
+class Azure(Source):
     """Scheduled events. They are told to all machines of a set: those that name this one count."""
 
     HEADERS = {"Metadata": "true"}  # noqa: RUF012  never changed
+    EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 
     def __init__(self, service: Service, clock: Callable[[], float]) -> None:
         self._service, self._clock = service, clock
         self._name = ""
+        self._awake = False  # the service is switched off after a day without a question
+        self._lock = threading.Lock()
+        self._own: tuple[str, ...] = ()  # events that are this machine's alone
 
     def ask(self) -> Warned | None:
         if not self._name:
-            path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-            self._name = (self._service.get(path, self.HEADERS) or b"").decode().strip()
-        path = "/metadata/scheduledevents?api-version=2020-07-01"
-        found = self._service.get(path, self.HEADERS)
-        events = _json(found or b"{}").get("Events", [])
+            self._name = self._own_name()
+        seconds = 5.0 if self._awake else AZURE_FIRST_SECONDS
+        self._awake = False
+        answer = self._service.request("GET", self.EVENTS, self.HEADERS, seconds=seconds)
+        self._awake = True
+        events = json_object(self._service.good(self.EVENTS, answer).body).get("Events", [])
         if not isinstance(events, list):
             raise SourceError(f"{self._service.base}: a list of events was expected")
-        warned = [w for event in events if (w := self._warned(event)) is not None]
-        # What ends the machine comes before what stops it, the soonest first.
-        return min(warned, key=lambda w: (not w.leave, w.seconds), default=None)
+        found = [(event, w) for event in events if (w := self._warned(event)) is not None]
+        with self._lock:
+            self._own = tuple(
+                str(event.get("EventId")) for event, w in found
+                if w.meaning is not Meaning.PAUSE and event["Resources"] == [self._name]
+                and event.get("EventStatus") == "Scheduled"
+            )  # fmt: skip
+        return worst([w for _, w in found])
+
+    def _own_name(self) -> str:
+        path = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+        answer = self._service.good(path, self._service.request("GET", path, self.HEADERS))
+        name = answer.body.decode("utf-8", "replace").strip()
+        if not name or len(name) > 256 or not name.isprintable() or "<" in name:
+            raise SourceError(f"{self._service.base} does not say this machine's name")
+        return name
 
     def _warned(self, event: Any) -> Warned | None:
         if not isinstance(event, dict) or event.get("EventStatus") == "Completed":
             return None
-        kind, mine = str(event.get("EventType")), event.get("Resources") or []
-        if kind not in ENDS | STOPS or (self._name and self._name not in mine):
+        kind, mine = str(event.get("EventType")), event.get("Resources")
+        if kind not in AZURE or not isinstance(mine, list) or self._name not in mine:
             return None
-        at = str(event.get("NotBefore", ""))
-        left = _until(at, parsedate_to_datetime, self._clock, SHORTEST)
-        return Warned(left, kind in ENDS, f"azure: {kind}", f"{kind} {event.get('EventId')}")
+        at = str(event.get("NotBefore") or "")
+        begun = event.get("EventStatus") == "Started"
+        otherwise = 1.0 if begun else SHORTEST
+        left = seconds_until(at, parsedate_to_datetime, self._clock, otherwise)
+        return warned(left, AZURE[kind], f"azure: {kind}", f"{kind} {event.get('EventId')}")
+
+    def acknowledge(self) -> None:
+        """Start our own events early. One that names others too is left alone: whoever starts it
+        starts it for all of them. So is a pause, which nobody has to leave for."""
+        with self._lock:
+            own, self._own = self._own, ()
+        if not own:
+            return
+        body = json.dumps({"StartRequests": [{"EventId": number} for number in own]}).encode()
+        headers = {**self.HEADERS, "Content-Type": "application/json"}
+        self._service.good(
+            self.EVENTS, self._service.request("POST", self.EVENTS, headers, body)
+        )  # fmt: skip
 
 
-class FileSource:
+class FileSource(Source):
     """A file that somebody writes when the machine is to go: the seconds that are left, or nothing,
     which means `seconds`."""
 
@@ -252,29 +307,4 @@ class FileSource:
             raise SourceError(f"{self._path}: {said!r} is not a number of seconds") from None
         if not 0 < seconds < 1e6:
             raise SourceError(f"{self._path}: {said} seconds make no sense")
-        return Warned(seconds, True, f"file {self._path}", "file")
-
-
-def _json(body: bytes) -> dict[str, Any]:
-    try:
-        found = parsed(body)
-    except ValueError as error:
-        raise SourceError(f"the metadata service's answer is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise SourceError("the metadata service's answer is not an object")
-    return found
-
-
-def _until(
-    at: str, parse: Callable[[str], datetime], clock: Callable[[], float], otherwise: float
-) -> float:
-    """Seconds until a time, at least one; `otherwise` where none is given."""
-    if not at:
-        return otherwise
-    try:
-        when = parse(at)
-    except ValueError as error:
-        raise SourceError(f"{at!r} is not a time") from error
-    if when.tzinfo is None:
-        when = when.replace(tzinfo=UTC)
-    return max(1.0, when.timestamp() - clock())
+        return warned(seconds, Meaning.GONE, f"file {self._path}", "file")

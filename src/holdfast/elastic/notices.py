@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.config.run import RunConfig
@@ -58,6 +58,27 @@ class Notice:
         if not 0 < seconds < 1e6:
             raise ValueError(f"a notice of {seconds:g} seconds makes no sense")
         return Notice(seconds, nodes, bool(value.get("leave", False)))
+
+
+class Pending:
+    """Notices that came while no generation was at work, for the one that begins next. Pure: who
+    calls says what time it is, in seconds of any clock that goes evenly."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, tuple[str, ...], bool], tuple[float, Notice]] = {}
+
+    def hold(self, notice: Notice, now: float) -> None:
+        """Of two from one source about the same nodes the later counts."""
+        self._held[notice.source, notice.nodes, notice.leave] = (now + notice.seconds, notice)
+
+    def take(self, now: float) -> list[Notice]:
+        """All that is held, with the seconds that are left, and nothing is held any more: first
+        what makes the run leave, the soonest first. What was only a warning is dropped when its
+        time is over; who has to leave has to, with a second left."""
+        found = [replace(notice, seconds=max(1.0, end - now))
+                 for end, notice in self._held.values() if notice.leave or end > now]  # fmt: skip
+        self._held.clear()
+        return sorted(found, key=lambda notice: (not notice.leave, notice.seconds))
 
 
 class Notices:

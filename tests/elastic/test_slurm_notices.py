@@ -1,0 +1,161 @@
+"""Slurm's signals, to a process of its own, and what its clock says. `squeue` is a script here: it
+prints what the real one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from holdfast.config.cluster import ClusterConfig
+from holdfast.elastic.asking import Warned
+from holdfast.elastic.clouds import source_of
+from holdfast.elastic.slurm_notices import Slurm, slurm
+from holdfast.errors import ConfigError
+
+NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC).timestamp()
+
+AGENT = """
+import asyncio, json, signal, sys
+import holdfast.elastic.slurm_notices
+from holdfast.config.cluster import ClusterConfig
+from holdfast.elastic.clouds import source_of
+from holdfast.elastic.notice_watch import NoticeWatch
+
+holdfast.elastic.slurm_notices.ANSWER_SECONDS = 60.0  # a machine may be busy
+
+async def main():
+    over = asyncio.Event()
+    def heard(warned):
+        print(json.dumps(warned), flush=True)
+    source = source_of(ClusterConfig(notices="slurm", grace_seconds=25))
+    watch = NoticeWatch(source, 0.01, heard, print)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, lambda: watch.signalled(signal.SIGTERM))
+    loop.add_signal_handler(signal.SIGINT, over.set)
+    assert not watch.signalled(signal.SIGINT)
+    print("ready", flush=True)
+    await over.wait()
+    watch.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.elastic.slurm_notices.ANSWER_SECONDS", 60.0)
+
+
+def _squeue(folder: Path, says: str) -> dict[str, str]:
+    """An environment in which `squeue` prints `says`, if it is asked for job 7 in UTC."""
+    script = folder / "squeue"
+    script.write_text(
+        '#!/bin/sh\n[ "$*" = "--noheader --job 7 --format %e" ] && [ "$TZ" = UTC ] || exit 1\n'
+        f"{says}\n"
+    )
+    script.chmod(0o755)
+    return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+
+
+def _at(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("echo %Y-%m-%dT%H:%M:%S")
+
+
+@contextmanager
+def _agent(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", AGENT], env=environment, text=True, stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def _said(process: subprocess.Popen[str]) -> Warned:
+    assert process.stdout is not None
+    return Warned(*json.loads(process.stdout.readline()))
+
+
+def test_signals_are_notices_and_the_queue_says_how_much_is_left(tmp_path: Path) -> None:
+    end = time.time() + 600
+    environment = _squeue(tmp_path, _at(end))
+    with _agent(environment) as process:
+        process.send_signal(signal.SIGUSR1)
+        heard = _said(process)
+        assert (heard.source, heard.leave) == ("slurm: SIGUSR1", True)
+        assert 400 < heard.seconds <= 600
+        _squeue(tmp_path, _at(time.time() + 300))  # preempted: the end is nearer
+        process.send_signal(signal.SIGTERM)
+        heard = _said(process)
+        assert (heard.source, heard.leave) == ("slurm: SIGTERM", True)
+        assert 100 < heard.seconds <= 300
+
+
+def _left(environment: dict[str, str], number: int) -> float:
+    source = slurm(25.0, environment, lambda: NOW)
+    assert isinstance(source, Slurm)
+    return source.left(number)
+
+
+@pytest.mark.parametrize(
+    ("says", "first", "usr1", "term"),
+    [
+        (_at(NOW + 90), "", 90.0, 90.0),
+        (_at(NOW + 7200), "", 7200.0, 25.0),  # somebody's own SIGTERM
+        (_at(NOW - 3), "", 1.0, 25.0),  # the end is here; the kill is a grace away
+        ("exit 1", NOW + 77, 77.0, 77.0),  # no controller
+        ("echo N/A", NOW + 77, 77.0, 77.0),
+        ("echo '<html>'", "", 25.0, 25.0),
+        ("printf '\\377\\376'", "", 25.0, 25.0),
+        ("", "UNLIMITED", 25.0, 25.0),
+    ],
+)
+def test_how_much_is_left(
+    tmp_path: Path, says: str, first: float | str, usr1: float, term: float
+) -> None:
+    environment = _squeue(tmp_path, says)
+    if first:
+        environment["SLURM_JOB_END_TIME"] = f"{first:.0f}" if isinstance(first, float) else first
+    assert _left(environment, signal.SIGUSR1) == usr1
+    assert _left(environment, signal.SIGTERM) == term
+
+
+def test_a_queue_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.elastic.slurm_notices.ANSWER_SECONDS", 0.2)
+    environment = _squeue(tmp_path, "exec sleep 1000")
+    assert _left(environment | {"SLURM_JOB_END_TIME": f"{NOW + 50:.0f}"}, signal.SIGUSR1) == 50.0
+    assert _left(os.environ | {"PATH": "", "SLURM_JOB_ID": "7"}, signal.SIGUSR1) == 25.0
+
+
+def test_two_signals_at_once_are_the_nearer_one(tmp_path: Path) -> None:
+    source = slurm(0.0, _squeue(tmp_path, "exit 1"), lambda: NOW)
+    source.signals()[signal.SIGTERM]()
+    source.signals()[signal.SIGUSR1]()
+    heard = source.ask()
+    assert heard is not None
+    assert (heard.source, heard.seconds) == ("slurm: SIGTERM", 30.0)
+
+
+def test_outside_of_a_job_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="runs in no Slurm job"):
+        source_of(ClusterConfig(notices="slurm"), environment={})
