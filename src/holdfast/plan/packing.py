@@ -1,0 +1,98 @@
+"""Places on nodes, and how a replica takes some of them: on as few nodes as possible.
+
+A replica goes to the fullest node that it fits on. One that fits on none takes the emptiest nodes
+whole, in parts that tp divides, and the rest goes where it fits best. Nodes are kept by the number
+of their free places, so a choice costs no look at the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+
+class Seat(NamedTuple):
+    """A worker's place. was: its rank in the present topology; None for a newcomer."""
+
+    node: int
+    was: int | None
+
+
+class Pool:
+    """Free places by node, and the workers without a place that are on each.
+
+    held: ranks that are alive. They count among the free places of their node.
+    """
+
+    def __init__(self, free: Sequence[int], speeds: Sequence[float], held: Mapping[int, list[int]]):
+        self.free = list(free)
+        self.held = {node: list(ranks) for node, ranks in held.items()}
+        self._speeds = speeds
+        self._empty = [n - len(self.held.get(node, ())) for node, n in enumerate(free)]
+        self._by_free: dict[int, list[tuple[float, int]]] = {}
+        for node, n in enumerate(self.free):
+            self._by_free.setdefault(n, []).append((-speeds[node], node))
+        for heap in self._by_free.values():
+            heapify(heap)
+
+    def leave_idle(self, number: int) -> None:
+        """Give up so many places: of slow nodes first, then where nobody holds anything, then
+        whole nodes."""
+        if number <= 0:
+            return
+        order = sorted(
+            (node for node, n in enumerate(self.free) if n),
+            key=lambda i: (
+                self._speeds[i], len(self.held.get(i, ())),
+                self.free[i] > number, -self.free[i], -i,
+            ),
+        )  # fmt: skip
+        for node in order:
+            given = min(number, self.free[node])
+            self.reserve(node, given)
+            number -= given
+
+    def reserve(self, node: int, number: int) -> None:
+        self.free[node] -= number
+        heap = self._by_free.setdefault(self.free[node], [])
+        heappush(heap, (-self._speeds[node], node))
+
+    def take(self, size: int, unit: int = 1) -> list[tuple[int, int]]:
+        """(node, places) for a replica of `size` workers, of which `unit` in a row belong
+        together. There must be so many free places."""
+        parts: list[tuple[int, int]] = []
+        while size:
+            counts = sorted(n for n in self._by_free if n)
+            node = next(
+                (i for n in counts if n >= size and (i := self._first(n)) is not None), None
+            )
+            given = size
+            if node is None:
+                node = next(i for n in reversed(counts) if (i := self._first(n)) is not None)
+                given = self.free[node]
+                given -= given % unit if given > unit else 0
+            self.reserve(node, given)
+            parts.append((node, given))
+            size -= given
+        return parts
+
+    def newcomer(self, node: int) -> Seat:
+        """Somebody who holds nothing; or where all of the node's places have a worker, whoever
+        is left."""
+        if self._empty[node] > 0 or not self.held.get(node):
+            self._empty[node] -= 1
+            return Seat(node, None)
+        return Seat(node, self.held[node].pop(0))
+
+    def use(self, node: int, rank: int) -> Seat:
+        """A worker that is there."""
+        self.held[node].remove(rank)
+        return Seat(node, rank)
+
+    def _first(self, free: int) -> int | None:
+        """The quickest node with so many free places."""
+        heap = self._by_free[free]
+        while heap and self.free[heap[0][1]] != free:
+            heappop(heap)
+        return heap[0][1] if heap else None
