@@ -92,6 +92,7 @@ class Coordinator:
         self._inbox: list[Report] = []
         self._waiting: dict[str, tuple[asyncio.Future[None], Directive]] = {}
         self._news = asyncio.Event()
+        self._dismissed: set[str] = set()  # who has been told that the run is over
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -182,6 +183,8 @@ class Coordinator:
             answer["reason"] = self.reign.reason
         elif due.order is Order.LEAVE:
             answer["verdict"] = self.reign.verdict
+            self._dismissed.add(name)
+            self._news.set()
         return answer
 
     # --- taking things in -----------------------------------------------------------------------
@@ -239,6 +242,12 @@ class Coordinator:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), wait)
         return self.reign
+
+    async def all_told(self, but: str) -> None:
+        """Until every node but one knows that the run is over."""
+        while {node.name for node in self.reign.nodes} - self._dismissed - {but}:
+            self._news.clear()
+            await self._news.wait()
 
     async def _open(self, generation: int, names: frozenset[str]) -> None:
         try:

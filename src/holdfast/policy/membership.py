@@ -234,11 +234,11 @@ def came(reign: Reign, new: Node, now: float, rules: Rules) -> Reign:
     if reign.phase in OVER:
         return reign
     old = reign.node(new.name)
-    if old is not None and old.mark != new.mark:
+    if old is not None and old.mark not in ("", new.mark):
         reign = _lose(reign, old, "its agent was started anew", now)
         old = None
     known = replace(new, came=now, at=0, stage=Stage.IDLE) if old is None else old
-    known = replace(known, places=new.places, heard=now)
+    known = replace(known, mark=new.mark, places=new.places, heard=now)
     report = Report(new.name, new.mark, new.at, new.stage)
     return heard(reign.put(known), [report], now, rules)
 

@@ -80,19 +80,26 @@ def open_term(
         newest, holder = newest_term(store)
         if holder is not None and ask(str(holder.get("address", ""))):
             raise RunFolderError(_in_use(holder), remedy="stop it, or use another run folder")
-        value = {
-            "term": newest + 1,
-            "node": platform.node(),
-            "pid": os.getpid(),
-            "address": address,
-            "since": time.time(),
-        }
-        held = json.dumps(value).encode() + b"\n"
-        try:
-            store.create(_term_key(newest + 1), held)
-        except AlreadyExistsError:
-            continue  # another trainer was faster: ask that one
-        return Term(store, newest + 1, address, held)
+        term = claim(store, newest + 1, address, platform.node())
+        if term is not None:
+            return term  # else another trainer was faster: ask that one
+
+
+def claim(store: RunStore, number: int, address: str, node: str) -> Term | None:
+    """Open term `number` without asking anybody; None where somebody else was faster."""
+    value = {
+        "term": number,
+        "node": node,
+        "pid": os.getpid(),
+        "address": address,
+        "since": time.time(),
+    }
+    held = json.dumps(value).encode() + b"\n"
+    try:
+        store.create(_term_key(number), held)
+    except AlreadyExistsError:
+        return None
+    return Term(store, number, address, held)
 
 
 def asks(secret: Secret, deadline: float = 10.0) -> Callable[[str], bool]:

@@ -1,0 +1,352 @@
+"""An agent's place in the run: whose orders it follows, and when it is coordinator itself.
+
+It carries out `policy.succession`: reads the run store for the newest term, joins its coordinator,
+holds one question open there, and when nobody answers asks the other agents and opens the next
+term. What the orders are about, this node's workers, is behind `Work`.
+
+    seeking    the newest term in the run store, and its holder is asked to take us in
+    following  one question is open at the coordinator; a change here asks again at once
+    silent     the agents of the last generation are asked whether they hear the coordinator
+    claiming   the next term is opened in the run store
+    reigning   the same questions go to the coordinator in this very process
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+from holdfast.elastic.coordinator import BEAT, JOIN, JOIN_FIRST, REPLACED, Coordinator
+from holdfast.errors import HoldfastError
+from holdfast.policy import succession
+from holdfast.policy.membership import Order, Phase, Stage
+from holdfast.policy.succession import Patience, Peer, Seat, Standing
+from holdfast.wire.runstore import RunStore
+from holdfast.wire.secret import Secret
+from holdfast.wire.server import Handler
+from holdfast.wire.talker import DeadError, Talker
+from holdfast.wire.term import QUESTION, Term, claim, newest_generation, newest_term
+
+ASK_SECONDS = 3.0
+"""How long another agent has to say whether it hears the coordinator."""
+PAUSE_SECONDS = 0.5
+"""Between two looks at the run store and at the others."""
+
+
+class ReplacedError(HoldfastError):
+    """Another agent calls itself by the same name, or this one was given up and started anew."""
+
+
+class Work(Protocol):
+    """What this node does in a generation. `at`, `stage` and `held` are told with every question;
+    `changed` is set whenever one of them has changed."""
+
+    changed: asyncio.Event
+
+    @property
+    def at(self) -> int: ...
+
+    @property
+    def stage(self) -> Stage: ...
+
+    @property
+    def held(self) -> dict[str, Any]: ...
+
+    def start(self, generation: int, begin: Mapping[str, Any]) -> None:
+        """Take part in a newer generation. Returns at once, as the others do."""
+        ...
+
+    def halt(self, generation: int, reason: str, *, gentle: bool) -> None: ...
+
+    def leave(self, verdict: str) -> None: ...
+
+
+class Follower:
+    """Lives in one event loop; `run` ends when the run is over, or raises."""
+
+    def __init__(
+        self, name: str, address: str, store: RunStore, secret: Secret, work: Work,
+        reign: Callable[[Term], Awaitable[Coordinator]], *, places: int = 1,
+        told: Mapping[str, Any] | None = None, patience: Patience | None = None, beat: float = 2.0,
+        complain: Callable[[str], None] = lambda sentence: None,
+    ) -> None:  # fmt: skip
+        """address: where this agent's control listens. reign: makes the coordinator of a term that
+        this agent has opened. told: what the coordinator is to know of this node. beat: seconds
+        from one heartbeat to the next, when nothing happens."""
+        self.seat = Seat(name)
+        self.mark = secrets.token_hex(8)
+        self.coordinator: Coordinator | None = None
+        self.agents: dict[str, str] = {}
+        """Of the newest generation: name -> address."""
+        self._address, self._store, self._secret, self._work = address, store, secret, work
+        self._make_reign, self._places, self._told = reign, places, dict(told or {})
+        self._patience, self._beat, self._complain = patience or Patience(), beat, complain
+        self._loop = asyncio.get_running_loop()
+        self._doing: tuple[str, int] = (Order.WAIT.value, 0)
+        self._talkers: dict[str, tuple[Talker, Talker]] = {}
+        self._reigning: asyncio.Task[Any] | None = None
+        self._said = ""
+
+    @property
+    def handlers(self) -> dict[str, Handler]:
+        """What other agents ask; from outside any generation."""
+        return {JOIN: self._join, BEAT: self._heartbeat, QUESTION: self.who}
+
+    async def run(self) -> str:
+        """Follow and, where it falls to this agent, lead; the verdict with which the run is over:
+        "" when it is done. Raises ReplacedError."""
+        parts = {
+            Standing.SEEKING: self._seek, Standing.FOLLOWING: self._follow,
+            Standing.SILENT: self._look_around, Standing.CLAIMING: self._claim,
+            Standing.REIGNING: self._follow,
+        }  # fmt: skip
+        try:
+            while self.seat.standing is not Standing.LEFT:
+                try:
+                    await parts[self.seat.standing]()
+                except ReplacedError:
+                    raise
+                except HoldfastError as error:
+                    self._say(str(error))
+                    await self._pause(PAUSE_SECONDS)
+            return self._verdict
+        finally:
+            if self._reigning is not None:
+                self._reigning.cancel()
+            for pair in self._talkers.values():
+                for talker in pair:
+                    talker.close()
+
+    _verdict = ""
+
+    def leave(self) -> None:
+        """Follow nobody any more."""
+        self.seat = succession.left(self.seat)
+        self._work.changed.set()
+
+    # --- what others ask ------------------------------------------------------------------------
+    async def who(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
+        """Who is there, and whether it hears its coordinator."""
+        hears = self.seat.standing in (Standing.FOLLOWING, Standing.REIGNING)
+        return {
+            "node": self.seat.name, "term": self.seat.term, "hears": hears,
+            "standing": self.seat.standing.value,
+        }  # fmt: skip
+
+    async def _join(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._ask_own(JOIN, body)
+
+    async def _heartbeat(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._ask_own(BEAT, body)
+
+    async def _ask_own(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        coordinator = self.coordinator
+        if coordinator is None:
+            return {"term": self.seat.term, "order": Order.REFUSE.value}
+        handler = coordinator.join if path == JOIN else coordinator.beat
+        return await handler(0, body)
+
+    # --- seeking --------------------------------------------------------------------------------
+    async def _seek(self) -> None:
+        term, holder = await asyncio.to_thread(newest_term, self._store)
+        address = "" if holder is None else str(holder.get("address", ""))
+        self._set(succession.found(self.seat, term, address, self._now))
+        if self.seat.standing is Standing.SEEKING:
+            await self._ask(JOIN, self._joining())
+            if self.seat.standing is Standing.SEEKING:  # it refused: somebody newer is to come
+                await self._pause(PAUSE_SECONDS)
+
+    def _joining(self) -> dict[str, Any]:
+        return {
+            "name": self.seat.name, "mark": self.mark, "places": self._places, "told": self._told,
+            **self._state(),
+        }  # fmt: skip
+
+    def _state(self) -> dict[str, Any]:
+        work = self._work
+        held = work.held if work.stage is Stage.HELD else {}
+        return {"at": work.at, "stage": work.stage.value, "held": held}
+
+    # --- following ------------------------------------------------------------------------------
+    async def _follow(self) -> None:
+        """One question, and what its answer says. A change here asks anew, on a connection of its
+        own: the coordinator then answers the older question, too."""
+        self._work.changed.clear()
+        asking = asyncio.create_task(self._ask(BEAT, self._beating(), self._beat))
+        change = asyncio.create_task(self._work.changed.wait())
+        try:
+            await asyncio.wait({asking, change}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done() and self.seat.standing in (Standing.FOLLOWING, Standing.REIGNING):
+                pair = self._pair()
+                if pair is not None:
+                    self._talkers[self._holder] = (pair[1], pair[0])
+                again = asyncio.create_task(self._ask(BEAT, self._beating(), 0.0))
+                await asyncio.gather(asking, again)
+            await asking
+        finally:
+            change.cancel()
+            asking.cancel()
+
+    def _beating(self) -> dict[str, Any]:
+        return {
+            "name": self.seat.name, "mark": self.mark, "term": self.seat.term,
+            "doing": list(self._doing), **self._state(),
+        }  # fmt: skip
+
+    async def _ask(self, path: str, body: dict[str, Any], wait: float = 0.0) -> None:
+        """Ask the coordinator, and take its answer in, or that there was none."""
+        body = {**body, "wait": wait}
+        try:
+            if self.coordinator is not None:
+                answer = await self._ask_own(path, body)
+            else:
+                pair = self._pair()
+                if pair is None:
+                    raise DeadError("nobody holds the term")
+                answer = await pair[0].post(path, body, wait + self._patience.silence / 2)
+        except HoldfastError as error:
+            dead = isinstance(error, DeadError)
+            self._set(succession.unanswered(self.seat, dead, self._now, self._patience))
+            if self.seat.standing is Standing.FOLLOWING:
+                await self._pause(PAUSE_SECONDS / 5)
+            return
+        await self._obey(answer)
+
+    @property
+    def _holder(self) -> str:
+        return self.seat.holder
+
+    def _pair(self) -> tuple[Talker, Talker] | None:
+        """Two connections to the coordinator."""
+        if not self._holder or self.coordinator is not None:
+            return None
+        if self._holder not in self._talkers:
+            for pair in self._talkers.values():
+                for talker in pair:
+                    talker.close()
+            self._talkers = {
+                self._holder: (
+                    Talker(self._holder, self._secret), Talker(self._holder, self._secret)
+                )
+            }  # fmt: skip
+        return self._talkers[self._holder]
+
+    async def _obey(self, answer: Mapping[str, Any]) -> None:
+        term, order = int(answer["term"]), str(answer["order"])
+        if term < self.seat.term and order != Order.REFUSE.value:
+            self._set(succession.refused(self.seat, self._now))
+            return
+        if order == Order.REFUSE.value:
+            self._set(succession.refused(self.seat, self._now))
+            return
+        if order == REPLACED:
+            raise ReplacedError(
+                f"another agent has joined as {self.seat.name}: give each a name of its own "
+                "(cluster.node)"
+            )
+        self._set(succession.answered(self.seat, term, self._now))
+        if order == JOIN_FIRST:
+            await self._ask(JOIN, self._joining())
+            return
+        generation = int(answer["generation"])
+        self._doing = (order, generation)
+        match Order(order):
+            case Order.START if generation > self._work.at:
+                begin = dict(answer["begin"])
+                self.agents = {str(k): str(v) for k, v in dict(begin.get("agents", {})).items()}
+                members = tuple(sorted(self.agents))
+                self._set(succession.took(self.seat, term, generation, members))
+                self._work.start(generation, begin)
+            case Order.HALT | Order.PAUSE as halt if generation == self._work.at:
+                reason = str(answer.get("reason", ""))
+                self._work.halt(generation, reason, gentle=halt is Order.PAUSE)
+            case Order.LEAVE:
+                self._verdict = str(answer.get("verdict", ""))
+                self._work.leave(self._verdict)
+                if self.coordinator is None:
+                    self.leave()
+                else:
+                    await self._see_off(self.coordinator)
+
+    async def _see_off(self, coordinator: Coordinator) -> None:
+        """The others are told that the run is over before the one who knows is gone."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._patience.silence):
+                await coordinator.all_told(self.seat.name)
+        self.leave()
+
+    # --- nobody answers -------------------------------------------------------------------------
+    async def _look_around(self) -> None:
+        begun = self._now
+        term, holder = await asyncio.to_thread(newest_term, self._store)
+        if term > self.seat.term:
+            address = "" if holder is None else str(holder.get("address", ""))
+            self._set(succession.found(self.seat, term, address, self._now))
+            return
+        newest = await asyncio.to_thread(newest_generation, self._store)
+        others = {name: addr for name, addr in self.agents.items() if name != self.seat.name}
+        said = await asyncio.gather(*(self._hears(address) for address in others.values()))
+        if self.seat.standing is Standing.SILENT:
+            await self._ask(JOIN, self._joining())  # perhaps it was only slow
+        peers = dict(zip(others, said, strict=True))
+        self._set(succession.asked(self.seat, peers, newest, self._now, self._patience))
+        if self.seat.standing is Standing.SILENT:
+            await self._pause(max(0.0, PAUSE_SECONDS - (self._now - begun)))
+
+    async def _hears(self, address: str) -> Peer:
+        talker = Talker(address, self._secret, connect_seconds=ASK_SECONDS)
+        try:
+            answer = await talker.post(QUESTION, {}, ASK_SECONDS)
+        except DeadError:
+            return Peer.DEAD
+        except HoldfastError:
+            return Peer.UNKNOWN
+        finally:
+            talker.close()
+        if int(answer.get("term", 0)) < self.seat.term:
+            return Peer.UNKNOWN  # it follows one who is fenced, and does not know yet
+        return Peer.HEARS if answer.get("hears") else Peer.MISSES
+
+    # --- leading --------------------------------------------------------------------------------
+    async def _claim(self) -> None:
+        number = self.seat.term + 1
+        term = await asyncio.to_thread(claim, self._store, number, self._address, self.seat.name)
+        if term is None:
+            self._set(succession.claimed(self.seat, number, False, self._now))
+            return
+        self.coordinator = coordinator = await self._make_reign(term)
+        self._set(succession.claimed(self.seat, number, True, self._now))
+        self._reigning = asyncio.create_task(coordinator.run())
+        self._reigning.add_done_callback(lambda task: self._reigned(task, coordinator))
+        await self._ask(JOIN, self._joining())
+
+    def _reigned(self, task: asyncio.Task[Any], coordinator: Coordinator) -> None:
+        if task.cancelled() or self.coordinator is not coordinator:
+            return
+        if coordinator.reign.phase is Phase.FENCED or task.exception() is not None:
+            self.coordinator = None
+            self._set(succession.fenced(self.seat, self._now))
+            self._work.changed.set()
+        if (error := task.exception()) is not None:
+            self._complain(f"the coordinator ended by a fault of its own: {error!r}")
+
+    # --- the rest -------------------------------------------------------------------------------
+    @property
+    def _now(self) -> float:
+        return self._loop.time()
+
+    def _set(self, seat: Seat) -> None:
+        if self.seat.standing is not Standing.LEFT:
+            self.seat = seat
+
+    def _say(self, sentence: str) -> None:
+        if sentence != self._said:
+            self._said = sentence
+            self._complain(sentence)
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._work.changed.wait(), seconds)

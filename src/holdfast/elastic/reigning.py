@@ -1,0 +1,109 @@
+"""A term's coordinator over a run store: what it finds there at its beginning, and how it makes the
+object of a generation, whose number nobody else can have then.
+
+The object says who takes part: for every node its agent's address and mark, so that whoever comes
+to be coordinator next knows whom to expect, and the agents whom to ask for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from holdfast.elastic.coordinator import Coordinator, Known, TakenError
+from holdfast.errors import FencedError
+from holdfast.policy import membership
+from holdfast.policy.membership import Node, Reign, Rules
+from holdfast.spec.parsing import parsed
+from holdfast.wire.runstore import MissingKeyError, RunStore
+from holdfast.wire.term import (
+    Term,
+    generation_key,
+    newest_generation,
+    newest_term,
+    open_generation,
+)
+
+Plan = Callable[[Reign, int, frozenset[str], Mapping[str, Known]], Awaitable[dict[str, Any]]]
+"""What the object of a generation says, besides who takes part. What it raises is tried again."""
+Begin = Callable[[int, dict[str, Any]], Awaitable[dict[str, Any]]]
+"""Once the object is made, which fences all older ones: what the nodes begin from."""
+
+
+async def nothing(generation: int, value: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+async def reign_over(
+    term: Term, store: RunStore, rules: Rules, plan: Plan, begin: Begin = nothing, *,
+    changed: Callable[[Reign, Reign], None] = lambda old, new: None,
+    complain: Callable[[str], None] = lambda sentence: None,
+) -> Coordinator:  # fmt: skip
+    """The coordinator of a term that was just opened. Raises what the run store raises."""
+    generation, value = await asyncio.to_thread(newest_object, store)
+    now = asyncio.get_running_loop().time()
+    nodes = [
+        Node(str(name), str(said["mark"]), int(said["places"]), now, now)
+        for name, said in dict(value.get("agents", {})).items()
+    ]
+    make = Maker(term, store, plan, begin)
+    reign = membership.begin(
+        term.number, now, generation, nodes, "resume" if generation else "start"
+    )
+    coordinator = Coordinator(reign, rules, make, changed, complain)
+    if generation:
+        coordinator.resume(await make.told(generation, value))
+    return coordinator
+
+
+def newest_object(store: RunStore) -> tuple[int, dict[str, Any]]:
+    """The newest generation and what its object says; 0 and nothing before the first."""
+    generation = newest_generation(store)
+    if not generation:
+        return 0, {}
+    try:
+        value = parsed(store.get(generation_key(generation)))
+    except (ValueError, MissingKeyError):
+        return generation, {}
+    return generation, value if isinstance(value, dict) else {}
+
+
+class Maker:
+    """Makes generations' objects under one term; see `coordinator.Make`."""
+
+    def __init__(self, term: Term, store: RunStore, plan: Plan, begin: Begin) -> None:
+        self._term, self._store, self._plan, self._begin = term, store, plan, begin
+
+    async def __call__(
+        self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
+    ) -> dict[str, Any]:
+        value = await self._plan(reign, generation, names, known)
+        nodes = [node for name in sorted(names) if (node := reign.node(name)) is not None]
+        value |= {
+            "term": self._term.number,
+            "reason": reign.reason,
+            "agents": {
+                node.name: {
+                    "address": str(known[node.name].told.get("address", "")),
+                    "mark": node.mark, "places": node.places,
+                }
+                for node in nodes
+            },
+        }  # fmt: skip
+        await asyncio.to_thread(self._create, generation, value)
+        return await self.told(generation, value)
+
+    async def told(self, generation: int, value: dict[str, Any]) -> dict[str, Any]:
+        """What the nodes of a generation are told."""
+        agents = {name: str(said["address"]) for name, said in value.get("agents", {}).items()}
+        return {"agents": agents, **await self._begin(generation, value)}
+
+    def _create(self, generation: int, value: dict[str, Any]) -> None:
+        """In this order: whoever opens a newer term in between opens this number, too, and one of
+        the two comes too late."""
+        self._term.check()
+        try:
+            open_generation(self._store, generation, value)
+        except FencedError:
+            raise TakenError(newest_term(self._store)[0], newest_generation(self._store)) from None

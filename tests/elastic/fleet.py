@@ -1,0 +1,139 @@
+"""Agents without trainers: real HTTP between them, a real run store, and a node's work as a switch.
+
+What they coordinate is all real: terms, generations, heartbeats, succession. An agent can be killed
+(its sockets close, it answers no more), stopped (it answers nothing and says nothing), cut off from
+others, and started anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from holdfast.elastic.coordinator import Coordinator, Known
+from holdfast.elastic.following import Follower
+from holdfast.elastic.reigning import reign_over
+from holdfast.policy.membership import Reign, Rules, Stage
+from holdfast.policy.succession import Patience
+from holdfast.wire.auth import Verifier
+from holdfast.wire.runstore import RunStore
+from holdfast.wire.secret import Secret
+from holdfast.wire.server import Guard, Listener, address_of, bind
+from holdfast.wire.term import Term
+
+SECRET = Secret(b"f" * 32)
+QUICK = Patience(silence=1.0, turn=0.2, alone=2.0)
+BEAT = 0.2
+
+
+class Switch:
+    """A node's workers: they build and work at once, and hold when they are told to."""
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        self.at, self.stage = 0, Stage.IDLE
+        self.held: dict[str, Any] = {}
+        self.history: list[tuple[str, int]] = []
+        self.slow = False  # stays in `building`
+
+    def start(self, generation: int, begin: Mapping[str, Any]) -> None:
+        assert generation > self.at, "an older generation was begun"
+        assert self.stage in (Stage.IDLE, Stage.HELD, Stage.DONE), "work in two generations at once"
+        self.at = generation
+        self._become(Stage.BUILDING)
+        if not self.slow:
+            asyncio.get_running_loop().call_soon(self._built, generation)
+
+    def _built(self, generation: int) -> None:
+        if (self.at, self.stage) == (generation, Stage.BUILDING):
+            self._become(Stage.WORKING)
+
+    def halt(self, generation: int, reason: str, *, gentle: bool) -> None:
+        assert generation == self.at
+        if self.stage in (Stage.BUILDING, Stage.WORKING, Stage.BROKEN):
+            self._become(Stage.HELD)
+
+    def breaks(self) -> None:
+        self._become(Stage.BROKEN)
+
+    def ends(self) -> None:
+        self._become(Stage.DONE)
+
+    def leave(self, verdict: str) -> None:
+        self.history.append(("left", self.at))
+
+    def _become(self, stage: Stage) -> None:
+        self.stage = stage
+        self.history.append((stage.value, self.at))
+        self.changed.set()
+
+
+class FleetAgent:
+    """One agent: its listener, its follower, its work."""
+
+    def __init__(
+        self, name: str, store: RunStore, least: int = 1, most: int = 100, *,
+        patience: Patience = QUICK, beat: float = BEAT, lost_after: float = 1.0,
+        changed: Callable[[Reign, Reign], None] = lambda old, new: None,
+    ) -> None:  # fmt: skip
+        self.name, self.store = name, store
+        self.work = Switch()
+        self.said: list[str] = []
+        self._least, self._most, self._changed, self._lost_after = least, most, changed, lost_after
+        self._bound = bind("127.0.0.1", 0, "cluster.interface")
+        self.address = address_of(self._bound)
+        self.follower = Follower(
+            name, self.address, store, SECRET, self.work, self._reign, patience=patience,
+            beat=beat, told={"address": self.address}, complain=self.said.append,
+        )  # fmt: skip
+        handlers = self.follower.handlers
+        guard = Guard(
+            handlers, SECRET, Verifier(SECRET, time.time), lambda: 0, outside=frozenset(handlers)
+        )
+        self._listener = Listener(guard.application, self._bound)
+        self._serving = asyncio.create_task(self._listener.serve())
+        self.running = asyncio.create_task(self.follower.run())
+
+    async def _reign(self, term: Term) -> Coordinator:
+        def fits(nodes: Any) -> tuple[str, ...]:
+            names = sorted(node.name for node in nodes)[: self._most]
+            return tuple(names) if len(names) >= self._least else ()
+
+        rules = Rules(
+            fits, lost_after=self._lost_after, gather=0.3, settle=0.1,
+            full=lambda nodes: len(nodes) >= self._most,
+        )  # fmt: skip
+        return await reign_over(
+            term, self.store, rules, plan, changed=self._changed, complain=self.said.append
+        )
+
+    @property
+    def reigns(self) -> bool:
+        return self.follower.coordinator is not None
+
+    async def kill(self) -> None:
+        """Nothing of it is left, and its port refuses."""
+        self.running.cancel()
+        self._serving.cancel()
+        for server in self._listener._server.servers:
+            server.close()  # and with it the listening socket
+        for connection in list(self._listener._server.server_state.connections):
+            connection.transport.abort()
+        await asyncio.wait({self.running, self._serving})
+
+
+async def plan(
+    reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
+) -> dict[str, Any]:
+    return {"topology": {}}
+
+
+async def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> None:
+    """Poll until it holds."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not condition():
+        if asyncio.get_running_loop().time() > deadline:
+            raise AssertionError(f"not within {seconds:g} s: {what}")
+        await asyncio.sleep(0.01)

@@ -1,0 +1,110 @@
+"""Several agents and their coordinator over real HTTP: joining, losing, succession, fencing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.policy.membership import Stage
+from holdfast.wire.runstore import FolderStore
+from holdfast.wire.term import newest_generation, newest_term
+from tests.elastic.fleet import FleetAgent, until
+
+
+def _working(agents: list[FleetAgent]) -> bool:
+    """All work, in one generation."""
+    return len({a.work.at for a in agents}) == 1 and all(
+        a.work.stage is Stage.WORKING for a in agents
+    )
+
+
+async def _fleet(store: FolderStore, names: str, least: int = 1) -> list[FleetAgent]:
+    agents = [FleetAgent(name, store, least, len(names)) for name in names]
+    await until(lambda: _working(agents), f"{names} to work together")
+    return agents
+
+
+def _run(scene: Callable[[FolderStore], Awaitable[None]], folder: Path) -> None:
+    async def whole() -> None:
+        try:
+            await scene(FolderStore(folder))
+        finally:
+            others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+    asyncio.run(whole())
+
+
+def test_agents_gather_under_one_coordinator(tmp_path: Path) -> None:
+    async def scene(store: FolderStore) -> None:
+        agents = await _fleet(store, "abc", least=3)
+        assert sum(agent.reigns for agent in agents) == 1
+        assert {agent.work.at for agent in agents} == {1}
+        assert newest_term(store)[0] >= 1
+
+    _run(scene, tmp_path)
+
+
+def test_a_node_that_is_lost_is_done_without_and_comes_back(tmp_path: Path) -> None:
+    async def scene(store: FolderStore) -> None:
+        agents = await _fleet(store, "abcd", least=2)
+        gone = next(agent for agent in agents if not agent.reigns)
+        rest = [agent for agent in agents if agent is not gone]
+        await gone.kill()
+        await until(lambda: _working(rest) and rest[0].work.at == 2, "the others to go on")
+        again = FleetAgent(gone.name, store, 2, 4)
+        await until(lambda: _working([*rest, again]), "it to be taken in again")
+        for agent in rest:
+            assert ("held", 2) in agent.work.history
+
+    _run(scene, tmp_path)
+
+
+def test_a_fault_on_one_node_halts_all_and_they_go_on(tmp_path: Path) -> None:
+    async def scene(store: FolderStore) -> None:
+        agents = await _fleet(store, "abc", least=3)
+        agents[1].work.breaks()
+        await until(lambda: _working(agents) and agents[0].work.at == 2, "generation 2")
+        for agent in agents:
+            assert ("held", 1) in agent.work.history
+
+    _run(scene, tmp_path)
+
+
+@pytest.mark.parametrize("names", ["ab", "abc", "abcde"])
+def test_the_coordinator_is_lost_and_another_opens_the_next_term(
+    tmp_path: Path, names: str
+) -> None:
+    async def scene(store: FolderStore) -> None:
+        agents = await _fleet(store, names)
+        first = next(agent for agent in agents if agent.reigns)
+        term = first.follower.seat.term
+        rest = [agent for agent in agents if agent is not first]
+        await first.kill()
+        await until(
+            lambda: _working(rest) and sum(a.reigns for a in rest) == 1 and rest[0].work.at > 1,
+            "another to lead, and the rest to work",
+        )
+        assert rest[0].follower.seat.term > term
+        again = FleetAgent(first.name, store, 1, len(names))
+        await until(lambda: _working([*rest, again]), "the first to follow")
+        assert not again.reigns
+
+    _run(scene, tmp_path)
+
+
+def test_everybody_leaves_when_the_work_is_done(tmp_path: Path) -> None:
+    async def scene(store: FolderStore) -> None:
+        agents = await _fleet(store, "abc", least=3)
+        for agent in agents:
+            agent.work.ends()
+        done = await asyncio.wait_for(asyncio.gather(*(a.running for a in agents)), 30)
+        assert done == ["", "", ""]
+        assert newest_generation(store) == 1
+
+    _run(scene, tmp_path)
