@@ -39,6 +39,7 @@ class Wishes:
 
     save: a checkpoint. remember: a snapshot in memory. copy, upload: what is saved is to go to
     peers, to the bucket. brief: when stopping, a snapshot for peers is to do, as time is short.
+    pause: end here, but keep the state and wait: another generation takes it up.
     """
 
     stop: bool = False
@@ -48,6 +49,7 @@ class Wishes:
     copy: bool = False
     upload: bool = False
     brief: bool = False
+    pause: bool = False
 
 
 _WISHES = {4 << index: wish.name for index, wish in enumerate(fields(Wishes))}
