@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.config.checkpoint import CheckpointConfig
-from holdfast.elastic.worker.main import where_there_is_room
+from holdfast.elastic.worker.saver import where_there_is_room
 from holdfast.errors import FencedError, HoldfastError
 
 

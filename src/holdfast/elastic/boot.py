@@ -21,6 +21,9 @@ class WorkerBoot:
     seconds, for `WorkerReady.seconds`. `hazard` is what the agent has seen break so far, as
     Hazard's JSON, and `classes` what it took with it, as the counts of `Classes`; None
     where nobody asks.
+
+    `orders`: the agent answers /orders, so the process stays when its generation ends, and waits
+    for what comes next. `rank` is then -1 for a standby, whose topology is any of the run's.
     """
 
     config: dict[str, Any]
@@ -41,6 +44,7 @@ class WorkerBoot:
     forked: float = 0.0
     hazard: dict[str, Any] | None = None
     classes: list[float] | None = None
+    orders: bool = False
 
     @property
     def world_size(self) -> int:

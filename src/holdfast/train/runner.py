@@ -38,9 +38,12 @@ _FULL = "a rank has no free slot: every one is still being saved"
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the loop ended after `step`. `unsaved`: why that state is not durable, or None."""
+    """How the loop ended after `step`. `unsaved`: why that state is not durable, or None.
 
-    kind: Literal["finished", "left"]
+    paused: nothing is saved for it; every rank holds the state, and another generation begins.
+    """
+
+    kind: Literal["finished", "left", "paused"]
     step: int
     unsaved: str | None = None
 
@@ -70,7 +73,8 @@ def run(
     settle_seconds: float = 600.0, clock: Callable[[], float] = time.monotonic,
     known: Known | None = None, durations: Callable[[], Mapping[int, float]] = dict,
 ) -> Outcome:  # fmt: skip
-    """Train from the state after `start_step` to the last step, or until somebody wishes to stop.
+    """Train from the state after `start_step` to the last step, or until somebody wishes to stop
+    or to pause.
 
     loader: this rank's shares, beginning with step `start_step` + 1. known: how often the run has
     broken so far, where a cadence is to be decided; durations: asked at each step on rank 0, how
@@ -90,6 +94,8 @@ def run(
             unsaved = saver.settle(batch.step, settle_seconds, durable=not loop.brief)
             finished = batch.step >= config.train.steps
             return Outcome("finished" if finished else "left", batch.step, unsaved)
+        if loop.pausing:
+            return Outcome("paused", batch.step)
     raise RuntimeError(f"batches ended before step {config.train.steps}")
 
 
@@ -111,6 +117,7 @@ class _Loop:
         self.owed = False  # a durable save found no slot: it is made as soon as there is one
         self.copy_owed = False  # the same of a snapshot that peers were to get
         self.brief = False  # left with a snapshot that is not to be durable
+        self.pausing = False  # the newest step was the last of this generation
         nodes = len(set(engine.groups.topology.nodes))
         self.cadence = Cadence(config.checkpoint, known, nodes, clock())
         self.durations = durations
@@ -138,6 +145,7 @@ class _Loop:
             meta = {"loss": verdict.mean_loss, "tokens": verdict.tokens}
             self.saver.announce(step, meta, into)
         watch.start()
+        self.pausing = verdict.wishes.pause
         return verdict.wishes.stop
 
     def _trace(self, step: int) -> None:

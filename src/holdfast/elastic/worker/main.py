@@ -3,75 +3,79 @@
     connect -> build -> restore (a committed checkpoint, or initial weights) -> train -> leave
                                                                    '-> adopt -'
 
-The training loop knows three protocols (`train/protocols.py`); here they meet this process: events
-go to the agent through the reporter, state goes into the mover's arena, and the agent's wishes
-come back with its answers. Nothing here writes to a disk.
+A process outlives generations: `worker/life.py` is its loop where the agent gives orders. The
+training loop knows three protocols (`train/protocols.py`); here they meet this process: events go
+to the agent through the reporter, state goes into the mover's arena, and the agent's wishes come
+back with its answers. Nothing here writes to a disk.
 """
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 
-from holdfast.checkpoint.capture import Capturer, Skipped
-from holdfast.checkpoint.mover_client import SETTLE_SLICE, MoverClient, MoverGoneError
-from holdfast.checkpoint.pieces import Cost
-from holdfast.config.checkpoint import CheckpointConfig
+from holdfast.checkpoint.capture import Capturer
+from holdfast.checkpoint.mover_client import MoverClient
 from holdfast.config.run import RunConfig
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
 from holdfast.elastic import exits
 from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.worker.life import live
+from holdfast.elastic.worker.log import redirect
+from holdfast.elastic.worker.orders import Before, Begin, Held, Interrupt, Orders
 from holdfast.elastic.worker.reporter import Reporter
 from holdfast.elastic.worker.restoring import RottenError, restore
+from holdfast.elastic.worker.saver import ArenaSaver, where_there_is_room, while_replaced
 from holdfast.elastic.worker.store import HttpStore
-from holdfast.errors import (
-    FencedError,
-    HoldfastError,
-    NonFiniteError,
-    PeerLostError,
-    UserError,
-)
-from holdfast.events import (
-    CheckpointCaptured,
-    CheckpointSkipped,
-    SettingIgnored,
-    WorkerReady,
-)
+from holdfast.elastic.worker.warmth import warm_up
+from holdfast.errors import FencedError, HoldfastError, NonFiniteError, PeerLostError
+from holdfast.events import SettingIgnored, WorkerReady
 from holdfast.layout import Topology
+from holdfast.parallel.groups import Groups
 from holdfast.policy.classes import Classes
 from holdfast.policy.hazard import Hazard
-from holdfast.policy.save import Into
 from holdfast.policy.tiers import BUCKET, DISK, PEERS
-from holdfast.spec.order import BatchSchedule
 from holdfast.spec.state import state_table
-from holdfast.train.adopt import adopt
-from holdfast.train.build import Session, build
+from holdfast.train.adopt import Kept, adopt_engine, keep
+from holdfast.train.build import Session, build_engine, meet, session_of
 from holdfast.train.cadence import Known
 from holdfast.train.memory import keep_freed_memory
 from holdfast.train.precision import same_products_on_any_threads
 from holdfast.train.runner import Outcome
 from holdfast.train.runner import run as train
-from holdfast.train.state import LocalTensor
 from holdfast.train.vote import Wishes
 from holdfast.wire.client import Client
 from holdfast.wire.secret import Secret
 
-Made = TypeVar("Made")
-
 _LAST_WORDS = 2.0
-"""Seconds that a worker tries to be heard in a generation that is over."""
+"""Seconds that a worker tries to be heard before it ends."""
+
+_ANNOUNCING = 0.5
+"""Seconds that a worker which stops waits for snapshots to be announced: the next generation
+begins when all have stopped, and the mover refuses what is announced later."""
+
+_JOINING = 1800.0  # seconds that bound every wait in a group; a halt ends them before
 
 
 def run(boot: WorkerBoot, secret: Secret) -> int:
-    """Take part in one generation; returns the exit code that tells the agent how it ended."""
+    """A worker's entry; returns the exit code that tells the agent how it ended."""
     same_products_on_any_threads()
     if boot.device == "cpu":
         keep_freed_memory()
-    worker = Worker(boot, secret)
+    if boot.orders:
+        orders = Orders(boot.agent, secret)
+        return live(Worker(boot, secret, orders), boot, orders)
+    return _once(Worker(boot, secret))
+
+
+def _once(worker: Worker) -> int:
+    """Take part in one generation."""
     try:
         try:
             worker.begin()
@@ -86,75 +90,137 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
         return _end(worker.reporter, exits.NON_FINITE, error)
     except RottenError as error:
         return _end(worker.reporter, exits.ROTTEN, error)
-    if outcome.unsaved is not None:
-        print(f"the state after step {outcome.step} is not durable: {outcome.unsaved}", flush=True)
-    worker.reporter.outcome(outcome.kind, outcome.step, outcome.unsaved)
-    worker.reporter.close()
-    return exits.FENCED if worker.reporter.fenced else exits.DONE
+    return worker.leave(outcome)
 
 
 class Worker:
     """One process of a run, and what it holds, over all generations that it takes part in.
 
-    begin     once: connect, build, restore a checkpoint or make initial weights
+    begin     connect, build, restore a checkpoint or make initial weights
     train     until the run is finished, somebody wishes to leave, or a peer is lost
     adopt     join the next generation with the state as it is; then `train` again
+    take      begin anew, adopt, or join as a newcomer: what the agent ordered
+    stop      give up what is left of a generation that is over; `held` says what remains
 
     step: the state is that after this step. reporter: this process's voice in the present
     generation; each has its own, because the agent hears only the newest. Belongs to one thread.
     """
 
-    def __init__(self, boot: WorkerBoot, secret: Secret) -> None:
+    def __init__(self, boot: WorkerBoot, secret: Secret, orders: Orders | None = None) -> None:
         self.step = boot.start_step
-        self._boot, self._secret = boot, secret
+        self._boot, self._secret, self._orders = boot, secret, orders
         self._config = RunConfig.model_validate(boot.config)
+        self._batches: Batches | None = None
         self._session: Session | None = None
+        self._whole = False  # whether the session's state has its values
+        self._kept: Kept | None = None  # the state, where a recovery failed before anything moved
+        self._place: tuple[int, int] | None = None  # generation and rank whose boxes are held
         self._saver: ArenaSaver | None = None
-        self._speak(boot.placed(), boot.rank)
+        self._voice: Reporter | None = None
+        self._meeting: Client | None = None  # for the store through which groups meet
+        self._joining: Groups | None = None  # those on which a session is being built
 
+    @property
+    def reporter(self) -> Reporter:
+        if self._voice is None:
+            raise RuntimeError("a process without a place has no voice")
+        return self._voice
+
+    @property
+    def generation(self) -> int:
+        return self._topology.generation if self._voice is not None else self._boot.generation
+
+    def prepare(self) -> None:
+        """What can be done before this process has a place."""
+        self._read()
+        warm_up()
+
+    # --- into a generation --------------------------------------------------------------------
     def begin(self) -> None:
-        """Ready to compute the first step of the generation that this process was forked for."""
-        config, boot = self._config, self._boot
-        batches = Batches(Dataset.open(boot.dataset), config.data, config.train, config.seed)
-        self._session = build(
-            config, batches, self._topology, self._rank, self._store, torch.device(boot.device)
-        )
-        restore(boot, self._session, self.reporter, self._secret)
-        self._equip(boot.forked)
+        """Ready to compute the first step of the generation that the boot tells of."""
+        boot = self._boot
+        if self._voice is None:
+            self._speak(boot.placed(), boot.rank)
+        with self._interruptible(self._wake_joining):
+            self._session = self._build()
+            restore(boot, self._session, self.reporter, self._secret, self._check)
+            self._have()
+            self._equip(boot.forked)
 
     def adopt(self, topology: Topology, rank: int, came_from: Sequence[int | None]) -> None:
         """Become `rank` of `topology`, which is that of a newer generation, and keep the state.
 
         Collective over `topology`, of which all processes hold the state after the same step. The
         agent and the mover must have begun the generation. came_from: see `spec.moves.transfers`.
-        Raises LayoutError, PeerLostError and FencedError; the state is lost to this process then.
+        Raises LayoutError, PeerLostError, FencedError and HaltedError; the state is lost to this
+        process then, unless nothing had moved.
         """
         begun = time.monotonic()
-        session, self._session = self._present, None
-        self._let_go()
-        self.reporter.close(_LAST_WORDS)
-        before = self._client, self._store  # the old groups need theirs until they are closed
-        self._speak(topology, rank)
-        self.reporter.progress(self.step, "adopt")
-        self._session = adopt(session, topology, rank, self._store, came_from, step=self.step)
-        before[0].close()
-        self._equip(begun)
+        kept = self._leave()
+        self._speak(topology, rank, kept.step)
+        self._adopt(kept, came_from, begun)
+
+    def take(self, order: Begin) -> None:
+        """Ready to compute in the generation that was ordered. Raises as `begin` and `adopt`."""
+        begun, boot = time.monotonic(), replace(order.boot, forked=time.monotonic())
+        self._follow(boot)
+        if order.came_from is None:
+            self._drop()
+            self.step = boot.start_step
+            self._speak(boot.placed(), boot.rank, boot.start_step)
+            self.begin()
+            return
+        kept = self._leave_for(order.came_from[boot.rank], order.before)
+        self._speak(boot.placed(), boot.rank, kept.step)
+        self._adopt(kept, order.came_from, begun)
 
     def train(self) -> Outcome:
         """From the state after `step` on. Raises as `train.runner.run` does; `step` is right then
         too, and the state is whole unless a replica was sharded over a process that is gone."""
         session, saver = self._present, self._saver
         assert saver is not None, "the capturer is made with the session"
+        membership = AgentMembership(self.reporter, self.generation, self._check)
         try:
-            with session.loader(self.step) as loader:
+            with self._interruptible(self._wake_training), session.loader(self.step) as loader:
                 return train(
-                    session.engine, loader, AgentMembership(self.reporter), self.reporter, saver,
+                    session.engine, loader, membership, self.reporter, saver,
                     session.evaluator, self._config, rank=self._rank, start_step=self.step,
                     known=_known(self._boot), durations=lambda: self.reporter.wishes.durations,
                 )  # fmt: skip
         finally:
-            saver.fence()  # the snapshot of a step that is complete is worth having in any case
             self.step = session.engine.applied or self.step
+            saver.fence()  # the snapshot of a step that is complete is worth having in any case
+
+    # --- out of one ---------------------------------------------------------------------------
+    def stop(self, orderly: bool) -> None:
+        """The generation is over for this process. Unless all came to its end alike (`orderly`),
+        nobody may go on waiting for this one."""
+        if self._session is not None and not orderly:
+            self._session.groups.abort()
+        if self._voice is not None and self._voice.owes_calls:
+            self._voice.flush(_ANNOUNCING)
+
+    def held(self, kind: str, text: str) -> Held:
+        """What this process could go on from."""
+        here = self._whole or self._kept is not None
+        return Held(
+            self.generation, self._rank if self._voice is not None else -1, self.step, None,
+            not here, kind, text, self._place if here else None,
+        )  # fmt: skip
+
+    def leave(self, outcome: Outcome) -> int:
+        """Tell how the run ended for this process; the exit code."""
+        self.tell(outcome)
+        self.reporter.close()
+        return exits.FENCED if self.reporter.fenced else exits.DONE
+
+    def tell(self, outcome: Outcome) -> bool:
+        """Whether the agent has heard it: not, where a newer generation rules."""
+        if outcome.unsaved is not None:
+            print(f"the state after step {outcome.step} is not durable: {outcome.unsaved}")
+        self.reporter.outcome(outcome.kind, outcome.step, outcome.unsaved)
+        self.reporter.flush()
+        return not self.reporter.fenced
 
     def close(self) -> None:
         """Leave the present generation in an orderly way. The reporter can still be heard."""
@@ -163,7 +229,104 @@ class Worker:
             self._session.close()
             self._session = None
 
+    # --- the state ----------------------------------------------------------------------------
+    def _have(self) -> None:
+        """The session holds the state after `step`."""
+        self._whole, self._place = True, (self.generation, self._rank)
+
+    def _leave(self) -> Kept:
+        """Out of the old generation's groups, with the state."""
+        self._let_go()
+        session, self._session = self._session, None
+        kept, self._kept = self._kept, None
+        whole, self._whole = self._whole, False
+        if session is None or not whole:
+            if kept is None:
+                raise RuntimeError("no state: begin() comes first, and after close() anew")
+            return kept
+        kept = keep(session.engine, self.step)
+        del session.engine, session.evaluator, session.groups  # our callers may still refer to it
+        return kept
+
+    def _leave_for(self, before_rank: int | None, before: Before | None) -> Kept:
+        """The same for the orders of an agent, which say as which rank of which topology this
+        process brings its state, or that it is a newcomer."""
+        if before is None:
+            raise HoldfastError("orders to go on live do not say from which topology")
+        place = (before.topology.generation, before_rank)
+        if before_rank is None:
+            self._drop()
+            return Kept(before.topology, before.step, {})
+        if place != self._place or not (self._whole or self._kept):
+            raise HoldfastError(
+                f"orders to go on as rank {place[1]} of generation {place[0]}, but what is held is "
+                f"{self._place if self._whole or self._kept else 'nothing'}"
+            )
+        return self._leave()
+
+    def _adopt(self, kept: Kept, came_from: Sequence[int | None], begun: float) -> None:
+        self.reporter.progress(kept.step, "adopt")
+        tensors = len(kept.tensors)
+        with self._interruptible(self._wake_joining):
+            try:
+                engine = adopt_engine(
+                    kept, self._config, self._topology, self._rank, self._store, self._device,
+                    came_from, seconds=_JOINING,
+                )  # fmt: skip
+            except BaseException:
+                if tensors and len(kept.tensors) == tensors:
+                    self._kept = kept  # it failed before the first tensor was given away
+                raise
+            self.step = kept.step
+            self._session = session_of(self._config, engine, self._read(), self._device)
+            self._have()
+            self._equip(begun)
+
+    def _drop(self) -> None:
+        """Out of the old generation without the state."""
+        self._let_go()
+        session, self._session, self._kept, self._whole = self._session, None, None, False
+        if session is not None:
+            session.groups.abort()
+            session.close()
+            del session.engine, session.evaluator, session.groups, session
+            gc.collect()  # the new model needs its room
+
     # --- parts --------------------------------------------------------------------------------
+    def _build(self) -> Session:
+        config, batches = self._config, self._read()
+        groups = meet(config, self._topology, self._rank, self._store, self._device, _JOINING)
+        self._joining = groups
+        try:
+            engine = build_engine(config, groups, self._device)
+        except BaseException:
+            groups.abort()
+            groups.close()
+            raise
+        return session_of(config, engine, batches, self._device)
+
+    def _read(self) -> Batches:
+        """The data, opened once."""
+        if self._batches is None:
+            config = self._config
+            dataset = Dataset.open(self._boot.dataset)
+            self._batches = Batches(dataset, config.data, config.train, config.seed)
+        return self._batches
+
+    def _follow(self, boot: WorkerBoot) -> None:
+        """Take over what a newer boot says of this process."""
+        if boot.config != self._boot.config or boot.dataset != self._boot.dataset:
+            self._config, self._batches = RunConfig.model_validate(boot.config), None
+        if boot.threads != self._boot.threads:
+            torch.set_num_threads(boot.threads)
+        if boot.log and boot.log != self._boot.log:
+            redirect(boot.log)
+        self._boot = boot
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self._boot.device)
+
     def _let_go(self) -> None:
         """Of the saver, which refers to the state."""
         if self._saver is not None:
@@ -176,16 +339,22 @@ class Worker:
             raise RuntimeError("begin() comes first, and nothing after close() or a failed adopt()")
         return self._session
 
-    def _speak(self, topology: Topology, rank: int) -> None:
-        """Connect to the agent as `rank` of a generation."""
-        boot = self._boot
+    def _speak(self, topology: Topology, rank: int, start: int = 0) -> None:
+        """Connect to the agent as `rank` of a generation that goes on from the state after `start`.
+        What could not be told in the one before is told now."""
+        boot, untold = self._boot, None
+        if self._voice is not None:
+            untold = self._voice.leave().until(start)
+        if self._meeting is not None:
+            self._meeting.close()  # the groups that needed it are closed
         self._topology, self._rank = topology, rank
-        self._client = Client(boot.agent, self._secret, topology.generation)
-        self._store = HttpStore(self._client)
-        self.reporter = Reporter(
-            self._client, rank, heartbeat=boot.heartbeat_seconds, on_error=_complain
-        )
-        self.reporter.start()
+        self._meeting = Client(boot.agent, self._secret, topology.generation)
+        self._store = HttpStore(self._meeting)
+        self._voice = Reporter(
+            Client(boot.agent, self._secret, topology.generation), rank,
+            heartbeat=boot.heartbeat_seconds, on_error=_complain, untold=untold,
+        )  # fmt: skip
+        self._voice.start()
 
     def _equip(self, begun: float) -> None:
         """An arena for the state of the session, which is ready then."""
@@ -199,124 +368,66 @@ class Worker:
                 mover, self._topology, table, self._rank, tensors, run=config.name, slots=slots
             )
 
-        capturer = where_there_is_room(make, config.checkpoint, self._ignored)
-        self._saver = ArenaSaver(capturer, self.reporter, self._rank, config)
+        def made() -> Capturer:
+            return where_there_is_room(make, config.checkpoint, self._ignored)
+
+        capturer = while_replaced(made, self._pause) if self._orders is not None else made()
+        self._saver = ArenaSaver(capturer, self.reporter, self._rank, config, self._check)
         seconds = time.monotonic() - begun
         self.reporter.emit(WorkerReady(self._rank, seconds, step=self.step))
 
     def _ignored(self, key: str, reason: str) -> None:
         self.reporter.emit(SettingIgnored(key, reason, step=self.step))
 
+    # --- being interrupted --------------------------------------------------------------------
+    def _check(self) -> None:
+        """Raises HaltedError when the agent has ended the generation."""
+        if self._orders is not None:
+            self._orders.check(self.generation)
 
-def where_there_is_room(
-    make: Callable[[int], Made], rules: CheckpointConfig, ignored: Callable[[str, str], None]
-) -> Made:
-    """With as many slots as the run file asks for, or one fewer where that is left to us."""
-    slots = rules.most_slots
-    try:
-        return make(slots)
-    except HoldfastError as error:
-        other = isinstance(error, FencedError | MoverGoneError | UserError)
-        if other or rules.slots != "auto" or slots == 2:
-            raise
-        ignored("checkpoint.slots", f"{error}; with two, some saves will wait for each other")
-        return make(2)
+    def _pause(self, seconds: float) -> None:
+        assert self._orders is not None
+        self._orders.wait(self.generation, seconds)
+
+    def _interruptible(self, interrupt: Interrupt) -> AbstractContextManager[None]:
+        if self._orders is None:
+            return nullcontext()
+        return self._orders.interruptible(self.generation, interrupt)
+
+    def _wake_joining(self, inside: bool) -> None:
+        self._store.abort()
+        if self._joining is not None:
+            self._joining.abort()
+
+    def _wake_training(self, inside: bool) -> None:
+        self._present.groups.abort()
 
 
 class AgentMembership:
     """What the agent wishes, as of its last answer: asked without waiting."""
 
-    def __init__(self, reporter: Reporter) -> None:
-        self._reporter = reporter
+    def __init__(self, reporter: Reporter, generation: int, check: Callable[[], None]) -> None:
+        self._reporter, self._generation, self._check = reporter, generation, check
         self._done = 0  # the newest request that has been passed on
 
     def wishes(self, step: int) -> Wishes:
-        """Raises FencedError when a newer generation has been opened: this step must not be."""
+        """Raises FencedError when a newer generation has been opened, and HaltedError when this one
+        has been ended: this step must not be."""
+        self._check()
         if self._reporter.fenced:
             raise FencedError(f"a newer generation began before step {step} was voted on")
         told = self._reporter.wishes
         into, self._done = (told.into if told.request > self._done else ()), told.request
         return Wishes(
             stop=told.stop, brief=told.brief, save=DISK in into, remember=PEERS in into,
-            copy=PEERS in into, upload=BUCKET in into,
+            copy=PEERS in into, upload=BUCKET in into, pause=told.pause == self._generation,
         )  # fmt: skip
-
-
-class ArenaSaver:
-    """Snapshots into the mover's arena, announced in order behind the events of their steps."""
-
-    def __init__(
-        self, capturer: Capturer, reporter: Reporter, rank: int, config: RunConfig
-    ) -> None:
-        self._capturer, self._reporter, self._rank = capturer, reporter, rank
-        self._hidden = config.checkpoint.hidden
-        self._schedule = BatchSchedule(
-            config.train.batch_size,
-            [(stage.from_step, stage.batch_size) for stage in config.train.batch_warmup],
-        )
-
-    def ready(self) -> bool:
-        return self._capturer.ready()
-
-    def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
-        """`state` is what the capturer was made with: its storage stays the same."""
-        made = (self._capturer.begin if self._hidden else self._capturer.capture)(step, wait)
-        if isinstance(made, Skipped):
-            self._reporter.emit(CheckpointSkipped(self._rank, made.reason, step=step))
-            return False
-
-        def tell(cost: Cost) -> None:
-            if cost.error is None:  # else the announcement will say that there is nothing to save
-                event = CheckpointCaptured(
-                    self._rank, cost.blocked, self._capturer.bytes, cost.copy, cost.fence, durable,
-                    step=step,
-                )  # fmt: skip
-                self._reporter.emit(event)
-
-        self._capturer.after(step, tell)
-        return True
-
-    def fence(self) -> float:
-        return self._capturer.fence()
-
-    def announce(self, step: int, meta: Mapping[str, Any], into: Into) -> None:
-        """The mover is told on the reporter's thread, once everything before it is in the
-        journal; that thread is asked when the copy is whole, so that it never waits for one."""
-        position = self._schedule.position(step + 1)
-
-        def tell() -> None:
-            skipped = self._capturer.announce(
-                step, {**meta, "position": position}, into.durable, into.copied, into.uploaded
-            )
-            if skipped is not None:
-                self._reporter.emit(CheckpointSkipped(self._rank, skipped.reason, step=step))
-
-        self._capturer.after(step, lambda cost: self._reporter.then(tell))
-
-    def close(self) -> None:
-        self._capturer.close()
-
-    def settle(self, step: int, seconds: float, durable: bool = True) -> str | None:
-        """A slow disk is not a hang: progress is reported for as long as this waits."""
-        deadline = time.monotonic() + seconds
-        self._capturer.fence()
-
-        def alive() -> None:
-            self._reporter.progress(step, "save")
-
-        while not self._reporter.flush(min(SETTLE_SLICE, deadline - time.monotonic())):
-            if self._reporter.fenced or time.monotonic() >= deadline:
-                return "the agent could not store the last reports"
-            alive()
-        if not durable:
-            return None  # the mover has it: what becomes of it the agent hears
-        return self._capturer.settle(step, max(0.0, deadline - time.monotonic()), alive)
 
 
 def _end(reporter: Reporter, code: int, error: BaseException) -> int:
     """Leave with a reason: into the log, and what was reported before it to the agent."""
     print(f"{type(error).__name__}: {error}", flush=True)
-    reporter.close(2.0)
+    reporter.close(_LAST_WORDS)
     return code
 
 

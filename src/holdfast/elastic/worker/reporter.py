@@ -9,11 +9,12 @@ it waits (a full disk), the events behind it go on to the agent, so that the run
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -23,6 +24,7 @@ from holdfast.policy.measured import seconds_from_json
 from holdfast.wire.client import Client, RequestError
 
 _BATCH = 500  # events in one request
+_CALL_SECONDS = 1.0  # that a callable which is under way may delay the next generation
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,24 @@ class Wishes:
     request: int = 0  # number of the newest request for a save; 0: none
     into: frozenset[int] = frozenset()  # the tiers that it asks for
     durations: Mapping[int, float] = field(default_factory=dict)  # by tier, until a save is done
+    pause: int = 0  # the generation whose workers are to end their step and wait; 0: none
+
+
+@dataclass(frozen=True)
+class Untold:
+    """What a voice leaves to the next: its events that were not acknowledged, with their numbers.
+    Some may have been taken all the same: the number says so.
+
+    voice: names the numbering, which is this process's own. next: the number of the next event.
+    """
+
+    voice: str
+    next: int = 0
+    events: tuple[tuple[int, Event], ...] = ()
+
+    def until(self, step: int) -> Untold:
+        """Without what a generation that begins from the state after `step` does again."""
+        return replace(self, events=tuple(e for e in self.events if e[1].step <= step))
 
 
 class Reporter:
@@ -50,17 +70,22 @@ class Reporter:
         *,
         heartbeat: float = 0.2,
         on_error: Callable[[BaseException], None] | None = None,
+        untold: Untold | None = None,
     ) -> None:
+        """`untold`: of the voice that this process had in an older generation."""
+        untold = untold or Untold(secrets.token_hex(8))
         self._client = client
         self._rank = rank
         self._heartbeat = heartbeat
         self._on_error = on_error
-        self._events: deque[Event] = deque()
+        self._voice = untold.voice
+        self._events: deque[tuple[int, Event]] = deque(untold.events)  # number, event
+        self._next = untold.next  # number of the next event
+        self._first = self._next  # of the batch that is being sent
         self._calls: deque[tuple[int, Callable[[], None]]] = deque()  # events before it, the call
         self._changed = threading.Condition()
         self._progress: tuple[int, str, int] = (0, "start", 0)
         self._outcome: dict[str, Any] | None = None
-        self._sent = 0  # events acknowledged: the number of the next one
         self._one_by_one = 0  # events of a refused batch that are still to be sent alone
         self._busy = False
         self._closing = False
@@ -75,7 +100,8 @@ class Reporter:
     def emit(self, event: Event) -> None:
         """Queue an event for the journal."""
         with self._changed:
-            self._events.append(event)
+            self._events.append((self._next, event))
+            self._next += 1
             self._changed.notify_all()
 
     def progress(self, step: int, phase: str) -> None:
@@ -91,7 +117,7 @@ class Reporter:
     def then(self, call: Callable[[], None]) -> None:
         """Run `call` on the reporter's thread after all events queued so far are durable."""
         with self._changed:
-            self._calls.append((self._sent + len(self._events), call))
+            self._calls.append((self._next, call))
             self._changed.notify_all()
 
     def outcome(self, kind: str, step: int, unsaved: str | None = None) -> None:
@@ -131,6 +157,19 @@ class Reporter:
         self._thread.join(deadline)
         return done
 
+    def leave(self) -> Untold:
+        """Close at once; what is left to be told in the next generation."""
+        self.close(0.0)
+        self._client.abort()  # an answer that is still waited for is not needed: numbers tell
+        self._thread.join(_CALL_SECONDS)
+        with self._changed:
+            return Untold(self._voice, self._next, tuple(self._events))
+
+    @property
+    def owes_calls(self) -> bool:
+        """Whether something waits for its events to be durable."""
+        return bool(self._calls)
+
     # --- the thread -----------------------------------------------------------------------
     @property
     def _waiting(self) -> bool:
@@ -146,15 +185,22 @@ class Reporter:
                 if self._closing or self.fenced:
                     return
                 self._busy = True
-                batch = list(islice(self._events, 1 if self._one_by_one else _BATCH))
-                due = bool(self._calls) and self._calls[0][0] <= self._sent + len(batch)
+                batch = self._batch()
+                self._first = batch[0][0] if batch else self._next
+                behind = self._events[len(batch)][0] if len(self._events) > len(batch) else None
+                due = bool(self._calls) and (behind is None or self._calls[0][0] <= behind)
                 call = self._calls[0][1] if due else None
                 outcome = self._outcome
             self._turn(batch, call, outcome)
 
+    def _batch(self) -> list[tuple[int, Event]]:
+        """The next events of which the numbers follow each other."""
+        most = islice(self._events, 1 if self._one_by_one else _BATCH)
+        return [each for at, each in enumerate(most) if each[0] == self._events[0][0] + at]
+
     def _turn(
         self,
-        batch: list[Event],
+        batch: list[tuple[int, Event]],
         call: Callable[[], None] | None,
         outcome: dict[str, Any] | None,
     ) -> None:
@@ -166,7 +212,6 @@ class Reporter:
             if taken:
                 for _ in batch:
                     self._events.popleft()
-                self._sent += len(batch)
             if call is not None and stored:
                 self._calls.popleft()
             self._one_by_one = max(0, self._one_by_one - len(batch) * taken)
@@ -188,18 +233,19 @@ class Reporter:
             self._on_error(error)
 
     def _post(
-        self, batch: list[Event], sync: bool, outcome: dict[str, Any] | None
+        self, batch: list[tuple[int, Event]], sync: bool, outcome: dict[str, Any] | None
     ) -> tuple[bool, bool]:
         """(the agent has taken the batch, it is durable, which is asked for with `sync`)."""
         step, phase, marks = self._progress
         body: dict[str, Any] = {
             "rank": self._rank,
+            "voice": self._voice,
             "step": step,
             "phase": phase,
             "marks": marks,
             # The agent drops what it has seen: a batch whose answer was lost is sent again.
-            "first": self._sent,
-            "events": [{"kind": event.kind, "event": asdict(event)} for event in batch],
+            "first": self._first,
+            "events": [{"kind": event.kind, "event": asdict(event)} for _, event in batch],
             "sync": sync,
         }
         if outcome is not None:
@@ -224,6 +270,6 @@ class Reporter:
         self._wishes = Wishes(
             bool(answer["stop"]), int(answer["generation"]), bool(answer.get("brief")),
             int(answer.get("request", 0)), frozenset(answer.get("into", ())),
-            seconds_from_json(answer.get("durations", {})),
+            seconds_from_json(answer.get("durations", {})), int(answer.get("pause", 0)),
         )  # fmt: skip
         return True, bool(answer["stored"])

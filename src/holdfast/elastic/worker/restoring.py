@@ -10,7 +10,7 @@ worker, and its agent begins again from the next older checkpoint.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -38,8 +38,12 @@ class RottenError(HoldfastError):
     """No source has every byte of the checkpoint as it was written."""
 
 
-def restore(boot: WorkerBoot, session: Session, reporter: Reporter, secret: Secret | None) -> None:
-    """The state after `boot.start_step`: read by boxes, or made from the seed.
+def restore(
+    boot: WorkerBoot, session: Session, reporter: Reporter, secret: Secret | None,
+    check: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """The state after `boot.start_step`: read by boxes, or made from the seed. `check` is called on
+    the way, and raises what is to end it.
 
     Raises RottenError, and HoldfastError when a source that may be whole cannot be reached.
     """
@@ -51,7 +55,7 @@ def restore(boot: WorkerBoot, session: Session, reporter: Reporter, secret: Secr
     try:
         with _opened(boot, key, secret) as checkpoint:
             opening = time.monotonic() - begun
-            _load(session, _Boxes(checkpoint, boot.start_step, reporter), boot.run_folder)
+            _load(session, _Boxes(checkpoint, boot.start_step, reporter, check), boot.run_folder)
             tally = checkpoint.tally
     except (CorruptError, MissingKeyError) as error:
         raise RottenError(str(error)) from error
@@ -87,8 +91,11 @@ def _load(session: Session, boxes: _Boxes, run_folder: str) -> None:
 class _Boxes:
     """Reads one box, or many in one pass, and says meanwhile that this rank is alive."""
 
-    def __init__(self, checkpoint: Checkpoint, step: int, reporter: Reporter) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, step: int, reporter: Reporter, check: Callable[[], None]
+    ) -> None:
         self._checkpoint, self._step, self._reporter = checkpoint, step, reporter
+        self._check = check
 
     def __call__(self, box: Box, out: Tensor) -> None:
         self._alive()
@@ -99,6 +106,7 @@ class _Boxes:
         self._checkpoint.read_all(((box, _bytes(out)) for box, out in wanted), self._alive)
 
     def _alive(self) -> None:
+        self._check()
         self._reporter.progress(self._step, "restore")
 
 

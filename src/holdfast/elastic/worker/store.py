@@ -94,6 +94,10 @@ class HttpStore(Store):
     def clone(self) -> HttpStore:
         return self
 
+    def abort(self) -> None:
+        """End every wait, in whatever thread: it raises UnreachableError, as every later call."""
+        self._client.abort()
+
     # --- requests -------------------------------------------------------------------------
     def _poll(self, keys: list[str], timeout: timedelta) -> bytes | None:
         """Wait for all keys; the first one's value. Each request waits at most LONGEST_POLL."""

@@ -30,6 +30,7 @@ from typing import Any
 from holdfast.elastic import exits
 from holdfast.elastic.boot import DEFAULT_ENTRY, WorkerBoot
 from holdfast.elastic.control import Lines, encode, receive
+from holdfast.elastic.worker.log import redirect
 from holdfast.errors import UserError
 from holdfast.wire import lifeline
 from holdfast.wire.secret import Secret
@@ -100,7 +101,7 @@ class Template:
             with suppress(PermissionError):  # the parent may have made the group already
                 os.setpgid(0, 0)
             _reset_signals()
-            _redirect(boot.log)
+            redirect(boot.log)
             self._control.close()
             os.close(self._wake)
             os.close(self._woken)
@@ -154,21 +155,6 @@ def _reset_signals() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _redirect(log: str) -> None:
-    """Standard output and error into the worker's log, input from nowhere."""
-    target = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(target)
-    os.close(nothing)
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(line_buffering=True)
 
 
 def _settle(boot: WorkerBoot) -> None:

@@ -1,0 +1,93 @@
+"""A worker's life where its agent gives orders: generation after generation in one process.
+
+    .--> take part --> train --> finished, left: tell it, end
+    |        |           |
+    |        '---.-------'  a peer is lost, an exception, a halt, a pause, ...
+    |            v
+    '---------- hold: stop, keep session and state, say what is held, wait for orders --> end
+
+Nothing that goes wrong in a generation ends the process, but for what the person has to mend
+(UserError on the way into a generation that begins from a checkpoint or from nothing).
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from holdfast.elastic import exits
+from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.worker.orders import End, HaltedError, Held, Orders
+from holdfast.elastic.worker.restoring import RottenError
+from holdfast.errors import FencedError, NonFiniteError, PeerLostError, UserError
+
+if TYPE_CHECKING:
+    from holdfast.elastic.worker.main import Worker
+
+
+def live(worker: Worker, boot: WorkerBoot, orders: Orders) -> int:
+    """Until the run or the agent ends it; the exit code. A standby first waits for a place.
+
+    Raises UserError, and what is no `Exception`.
+    """
+    held: Held | None = None
+    if boot.rank < 0:
+        worker.prepare()
+        orders.start()  # its first question says that it is ready
+    else:
+        orders.start()
+        held = _generation(worker, orders, worker.begin, fresh=True)
+        if held is None:
+            return _done(worker)
+    while True:
+        order = orders.next(held)
+        if isinstance(order, End):
+            return _done(worker)
+        fresh = order.came_from is None
+        held = _generation(worker, orders, lambda order=order: worker.take(order), fresh=fresh)  # type: ignore[misc]
+        if held is None:
+            return _done(worker)
+
+
+def _done(worker: Worker) -> int:
+    worker.close()
+    return exits.DONE
+
+
+def _generation(
+    worker: Worker, orders: Orders, enter: Callable[[], None], *, fresh: bool
+) -> Held | None:
+    """One generation; what is held after it, or None at the end of the run. fresh: it begins from
+    a checkpoint or initial weights, so that what is wrong there is the person's to mend."""
+    try:
+        enter()
+        outcome = worker.train()
+        if outcome.kind == "paused":
+            return _hold(worker, "paused", f"paused after step {outcome.step}")
+        if worker.tell(outcome):
+            return None
+        return _hold(worker, "halt", "a newer generation began at the end of this one")
+    except (HaltedError, FencedError) as error:
+        return _hold(worker, "halt", str(error))
+    except PeerLostError as error:
+        return _hold(worker, "peer", str(error))
+    except NonFiniteError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        return _hold(worker, "non_finite", str(error))
+    except RottenError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        return _hold(worker, "rotten", str(error))
+    except Exception as error:
+        if fresh and isinstance(error, UserError):
+            raise
+        traceback.print_exc()
+        return _hold(worker, "error", f"{type(error).__name__}: {error}")
+
+
+def _hold(worker: Worker, kind: str, text: str) -> Held:
+    worker.stop(orderly=kind == "paused")
+    held = worker.held(kind, text)
+    state = "no state" if held.torn else f"the state after step {held.applied}"
+    print(f"holds {state} ({kind}): {text}", flush=True)
+    return held

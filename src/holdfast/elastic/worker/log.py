@@ -1,0 +1,23 @@
+"""Where a worker's output goes: a file for each generation and rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def redirect(log: str) -> None:
+    """Standard output and error into the worker's log, input from nowhere."""
+    target = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(nothing, 0)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    os.close(nothing)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(line_buffering=True)

@@ -1,0 +1,210 @@
+"""What a worker is told to do, in a question to its agent that stays open.
+
+One thread asks, again and again. `begin` and `end` wait for the training thread, which fetches them
+when it has stopped (`next`); `halt` does not wait: it is carried out on this thread, which wakes
+the other one from whatever it blocks in. What is told is remembered as a generation ("all up to
+this one are over"), so nothing has to be reset when the next one begins, and a halt that comes late
+is one of the past.
+
+An agent out of reach is asked again: when it is gone for good, the lifeline ends this process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from math import inf
+from typing import Any
+
+from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.rendezvous import LONGEST_POLL
+from holdfast.errors import HoldfastError
+from holdfast.layout import Topology
+from holdfast.wire.client import Client
+from holdfast.wire.secret import Secret
+
+PATH = "/orders"
+_PAUSE = 0.1  # seconds before an agent that did not answer is asked again
+
+Interrupt = Callable[[bool], None]
+"""Wakes the training thread, wherever it blocks: between replicas, and with True inside its own."""
+
+
+class HaltedError(HoldfastError):
+    """This generation is over: the training thread was told so between two operations."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a worker that has stopped says of itself: see docs/elastic.md. state: generation and
+    rank whose boxes it holds, where it holds any."""
+
+    generation: int
+    rank: int
+    applied: int
+    whole: int | None
+    torn: bool
+    kind: str
+    text: str
+    state: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a newcomer is told of the generation whose state it is sent."""
+
+    topology: Topology
+    step: int
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Take part in the boot's generation. came_from: by rank, which rank of `before` it was;
+    None as a whole: everybody reads what `boot.restore_key` names."""
+
+    boot: WorkerBoot
+    came_from: tuple[int | None, ...] | None = None
+    before: Before | None = None
+
+
+@dataclass(frozen=True)
+class End:
+    """Nothing is left to do."""
+
+
+class Orders:
+    """Asks from `start` on. `next` and `interruptible` belong to the training thread."""
+
+    def __init__(self, agent: str, secret: Secret, process: int | None = None) -> None:
+        self._agent, self._secret = agent, secret
+        self._process = os.getpid() if process is None else process
+        self._changed = threading.Condition()
+        self._client = Client(agent, secret)
+        self._held: Held | None = None
+        self._seen = 0
+        self._over: float = 0  # generations up to this one have been ended
+        self._next: Begin | End | None = None
+        self._waking = threading.Lock()  # held while an interrupt runs
+        self._interrupt: Interrupt | None = None
+        self._generation = 0  # that the interrupt is of
+        self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # --- what the training thread asks ----------------------------------------------------
+    def halted(self, generation: int) -> bool:
+        """Whether this generation has been ended."""
+        return self._over >= generation
+
+    def check(self, generation: int) -> None:
+        """Raises HaltedError when it has been."""
+        if self.halted(generation):
+            raise HaltedError(f"generation {generation} was halted")
+
+    def wait(self, generation: int, seconds: float) -> None:
+        """Let `seconds` pass, or raise HaltedError as soon as the generation is ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.halted(generation), seconds)
+        self.check(generation)
+
+    @contextmanager
+    def interruptible(self, generation: int, interrupt: Interrupt) -> Iterator[None]:
+        """While this is open, a halt of `generation` calls `interrupt` on the other thread. When it
+        is left, none is running any more. Raises HaltedError when there was a halt before."""
+        with self._waking:
+            self.check(generation)
+            self._interrupt, self._generation = interrupt, generation
+        try:
+            yield
+        finally:
+            with self._waking:
+                self._interrupt = None
+
+    def next(self, held: Held | None) -> Begin | End:
+        """Say what this process holds, and wait for orders."""
+        if held is not None:
+            with self._changed:
+                self._held = held
+                client, self._client = self._client, Client(self._agent, self._secret)
+            client.abort()  # the open question knows nothing of what is held
+        with self._changed:
+            self._changed.wait_for(lambda: self._next is not None)
+            orders, self._next, self._held = self._next, None, None
+        assert orders is not None
+        return orders
+
+    # --- the other thread -----------------------------------------------------------------
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                client, held, seen = self._client, self._held, self._seen
+            body = {"process": self._process, "seen": seen, "held": held and asdict(held)}
+            try:
+                self._take(client.post(PATH, body, LONGEST_POLL + 10.0))
+            except HoldfastError:
+                with self._changed:  # a new question is asked at once, the same one after a pause
+                    self._changed.wait_for(lambda own=client: self._client is not own, _PAUSE)  # type: ignore[misc]
+            except Exception as error:  # our own bug, or an answer of another version
+                print(f"orders: {type(error).__name__}: {error}", flush=True)
+                threading.Event().wait(_PAUSE)
+
+    def _take(self, answer: dict[str, Any]) -> None:
+        number, told = int(answer["number"]), answer["orders"]
+        with self._changed:
+            if number <= self._seen:
+                return
+            orders = None if told is None else _parsed(told)
+            self._seen = number
+            over = _ends(told) if told is not None else 0
+            self._over = max(self._over, over)
+            if orders is not None:
+                self._next = orders
+            elif told is not None:
+                self._next = None  # a halt takes back what was ordered before
+            self._changed.notify_all()
+        if told is not None:
+            self._wake(bool(told.get("inside", True)))
+
+    def _wake(self, inside: bool) -> None:
+        with self._waking:
+            interrupt = self._interrupt
+            if interrupt is None or not self.halted(self._generation):
+                return
+            try:
+                interrupt(inside)
+            except Exception as error:  # what it woke may have ended under its hands
+                print(f"orders: {type(error).__name__}: {error}", flush=True)
+
+
+def _ends(told: dict[str, Any]) -> float:
+    """The newest generation that is over when these orders are given."""
+    match told["kind"]:
+        case "halt":
+            return int(told["generation"])
+        case "begin":
+            return int(told["boot"]["generation"]) - 1
+        case _:
+            return inf
+
+
+def _parsed(told: dict[str, Any]) -> Begin | End | None:
+    """None for a halt."""
+    match told["kind"]:
+        case "halt":
+            return None
+        case "end":
+            return End()
+        case "begin":
+            before = told.get("before")
+            came_from: Sequence[int | None] | None = told.get("came_from")
+            return Begin(
+                WorkerBoot.from_json(told["boot"]),
+                None if came_from is None else tuple(came_from),
+                before and Before(Topology.from_json(before["topology"]), int(before["step"])),
+            )
+        case kind:
+            raise ValueError(f"orders of an unknown kind: {kind!r}")

@@ -1,0 +1,132 @@
+"""How a worker's state becomes snapshots: the arena that the mover makes for it, and who says what
+about them when.
+
+A saver is made for one generation and let go with it: it refers to the state, and the mover takes
+nothing from an older generation. A mover that is being replaced is waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from holdfast.checkpoint.capture import Capturer, Skipped
+from holdfast.checkpoint.mover_client import SETTLE_SLICE, MoverGoneError
+from holdfast.checkpoint.pieces import Cost
+from holdfast.config.checkpoint import CheckpointConfig
+from holdfast.config.run import RunConfig
+from holdfast.elastic.worker.reporter import Reporter
+from holdfast.errors import FencedError, HoldfastError, UserError
+from holdfast.events import CheckpointCaptured, CheckpointSkipped
+from holdfast.policy.save import Into
+from holdfast.spec.order import BatchSchedule
+from holdfast.train.state import LocalTensor
+
+Made = TypeVar("Made")
+
+_MOVER_SECONDS = 30.0  # that a mover which is gone is given to come back
+_MOVER_PAUSE = 0.1
+
+
+def where_there_is_room(
+    make: Callable[[int], Made], rules: CheckpointConfig, ignored: Callable[[str, str], None]
+) -> Made:
+    """With as many slots as the run file asks for, or one fewer where that is left to us."""
+    slots = rules.most_slots
+    try:
+        return make(slots)
+    except HoldfastError as error:
+        other = isinstance(error, FencedError | MoverGoneError | UserError)
+        if other or rules.slots != "auto" or slots == 2:
+            raise
+        ignored("checkpoint.slots", f"{error}; with two, some saves will wait for each other")
+        return make(2)
+
+
+def while_replaced(make: Callable[[], Made], wait: Callable[[float], None]) -> Made:
+    """What needs the mover, made as soon as there is one. `wait` lets seconds pass, and may raise.
+    Raises MoverGoneError when there is none for long."""
+    end = time.monotonic() + _MOVER_SECONDS
+    while True:
+        try:
+            return make()
+        except MoverGoneError:
+            if time.monotonic() >= end:
+                raise
+        wait(_MOVER_PAUSE)
+
+
+class ArenaSaver:
+    """Snapshots into the mover's arena, announced in order behind the events of their steps."""
+
+    def __init__(
+        self, capturer: Capturer, reporter: Reporter, rank: int, config: RunConfig,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """`check` raises when what waits is to stop."""
+        self._check = check
+        self._capturer, self._reporter, self._rank = capturer, reporter, rank
+        self._hidden = config.checkpoint.hidden
+        self._schedule = BatchSchedule(
+            config.train.batch_size,
+            [(stage.from_step, stage.batch_size) for stage in config.train.batch_warmup],
+        )
+
+    def ready(self) -> bool:
+        return self._capturer.ready()
+
+    def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
+        """`state` is what the capturer was made with: its storage stays the same."""
+        made = (self._capturer.begin if self._hidden else self._capturer.capture)(step, wait)
+        if isinstance(made, Skipped):
+            self._reporter.emit(CheckpointSkipped(self._rank, made.reason, step=step))
+            return False
+
+        def tell(cost: Cost) -> None:
+            if cost.error is None:  # else the announcement will say that there is nothing to save
+                event = CheckpointCaptured(
+                    self._rank, cost.blocked, self._capturer.bytes, cost.copy, cost.fence, durable,
+                    step=step,
+                )  # fmt: skip
+                self._reporter.emit(event)
+
+        self._capturer.after(step, tell)
+        return True
+
+    def fence(self) -> float:
+        return self._capturer.fence()
+
+    def announce(self, step: int, meta: Mapping[str, Any], into: Into) -> None:
+        """The mover is told on the reporter's thread, once everything before it is in the
+        journal; that thread is asked when the copy is whole, so that it never waits for one."""
+        position = self._schedule.position(step + 1)
+
+        def tell() -> None:
+            skipped = self._capturer.announce(
+                step, {**meta, "position": position}, into.durable, into.copied, into.uploaded
+            )
+            if skipped is not None:
+                self._reporter.emit(CheckpointSkipped(self._rank, skipped.reason, step=step))
+
+        self._capturer.after(step, lambda cost: self._reporter.then(tell))
+
+    def close(self) -> None:
+        self._capturer.close()
+
+    def settle(self, step: int, seconds: float, durable: bool = True) -> str | None:
+        """A slow disk is not a hang: progress is reported for as long as this waits."""
+        deadline = time.monotonic() + seconds
+        self._capturer.fence()
+
+        def alive() -> None:
+            self._check()
+            self._reporter.progress(step, "save")
+
+        while not self._reporter.flush(min(SETTLE_SLICE, deadline - time.monotonic())):
+            if self._reporter.fenced or time.monotonic() >= deadline:
+                return "the agent could not store the last reports"
+            alive()
+        if not durable:
+            return None  # the mover has it: what becomes of it the agent hears
+        return self._capturer.settle(step, max(0.0, deadline - time.monotonic()), alive)
