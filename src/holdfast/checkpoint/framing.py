@@ -106,7 +106,7 @@ def parse_request(line: bytes) -> Request:
             Proof(int(generation), str(nonce), float(time), str(mac)),
         )
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise AuthError("not a request") from error
+        raise AuthError("not a request", "no proof") from error
 
 
 def answer_line(secret: Secret, nonce: str, status: int, body: dict[str, Any]) -> bytes:

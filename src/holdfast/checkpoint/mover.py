@@ -34,6 +34,7 @@ from holdfast.layout import Topology
 from holdfast.spec.state import TensorSpec
 from holdfast.wire import lifeline
 from holdfast.wire.auth import AuthError, Verifier
+from holdfast.wire.refusals import MOVER, Refusals
 from holdfast.wire.secret import Secret
 from holdfast.wire.stores import open_store
 
@@ -80,6 +81,7 @@ class Server:
         self._peers = peers
         self._secret = secret
         self._said_full = False
+        self._refusals = Refusals(service.outcomes.add)
         self._verifier = Verifier(secret, time.time, name="")  # nobody else can listen in
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         Path(path).unlink(missing_ok=True)
@@ -123,6 +125,7 @@ class Server:
             connection.settimeout(IDLE_SECONDS)
             process, user = _peer(connection)
             if user != os.getuid():
+                self._refusals.count(MOVER, "other user")
                 return
             reader = LineReader(connection)
             try:
@@ -136,7 +139,9 @@ class Server:
                     finally:
                         for fd in passed:
                             os.close(fd)
-            except (OSError, ValueError, AuthError):
+            except (ValueError, AuthError) as error:
+                self._refusals.count(MOVER, getattr(error, "fault", "too long"))
+            except OSError:
                 return  # a stray or a broken connection: nothing was done for it
 
     def _answer(self, line: bytes, process: int) -> tuple[bytes, list[int]]:
@@ -146,6 +151,7 @@ class Server:
         try:
             status, body = framing.OK, self._serve(request, fds, process)
         except FencedError as error:
+            self._refusals.count(MOVER, "older generation")
             status, body = framing.FENCED, framing.describe(error)
         except (UserError, HoldfastError) as error:
             status, body = framing.REFUSED, framing.describe(error)

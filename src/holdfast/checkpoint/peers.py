@@ -38,6 +38,7 @@ class Peers:
     ) -> None:
         """`run`: what is computed (`identity`), None for a machine that only keeps. `bound`: a
         socket to listen on instead of the one that the settings name. `settled`: as in PeerServer.
+        `refusals`: where requests that are refused are counted; told by `add` unless given.
 
         Raises AddressError when that cannot be listened on.
         """
@@ -46,11 +47,12 @@ class Peers:
         stop = threading.Event()
         self._stop = stop
         self.address = settings.advertised(address_of(listening))
+        self.refusals = refusals or Refusals(add)
         self.keeper = Keeper(shelf, secret, settings.room, mirror_seconds=settings.mirror_seconds)
         self.server = PeerServer(
             listening, secret, shelf, self.keeper,
             Budget(settings.bytes_per_second, time.monotonic, stop.wait), run, settled=settled,
-            refusals=refusals,
+            refusals=self.refusals,
         )  # fmt: skip
         self.copies = Copies(settings, shelf, secret, self.address, run or "", add)
         self.server.start()
@@ -81,3 +83,4 @@ class Peers:
         self.copies.close()
         self.keeper.close()
         self.server.close()
+        self.refusals.close()

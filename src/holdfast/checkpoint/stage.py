@@ -7,23 +7,31 @@ and goes with its process. (ACUTE, IEEE Access 2024, calls such a machine its st
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.checkpoint.peer_settings import PeerSettings
 from holdfast.checkpoint.peers import Peers
 from holdfast.checkpoint.snapshots import Shelf
+from holdfast.events import RequestsRefused
+from holdfast.wire.refusals import Refusals
 from holdfast.wire.secret import Secret
 
 
 class Stage:
     """Listens from the start until `close`."""
 
-    def __init__(self, bound: socket.socket, secret: Secret, room: int) -> None:
-        """`room`: bytes of memory that copies may take, two slots a rank."""
+    def __init__(
+        self, bound: socket.socket, secret: Secret, room: int,
+        refused: Callable[[RequestsRefused], None] = lambda event: None,
+    ) -> None:  # fmt: skip
+        """`room`: bytes of memory that copies may take, two slots a rank. `refused` is told of
+        requests that were refused, at most once a minute, on a thread of its own."""
         self.shelf = Shelf()
         self._peers = Peers(
-            PeerSettings(room=room), self.shelf, secret, None, lambda event: None, bound
-        )
+            PeerSettings(room=room), self.shelf, secret, None, lambda event: None, bound,
+            refusals=Refusals(refused),
+        )  # fmt: skip
 
     @property
     def address(self) -> str:

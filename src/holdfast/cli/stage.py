@@ -14,6 +14,8 @@ import typer
 from holdfast.cli.call import app as make_app
 from holdfast.cli.output import print_line, say
 from holdfast.errors import UserError
+from holdfast.events import RequestsRefused
+from holdfast.wire.refusals import sentence
 
 REPORT_SECONDS = 2.0
 """How often it is looked whether there is something new to say."""
@@ -58,7 +60,9 @@ def stage(
         raise UserError(f"{memory:g} GB are more than this machine has free", where="--memory",
                         remedy=f"use {free / GB:.1f} or less")  # fmt: skip
     known = read_secret(secret)
-    kept = Stage(bind(host, port, "--listen"), known, int(memory * GB))
+    kept = Stage(
+        bind(host, port, "--listen"), known, int(memory * GB), lambda event: _refused(event, json)
+    )
     try:
         return _watch(kept, json)
     finally:
@@ -82,6 +86,14 @@ def _watch(kept: Any, json: bool) -> int:
             last = keeps["snapshots"]
             _tell(keeps, json)
     return 0
+
+
+def _refused(event: RequestsRefused, json: bool) -> None:
+    """Once a minute at most; nothing of what was asked is in it."""
+    if json:
+        print_line({"time": time.time(), "refused": event.counts})
+    elif (line := sentence(event)) is not None:
+        say(line)
 
 
 def _tell(keeps: dict[str, Any], json: bool) -> None:

@@ -40,7 +40,7 @@ from holdfast.elastic.opening import boots, mover_settings, plan_topology
 from holdfast.elastic.rendezvous import Rendezvous
 from holdfast.elastic.standing import Standing
 from holdfast.elastic.verdict import Failed, Finished, Left, Lost, Verdict
-from holdfast.elastic.watching import watch_progress, watch_term
+from holdfast.elastic.watching import counting_refusals, watch_progress, watch_term
 from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.events import (
     CheckpointCommitted,
@@ -127,11 +127,14 @@ class Agent:
     async def _main(self) -> int:
         self._loop = asyncio.get_running_loop()
         self._rendezvous = Rendezvous()
+        self._refusals = counting_refusals(self._board, lambda: self._number > 0, self._say)
         cluster = self._config.cluster
         metrics = bind(cluster.interface, cluster.metrics_port, "cluster.metrics_port")
         listeners = [
             Listener(self._guard().application, self._control),
-            Listener(health.application(self._health, self._render_metrics), metrics),
+            Listener(
+                health.application(self._health, self._render_metrics, self._refusals), metrics
+            ),
         ]
         self._lifeline, lifeline_end = lifeline.pipe()
         settings = mover_settings(self._config, self._config_hash, self._dataset_version)
@@ -184,6 +187,7 @@ class Agent:
         await self._mover.stop()
         if self._current is not None:
             self._current.members.close()
+        await asyncio.to_thread(self._refusals.close)
         await self._board.flush(sync=True)
 
     def _guard(self) -> Guard:
@@ -198,6 +202,7 @@ class Agent:
             Verifier(self._secret, time.time),
             lambda: self._number,
             outside=frozenset({QUESTION, NOTICE}),
+            refusals=self._refusals,
         )
 
     # --- the run --------------------------------------------------------------------------

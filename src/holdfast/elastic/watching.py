@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from holdfast.elastic import exits
+from holdfast.elastic.board import Board, Say
 from holdfast.elastic.generation import Generation
 from holdfast.elastic.verdict import Failed, Verdict
 from holdfast.errors import FencedError, HoldfastError
+from holdfast.events import RequestsRefused
+from holdfast.wire.refusals import Refusals, sentence
 from holdfast.wire.term import Term
 
 TERM_SECONDS = 2.0
@@ -32,6 +36,24 @@ async def watch_progress(
             generation.watch_progress(now)
         last = now
         await flush()
+
+
+def counting_refusals(board: Board, opened: Callable[[], bool], say: Say) -> Refusals:
+    """What an agent's listeners refuse: told in the journal, once a generation is open, and in a
+    line. To be called in the event loop of the board."""
+    loop = asyncio.get_running_loop()
+
+    def tell(event: RequestsRefused) -> None:
+        if (line := sentence(event)) is not None:
+            say(line)
+        if opened():
+            board.emit("agent", event)
+
+    def told(event: RequestsRefused) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(tell, event)
+
+    return Refusals(told)
 
 
 async def watch_term(term: Term, decide: Callable[[Verdict], None]) -> None:

@@ -25,6 +25,7 @@ from holdfast.events import (
     NonFinite,
     PeerFailed,
     Record,
+    RequestsRefused,
     RunStarted,
     SnapshotKept,
     StepDone,
@@ -111,6 +112,10 @@ class Metrics:
             self._at_risk = [pair for pair in self._at_risk if pair[0] <= event.step]
         elif isinstance(event, NonFinite):
             self._count(self._nonfinite, 1)
+        elif isinstance(event, RequestsRefused):
+            for listener, reasons in event.counts.items():
+                for reason, number in reasons.items():
+                    self._count(self._refused, number, listener, reason)
         else:
             self._checkpoint(record)
 
@@ -196,6 +201,8 @@ class Metrics:
         self._tokens = counter("tokens", "Tokens trained on; replayed is the visible cost of "
                                "failures", "kind")  # fmt: skip
         self._nonfinite = counter("nonfinite_steps", "Steps stopped by a NaN or an infinity")
+        self._refused = counter("refused_requests", "Requests that a listener refused; told with "
+                                "the journal, once a minute", "listener", "reason")  # fmt: skip
         self._membership = counter("membership_changes", "Generations begun", "reason")
         self._checkpoints = counter("checkpoints", "Checkpoints by fate", "tier", "result")
         self._duration = histogram("step_duration_seconds", "Seconds of each step by phase; the "

@@ -13,7 +13,7 @@ import contextlib
 import json
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -84,6 +84,7 @@ class Guard:
             exception_handlers={404: self._nothing, 405: self._nothing},
         )
         self.application.router.redirect_slashes = False  # a redirection repeats what it was asked
+        self.application.state.doors = Doors(CONTROL, self._refusals)
 
     def _endpoint(self, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
@@ -182,9 +183,9 @@ def _proof(request: Request) -> Proof:
 class Listener:
     """One uvicorn server on a socket that is already bound, inside the caller's event loop."""
 
-    def __init__(self, application: Any, bound: socket.socket, doors: Doors | None = None) -> None:
-        """`doors`: how long strangers may stay; those of a guarded listener unless given."""
-        doors = doors or Doors(CONTROL)
+    def __init__(self, application: Starlette, bound: socket.socket) -> None:
+        """`application`: a Guard's, or another one whose state has `doors`."""
+        doors: Doors = application.state.doors
         self._socket = bound
         self._server = _Server(
             uvicorn.Config(
@@ -194,7 +195,7 @@ class Listener:
                 access_log=False,
                 lifespan="off",
                 loop="asyncio",
-                http=cast(Any, doors.protocol),
+                http=doors.protocol,
                 h11_max_incomplete_event_size=HEAD_BYTES,
                 ws="none",
                 timeout_keep_alive=3600,
