@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdfast.checkpoint.arena import SlotHeader
@@ -49,6 +49,17 @@ class Newest:
     durable: bool = True  # False: it lies in memory alone
     seconds: float = 0.0  # to find and open it
     placement: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of copies, in force
+
+    def to_json(self) -> dict[str, Any]:
+        """For the agents of other nodes."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Newest:
+        """Raises KeyError, TypeError, ValueError for what is none."""
+        placed = {owner: tuple(held) for owner, held in value.get("placement", {}).items()}
+        rejected = tuple((str(key), str(reason)) for key, reason in value.get("rejected", ()))
+        return Newest(**{**value, "placement": placed, "rejected": rejected})
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,49 @@
-"""The agent's view of its mover: started, asked, listened to, replaced when it dies."""
+"""The agent's view of its mover: started, asked, listened to, replaced when it dies.
+
+On one node `begin` is all that a generation needs. On several, the coordinator's agent has its
+mover `choose`, over the memory of the nodes that are left, and every agent tells its own mover what
+came of it (`expect`), with the machines of the generation: each agent's `peer` is how the others'
+movers reach its mover. A mover that dies is replaced while training goes on (`revive`): it is told
+the running generation, and the workers' capturers find it; the others' movers are told where it
+listens now (`follow`), which is the same address where the port is still free.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.mover import MoverBoot
 from holdfast.checkpoint.mover_client import MoverClient, MoverGoneError, Newest
+from holdfast.checkpoint.peer_settings import Peer
+from holdfast.checkpoint.peer_wire import split_address
 from holdfast.checkpoint.service import Settings
 from holdfast.config.run import RunConfig
 from holdfast.elastic.children import Child, start_mover
 from holdfast.elastic.peering import peer_settings
 from holdfast.errors import FencedError, HoldfastError
-from holdfast.events import Event
+from holdfast.events import (
+    CheckpointCommitted,
+    Event,
+    SnapshotComplete,
+    SnapshotDropped,
+    SnapshotKept,
+)
 from holdfast.layout import Topology
 from holdfast.spec.state import state_table
 from holdfast.wire.secret import Secret
+from holdfast.wire.server import bind
 
 POLL_SECONDS = 5.0
 DURABLE_SECONDS = 600.0
+HUNG_SECONDS = 60.0
+"""A mover that lives and has answered nothing for so long is replaced."""
 PAUSE_SECONDS = 1.0
 """Before a mover that lives and did not answer is asked again."""
 
@@ -37,7 +59,15 @@ class MoverLink:
         secret: Secret,
         settings: Settings,
         take: Callable[[Event], None],
+        node: str = "",
     ) -> None:
+        """node: what this node is called in topologies, where the run may have several nodes."""
+        self.peer: Peer | None = None
+        """How other machines' movers reach this one; None where it does not listen."""
+        self._node = node
+        self._said: _Said | None = None
+        self._safe = Safe()
+        self._starting = asyncio.Lock()
         self._config = config
         self._folder = folder
         self._secret = secret
@@ -59,9 +89,15 @@ class MoverLink:
 
     async def ensure(self, lifeline: int, gone: Callable[[], None]) -> None:
         """Start a mover unless one is alive. Raises ChildFailedError."""
-        if self.alive:
-            return
-        peers = peer_settings(self._config.checkpoint)
+        async with self._starting:
+            if not self.alive:
+                await self._start(lifeline, gone)
+
+    async def _start(self, lifeline: int, gone: Callable[[], None]) -> None:
+        port = 0 if self.peer is None else split_address(self.peer.address)[1]
+        peers = peer_settings(self._config.checkpoint, self._node, port)
+        if port and peers is not None and not _free(peers.interface, peers.port):
+            peers = peer_settings(self._config.checkpoint, self._node)
         boot = MoverBoot(
             store=str(self._folder),
             socket=self.socket_path,
@@ -73,6 +109,10 @@ class MoverLink:
         self._mark = 0
         log = self._folder / "logs" / "mover.log"
         self._child = await start_mover(boot.to_line(), lifeline, log, gone)
+        if peers is not None:
+            client = MoverClient(self.socket_path, self._secret, 0)
+            status = await asyncio.to_thread(client.status)
+            self.peer = Peer(peers.machine, str(status["peers"]["address"]))
 
     async def settle(self, generation: int) -> None:
         """Let end what workers of `generation`, now gone, had handed over, in memory at least."""
@@ -88,15 +128,74 @@ class MoverLink:
 
         Raises CheckpointError when no checkpoint can be trusted, MoverGoneError, FencedError.
         """
-        client = MoverClient(self.socket_path, self._secret, topology.generation)
-        newest = await asyncio.to_thread(client.newest, tried=tried)
-        table = state_table(self._config.model, self._config.train.precision)
+        newest = await self.choose(topology.generation, tried)
+        await self.expect(topology, newest.step)
+        return newest
+
+    async def go_on(self, topology: Topology, step: int) -> None:
+        """Tell it who will write from now on, where those who do hold the state after `step`.
+
+        Raises MoverGoneError, FencedError.
+        """
+        await self.expect(topology, step)
+
+    async def choose(
+        self, generation: int, tried: Mapping[str, str], machines: Sequence[Peer] | None = None
+    ) -> Newest:
+        """What a generation, which has been opened, begins from; of several nodes, over the memory
+        of `machines`: those that are still there of the one before. Raises as `begin` does."""
+        client = MoverClient(self.socket_path, self._secret, generation)
+        return await asyncio.to_thread(client.newest, tried=tried, machines=machines)
+
+    async def expect(
+        self,
+        topology: Topology,
+        start: int,
+        newest: Newest | None = None,
+        machines: Sequence[Peer] | None = None,
+        sources: Sequence[Peer] = (),
+    ) -> None:
+        """A generation begins from the state after step `start`. Of several nodes: `machines` are
+        those that take part, `sources` others whose memory may hold what is begun from, `newest`
+        what was chosen, on whichever node; None where the workers have the state.
+
+        Raises MoverGoneError, FencedError.
+        """
+        self._said = _Said(topology, start, newest, machines, tuple(sources))
         if self._pump is not None:
             self._pump.cancel()  # its last question is answered by `expect`, and asked no more
-        await asyncio.to_thread(client.expect, topology, table, newest.step)
+        await self._tell(self._said)
         await self.drain(topology.generation)  # rejected checkpoints, before the workers start
+        client = MoverClient(self.socket_path, self._secret, topology.generation)
         self._pump = asyncio.create_task(self._listen(client))
-        return newest
+
+    async def follow(self, machines: Sequence[Peer]) -> None:
+        """The mover of another node of the running generation listens elsewhere now. Raises as
+        `expect` does."""
+        if self._said is not None:
+            self._said = replace(self._said, machines=machines)
+            await self._tell(self._said)
+
+    async def revive(self, lifeline: int, gone: Callable[[], None]) -> None:
+        """In place of a mover that has died: a new one, which serves the running generation. What
+        was lost with the old one is told, and what protects the run now. Raises ChildFailedError,
+        MoverGoneError, FencedError."""
+        lost = self._safe.without_memory()
+        await self.ensure(lifeline, gone)
+        for event in lost:
+            self._take(event)
+        said = self._said
+        if said is not None:  # what was begun from has been read
+            await self.expect(said.topology, said.start, None, said.machines, said.sources)
+
+    async def _tell(self, said: _Said) -> None:
+        client = MoverClient(self.socket_path, self._secret, said.topology.generation)
+        table = state_table(self._config.model, self._config.train.precision)
+        placement = None if said.newest is None else said.newest.placement
+        await asyncio.to_thread(
+            client.expect, said.topology, table, said.start, said.machines, said.sources,
+            placement, said.newest,
+        )  # fmt: skip
 
     async def made_durable(self, newest: Newest) -> str | None:
         """Wait until a restore point that memory alone held is durable; None then, else why not."""
@@ -134,13 +233,20 @@ class MoverLink:
         self._private.cleanup()
 
     async def _listen(self, client: MoverClient) -> None:
-        """Until the mover is gone (which is told otherwise) or a newer generation has begun."""
+        """Until the mover is gone (which is told otherwise) or a newer generation has begun. One
+        that lives and answers nothing for long is ended: a new one can take its place."""
+        heard = time.monotonic()
         while self.alive:
             try:
                 await self._collect(client, POLL_SECONDS)
+                heard = time.monotonic()
             except FencedError:
                 return
             except HoldfastError:  # it was stopped, or the machine slept and the proof is too old
+                if time.monotonic() - heard > HUNG_SECONDS and self._child is not None:
+                    with suppress(ProcessLookupError):
+                        self._child.process.kill()
+                    return
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def _collect(self, client: MoverClient, wait: float) -> None:
@@ -150,4 +256,57 @@ class MoverLink:
             return  # somebody else took them meanwhile, or the mover is a new one
         self._mark = following
         for event in events:
+            self._safe.observe(event)
             self._take(event)
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What the mover was told when the running generation began."""
+
+    topology: Topology
+    start: int
+    newest: Newest | None
+    machines: Sequence[Peer] | None
+    sources: tuple[Peer, ...]
+
+
+class Safe:
+    """Where the newest states lie, by what the mover has told."""
+
+    def __init__(self) -> None:
+        self._memory: int | None = None
+        self._kept: tuple[int, str] | None = None  # step, peer
+        self._durable: int | None = None
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case SnapshotComplete(step=step):
+                self._memory = step
+            case SnapshotKept(peer=peer, step=step):
+                self._kept = max((step, peer), self._kept or (step, peer))
+            case CheckpointCommitted(step=step):
+                self._durable = max(step, self._durable or step)
+
+    def without_memory(self) -> list[Event]:
+        """The mover is gone, and this node's memory with it: what that means, if it held any."""
+        lost, self._memory = self._memory, None
+        if lost is None:
+            return []
+        kept, durable = self._kept, self._durable
+        if kept is not None and kept[0] >= (durable or 0):
+            rest = f"{kept[1]} keeps a copy of the state after step {kept[0]}"
+        elif durable is not None:
+            rest = f"the newest checkpoint is of step {durable}"
+        else:
+            rest = "nothing else holds a state of this run until the next one is saved"
+        return [SnapshotDropped(f"the mover ended, and its memory with it; {rest}", step=lost)]
+
+
+def _free(interface: str, port: int) -> bool:
+    """Whether the port can be listened on again."""
+    try:
+        bind(interface, port, "checkpoint.peer_port").close()
+    except HoldfastError:
+        return False
+    return True

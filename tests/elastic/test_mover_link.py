@@ -1,0 +1,101 @@
+"""An agent and its mover on one of several nodes: it dies while training goes on, and another one
+takes its place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+from holdfast.checkpoint.mover_client import MoverClient, Newest
+from holdfast.checkpoint.service import Settings
+from holdfast.config.run import RunConfig
+from holdfast.elastic.mover_link import MoverLink, Safe
+from holdfast.events import (
+    CheckpointCommitted,
+    Event,
+    SnapshotComplete,
+    SnapshotDropped,
+    SnapshotKept,
+)
+from holdfast.layout import Layout, place
+from holdfast.wire import lifeline
+from holdfast.wire.runstore import FolderStore
+from holdfast.wire.secret import Secret
+from holdfast.wire.term import open_generation
+
+SECRET = Secret(bytes(range(32)))
+DEADLINE = 60.0
+
+
+def config() -> RunConfig:
+    model = {"preset": None, "layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "ffn_dim": 16,
+             "vocab_size": 32}  # fmt: skip
+    return RunConfig.model_validate({"name": "test", "model": model})
+
+
+def test_a_mover_that_dies_is_replaced_in_the_running_generation(tmp_path: Path) -> None:
+    asyncio.run(_replaced(tmp_path))
+
+
+async def _replaced(folder: Path) -> None:
+    store = FolderStore(folder)
+    events: list[Event] = []
+    end, keep = lifeline.pipe()
+    gone = asyncio.Event()
+    settings = Settings("test", "c", "d")
+    links = {
+        name: MoverLink(config(), folder, SECRET, settings, events.append, name) for name in "ab"
+    }
+    try:
+        await asyncio.gather(*(link.ensure(end, gone.set) for link in links.values()))
+        peers = [link.peer for link in links.values() if link.peer is not None]
+        assert [peer.name for peer in peers] == ["a", "b"]
+        open_generation(store, 1, {})
+        topology = place(Layout(dp_shard=2), 1, ("a", "b"))
+        newest = await links["b"].choose(1, {}, peers)
+        assert newest.key is None
+        told = Newest.from_json(newest.to_json())
+        for link in links.values():
+            await link.expect(topology, told.step, told, peers)
+        before = links["a"].pid
+        assert before is not None
+        os.kill(before, signal.SIGKILL)
+        await asyncio.wait_for(gone.wait(), DEADLINE)
+        # Whoever replaces it and an opening that comes just then both ask: one is started.
+        await asyncio.gather(links["a"].revive(end, gone.set), links["a"].ensure(end, gone.set))
+        assert links["a"].pid not in (None, before)
+        assert links["a"].peer in peers, "it listens where the others know it"
+        await links["b"].follow(peers)
+        client = MoverClient(links["a"].socket_path, SECRET, 1)
+        status = await asyncio.to_thread(client.status)
+        assert status["generation"] == 1
+    finally:
+        for link in links.values():
+            await link.stop()
+        os.close(keep)
+        os.close(end)
+
+
+def test_what_protects_a_run_whose_memory_is_gone_is_said() -> None:
+    safe = Safe()
+    assert safe.without_memory() == []
+    safe.observe(SnapshotComplete(1, 0.1, step=7))
+    (dropped,) = safe.without_memory()
+    assert isinstance(dropped, SnapshotDropped)
+    assert "nothing else holds a state" in dropped.reason
+    assert dropped.step == 7
+    assert safe.without_memory() == [], "said once"
+    safe.observe(CheckpointCommitted("k", 1, 0.1, step=5))
+    safe.observe(SnapshotComplete(1, 0.1, step=8))
+    assert "newest checkpoint is of step 5" in _reason(safe)
+    safe.observe(SnapshotKept("stage", 1, 0.1, step=8))
+    safe.observe(SnapshotComplete(1, 0.1, step=9))
+    assert "stage keeps a copy of the state after step 8" in _reason(safe)
+
+
+def _reason(safe: Safe) -> str:
+    (dropped,) = safe.without_memory()
+    assert isinstance(dropped, SnapshotDropped)
+    return dropped.reason
