@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -148,6 +150,20 @@ def test_weighted_shares_are_within_a_leaf_of_their_part(
         for other in above:
             mine, theirs = len(bounded[one]), len(bounded[other])
             assert (mine - 1) / weights[one] < (theirs + 1) / weights[other]
+
+
+@given(leaves=st.integers(1, 16), weights=st.lists(st.integers(1, 5), min_size=1, max_size=5))
+def test_a_weighted_dealing_takes_the_least_time(leaves: int, weights: list[int]) -> None:
+    shares = deal(leaves, len(weights), tuple(weights))
+    slowest = max(len(share) / weight for share, weight in zip(shares, weights, strict=True))
+    parts = [leaves * weight / sum(weights) for weight in weights]
+    every = product(*({int(part), -int(-part // 1)} for part in parts))
+    best = min(
+        max(size / weight for size, weight in zip(sizes, weights, strict=True))
+        for sizes in every
+        if sum(sizes) == leaves
+    )
+    assert slowest == best
 
 
 def test_a_weighted_dealing_takes_few_pieces() -> None:

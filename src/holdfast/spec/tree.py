@@ -191,8 +191,9 @@ def deal(
     """Contiguous shares, one per replica; any other dealing is as legal.
 
     A share differs by less than a leaf from its replica's part by weight (without weights, all
-    parts are equal), and among those dealings one with few pieces is taken, for each piece costs
-    the bytes of one gradient. least: leaves that each replica gets at least, whatever its weight;
+    parts are equal). Of those dealings the ones are taken in which whoever has the most for its
+    weight has the least, and of these one with few pieces, for each piece costs the bytes of one
+    gradient. least: leaves that each replica gets at least, whatever its weight;
     ignored where there are too few leaves. Without it, a replica gets an empty share when
     there are fewer leaves than replicas.
     """
@@ -212,7 +213,7 @@ def _floors(
     """Leaves that each share has at least, and whether it may have one more.
 
     Who would get less than its `least` by weight gets that, and the rest is shared out among the
-    others, until nobody would get less.
+    others, until nobody would get less. One more is for those who then need the least time.
     """
     bounds = [0] * len(weights) if least is None or sum(least) > leaves else list(least)
     exact = [Fraction(w) for w in weights]
@@ -227,7 +228,10 @@ def _floors(
             break
         fixed |= short
     floors = [bounds[r] if r in fixed else int(part[r]) for r in range(len(exact))]
-    return floors, [r in part and part[r].denominator > 1 for r in range(len(exact))]
+    able = {r: (floors[r] + 1) / exact[r] for r in free if part[r].denominator > 1}
+    larger = leaves - sum(floors)
+    longest = sorted(able.values())[larger - 1] if larger else 0
+    return floors, [r in able and able[r] <= longest for r in range(len(exact))]
 
 
 _Chosen = tuple["_Chosen", int] | None  # those before, and whether this one is larger
