@@ -96,13 +96,15 @@ def audit(records: Iterable[Record], batches: Batches, last_step: int | None = N
     result.superseded = sum(isinstance(r.event, BatchFed) for r in superseded)
     result.problems += _other_datasets(effective, batches.dataset.version)
     steps: dict[int, list[Entry]] = {}
-    fed: dict[int, list[Entry]] = {}  # by first position
     for record in effective:
         event = record.event
         if isinstance(event, BatchFed) and 1 <= event.step <= last_step:
             for entry in (Entry.from_json(event.step, event.rank, v) for v in event.entries):
                 steps.setdefault(event.step, []).append(entry)
-                fed.setdefault(entry.start, []).append(entry)
+    steps = {step: ledger.settled(entries) for step, entries in steps.items()}
+    fed: dict[int, list[Entry]] = {}  # by first position
+    for entry in (entry for entries in steps.values() for entry in entries):
+        fed.setdefault(entry.start, []).append(entry)
     for step in range(1, last_step + 1):
         _audit_step(step, steps.get(step, []), fed, batches, result)
     result.samples = batches.schedule.position(last_step + 1) if last_step else 0

@@ -75,6 +75,7 @@ class Feeder:
         wanted: Mapping[str, Box] | None = None,
     ):  # fmt: skip
         self.device = device
+        self._cells, self._by_unit, self._fast = [cell for cell, _ in cells], by_unit, fast
         self._error: Exception | None = None
         self.reducers: list[Reducer] = []
         self._arranged: list[list[Box]] = []
@@ -87,7 +88,7 @@ class Feeder:
             )  # fmt: skip
         self._contributing = [i for i, r in enumerate(self.reducers) if r.team.own.contributes]
         self._receiving = [i for i, r in enumerate(self.reducers) if r.team.own.receives]
-        self._counted = [i for i, (cell, team) in enumerate(cells) if cell.counts(team.own.rank)]
+        self._counted = _counted(cells)
         self.patches = self._cut(boxes, self._contributing)
         self._copies: list[tuple[Tensor, Tensor]] = []  # (part of a gradient, its slice)
         self._results = self._collect(boxes if wanted is None else wanted, dtype)
@@ -95,13 +96,14 @@ class Feeder:
         self._target: list[list[Tensor]] = []
         self._due: list[list[int]] = []  # slices that a bucket waits for, by cell and bucket
         self._peers = list({id(r.peers): r.peers for r in self.reducers}.values())
+        self._patient = False
 
     # --- a step ---------------------------------------------------------------------------
     def begin(self, leaves: int, shares: Shares) -> None:
         """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`.
 
         The step before must have been voted on: its sends are forgotten here, once for all
-        cells. Raises PeerLostError when a peer is known to be gone.
+        cells. Raises PeerLostError when a peer is known to be gone, unless it is patient.
         """
         self._error = None
         for peers in self._peers:
@@ -114,11 +116,46 @@ class Feeder:
         """Return when `gradients` hold the whole sum. Raises PeerLostError when they cannot."""
         for reducer in self.reducers:
             reducer.join()
-        self.check()
+        self._raise()
         for part, found in self._copies:
             part.copy_(found)
 
     def check(self) -> None:
+        """Between leaves: raise the first stored error, unless this feeder is patient."""
+        if not self.patient:
+            self._raise()
+
+    @property
+    def patient(self) -> bool:
+        """Whether errors wait for `finish`, because other ranks compute in lockstep with this
+        one and would wait for it for ever."""
+        return self._patient
+
+    @patient.setter
+    def patient(self, patient: bool) -> None:
+        self._patient = patient
+        for reducer in self.reducers:
+            reducer.patient = patient
+
+    def regroup(self, cells: Cells, by_unit: bool) -> bool:
+        """Go on with other members of the same cells, in the same buffers. False, and nothing is
+        changed, where the cells are cut otherwise than before. No step is open."""
+        for reducer in self.reducers:
+            reducer.join()
+        if by_unit != self._by_unit or len(cells) != len(self._cells):
+            return False
+        for (cell, team), old, reducer in zip(cells, self._cells, self.reducers, strict=True):
+            own, was = team.own, reducer.team.own
+            same = (own.contributes, own.receives) == (was.contributes, was.receives)
+            if not same or cell.boxes != old.boxes:
+                return False
+        for (_, team), reducer in zip(cells, self.reducers, strict=True):
+            reducer.regroup(team, self._fast and len(cells) == 1)
+        self._cells, self._counted = [cell for cell, _ in cells], _counted(cells)
+        self._peers = list({id(r.peers): r.peers for r in self.reducers}.values())
+        return True
+
+    def _raise(self) -> None:
         """Raise the first stored error, as PeerLostError where a connection broke."""
         for reducer in self.reducers:
             reducer.check()
@@ -148,6 +185,14 @@ class Feeder:
         return sum(float(sum_of_squares(self.reducers[cell].gradient)) for cell in self._counted)
 
     # --- a leaf ---------------------------------------------------------------------------
+    def start_leaf(self, leaf: int) -> None:
+        """The next backward pass belongs to `leaf`."""
+        raise NotImplementedError
+
+    def end_leaf(self) -> None:
+        """The backward pass is over."""
+        raise NotImplementedError
+
     def _open(self, leaf: int) -> Slot | None:
         """The gradients that come now belong to `leaf`. Returns the slot they go to, which is the
         same in all cells; None where they are to stay in `.grad`."""
@@ -228,6 +273,11 @@ class Feeder:
             results.append(whole)
             self._copies += [(p.of(whole), part) for p, part in zip(patches, found, strict=True)]
         return results
+
+
+def _counted(cells: Cells) -> list[int]:
+    """The cells of whose norm this rank answers for its replica."""
+    return [i for i, (cell, team) in enumerate(cells) if cell.counts(team.own.rank)]
 
 
 def _region(box: Box, held: Box) -> tuple[slice, ...] | None:

@@ -1,34 +1,30 @@
 """How the ranks of a generation are connected.
 
 Two kinds of groups. Bare ones (`transport.Peers`) carry what must survive the loss of others, or
-must not wait in a collective's order: `control` joins all ranks, `line` the stages of a pipeline,
-and each reduction cell (`spec/cells.py`) the ranks that sum a gradient together. torch's own
-registry knows only the inside of a replica: the default world of a process *is* its replica, with
-a DeviceMesh over those of (pp, dp_shard, cp, tp) that are cut, so the loss of another replica
-touches nothing that torch knows of. Every name carries the generation, so nothing of an older one
-can be met.
-
-This file alone feeds torch's registry, and tears it down.
+must not wait in a collective's order. Those *between* replicas are made anew in each generation:
+`control` joins all ranks, and each reduction cell (`spec/cells.py`) the ranks that sum a gradient
+together. What lies *inside* a replica (`inside.py`) torch's own registry may know: the loss of
+another replica touches nothing of it, so a generation can keep it. Every name carries the
+generation in which it was made, so nothing of an older one can be met.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from holdfast.errors import LayoutError, PeerLostError
 from holdfast.layout import AXES, Coordinate, Replica, Topology
+from holdfast.parallel.inside import Inside, Joining, join_inside, join_meeting
 from holdfast.parallel.reducer import FIRST_TAG, TAGS, Team
 from holdfast.parallel.timeline import Recorder
-from holdfast.parallel.torch_compat import PrefixStore, Store, check_version, forget_meshes
+from holdfast.parallel.torch_compat import Store, check_version
 from holdfast.parallel.traffic import Traffic
-from holdfast.parallel.transport import Peers, hang_up
+from holdfast.parallel.transport import Peers
 from holdfast.spec.cells import Cell
 
 
@@ -37,29 +33,28 @@ class Groups:
     """Everything that one rank communicates through in one generation.
 
     control: all ranks, numbered by `positions`: replica by replica, in mesh order inside each.
-    line: the stages of my pipeline, numbered by stage; None without a pipeline.
-    mesh: the cut axes of my replica, registered with torch; None where a replica is one rank.
-    traffic: counts the bytes that leave this rank, recorder: notes when what happens, where
-        somebody asked for it.
+    inside: what joins the ranks of my replica.
+    recorder: notes when what happens, where somebody asked for it.
     """
 
     topology: Topology
     rank: int
     coordinate: Coordinate
     control: Peers
-    line: Peers | None
-    mesh: DeviceMesh | None
-    traffic: Traffic | None
+    inside: Inside
     recorder: Recorder | None
-    _store: Store
-    _interface: str
-    _seconds: float
+    joining: Joining
     _joined: dict[tuple[int, ...], Peers] = field(default_factory=dict)
 
     # --- where I am -----------------------------------------------------------------------
     @property
     def replicas(self) -> int:
         return len(self.topology.replicas)
+
+    @property
+    def traffic(self) -> Traffic | None:
+        """Counts the bytes that leave this rank, where somebody asked for it."""
+        return self.joining.traffic
 
     @property
     def replica(self) -> Replica:
@@ -89,15 +84,29 @@ class Groups:
         return self.first_stage and self.coordinate.cp == 0 and self.coordinate.tp == 0
 
     # --- whom I talk to -------------------------------------------------------------------
+    @property
+    def line(self) -> Peers | None:
+        """The stages of my pipeline, numbered by stage; None without a pipeline."""
+        return self.inside.line
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The cut axes of my replica, registered with torch; None where it is one rank."""
+        return self.inside.mesh
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether other ranks compute together with this one, beside replicas that do not: none
+        of them may stop alone for what happens between replicas."""
+        return len(self.replica.ranks) > 1 and self.replicas > 1
+
     def axis(self, name: str) -> dist.ProcessGroup:
         """torch's group along one cut axis of the mesh."""
-        assert self.mesh is not None
-        return self.mesh.get_group(_axis_name(name, self.topology.generation))
+        return self.inside.axis(name)
 
     def shard_mesh(self) -> DeviceMesh:
         """The one-dimensional mesh of `dp_shard`, for FSDP2."""
-        assert self.mesh is not None
-        return self.mesh[_axis_name("dp_shard", self.topology.generation)]
+        return self.inside.shard_mesh()
 
     def teams(self, cells: Sequence[Cell]) -> tuple[Team, ...]:
         """A team for each of this rank's reduction cells; collective over their members.
@@ -127,40 +136,39 @@ class Groups:
         if len(ranks) == self.topology.world_size:
             self._joined[ranks] = self.control
             return
-        name = "-".join(map(str, ranks))
-        self._joined[ranks] = Peers(
-            self._store, f"generation{self.topology.generation}/cell/{name}",
-            ranks.index(self.rank), len(ranks), interface=self._interface, seconds=self._seconds,
-            traffic=self.traffic,
-        )  # fmt: skip
+        name = f"generation{self.topology.generation}/cell/{'-'.join(map(str, ranks))}"
+        self._joined[ranks] = self.joining.peers(name, ranks.index(self.rank), len(ranks))
 
     # --- the end --------------------------------------------------------------------------
-    def abort(self) -> None:
-        """Wake whoever waits for this rank, in torch's own groups as well (a sharded layer's
-        gather does); the groups are of no use afterwards."""
-        for peers in self._all():
+    def abort_between(self) -> None:
+        """Wake whoever waits for this rank in what joins replicas; of no use afterwards. What
+        lies inside a replica stays."""
+        for peers in self._between():
             peers.abort()
-        for group in self._registered():
-            hang_up(group, [peer for peer in range(group.size()) if peer != group.rank()])
+
+    def abort(self) -> None:
+        """Wake whoever waits for this rank, inside its replica as well; the groups are of no use
+        afterwards."""
+        self.abort_between()
+        self.inside.abort()
+
+    def close_between(self) -> None:
+        """Leave what joins replicas; the inside is somebody else's now."""
+        for peers in self._between():
+            peers.close()
+        self._joined.clear()
 
     def close(self) -> None:
         """Leave in an orderly way: nothing of this generation stays in torch's registry."""
-        for peers in self._all():
-            peers.close()
-        self._joined.clear()
-        if self.mesh is not None:
-            self.mesh = None
-            dist.destroy_process_group()
-            forget_meshes()
+        self.close_between()
+        self.inside.close()
 
-    def _registered(self) -> list[dist.ProcessGroup]:
-        if self.mesh is None or self.mesh.device_type != "cpu":
-            return []
-        return [self.mesh.get_group(name) for name in self.mesh.mesh_dim_names or ()]
+    def _between(self) -> list[Peers]:
+        known = (self.control, *self._joined.values())
+        return list({id(peers): peers for peers in known}.values())
 
     def _all(self) -> list[Peers]:
-        known = (self.control, self.line, *self._joined.values())
-        return list({id(peers): peers for peers in known if peers is not None}.values())
+        return [*self._between(), *self.inside.peers()]
 
 
 def connect(
@@ -173,42 +181,40 @@ def connect(
     Raises LayoutError for a topology that this version cannot run, and PeerLostError when a
     peer does not come.
     """
+    joining = Joining(store, interface, seconds, traffic)
+    control = join_control(joining, topology, rank, device)
+    return complete(joining, topology, rank, device, control, recorder)
+
+
+def join_control(joining: Joining, topology: Topology, rank: int, device: torch.device) -> Peers:
+    """The group of all ranks; collective over the topology. Raises as `connect`."""
     check_version()
     _check(topology, device)
-    coordinate = topology.coordinate(rank)
-    replica = topology.replicas[coordinate.replica]
-    prefix = f"generation{topology.generation}"
     order = [r for each in topology.replicas for r in each.ranks]
-    control = Peers(
-        store, f"{prefix}/control", order.index(rank), len(order),
-        interface=interface, seconds=seconds, traffic=traffic,
-    )  # fmt: skip
-    line, mesh = None, None
-    if replica.mesh_shape[0] > 1:
-        name = f"{prefix}/line{replica.index}.{coordinate.dp_shard}.{coordinate.cp}.{coordinate.tp}"
-        line = Peers(
-            store, name, coordinate.pp, replica.mesh_shape[0],
-            interface=interface, seconds=seconds, traffic=traffic,
-        )  # fmt: skip
-    if len(replica.ranks) > 1:
-        try:
-            mesh = _register(topology, replica, coordinate, store, device, interface, seconds)
-        except PeerLostError:
-            control.abort()  # the others need not wait for this one
-            raise
-    return Groups(
-        topology,
-        rank,
-        coordinate,
-        control,
-        line,
-        mesh,
-        traffic,
-        recorder,
-        store,
-        interface,
-        seconds,
-    )
+    name = f"generation{topology.generation}/control"
+    return joining.peers(name, order.index(rank), len(order))
+
+
+def complete(
+    joining: Joining, topology: Topology, rank: int, device: torch.device, control: Peers,
+    recorder: Recorder | None, inside: Inside | None = None,
+) -> Groups:  # fmt: skip
+    """All groups of a rank that has met the others in `control`. inside: of an older generation,
+    kept: its replica has the same ranks in the same places. Collective over each replica.
+
+    Raises PeerLostError when one of its ranks does not come.
+    """
+    at, generation = topology.coordinate(rank), topology.generation
+    replica, alone = topology.replicas[at.replica], len(topology.replicas) == 1
+    try:
+        if inside is None:
+            inside = join_inside(joining, generation, replica, at, device, alone=alone)
+        elif not alone:
+            join_meeting(inside, joining, generation, replica, at)
+    except PeerLostError:
+        control.abort()  # the others need not wait for this one
+        raise
+    return Groups(topology, rank, at, control, inside, recorder, joining)
 
 
 def _check(topology: Topology, device: torch.device) -> None:
@@ -222,31 +228,3 @@ def _check(topology: Topology, device: torch.device) -> None:
             f"more than one worker on {device.type} has not been run yet and is refused",
             where="layout.workers", remedy="use 1 worker, or device: cpu",
         )  # fmt: skip
-
-
-def _register(
-    topology: Topology, replica: Replica, coordinate: Coordinate, store: Store,
-    device: torch.device, interface: str, seconds: float,
-) -> DeviceMesh:  # fmt: skip
-    """Make this replica torch's default world. Its mesh axes carry the generation, because
-    DTensor's caches would take two meshes with equal names for one."""
-    os.environ["GLOO_SOCKET_IFNAME"] = interface  # the only way to tell init_process_group
-    name = f"generation{topology.generation}/replica{replica.index}"
-    cut = [(axis, n) for axis, n in zip(AXES, replica.mesh_shape, strict=True) if n > 1]
-    try:
-        dist.init_process_group(
-            "gloo", store=PrefixStore(name, store), rank=coordinate.mesh_rank,
-            world_size=len(replica.ranks), timeout=timedelta(seconds=seconds),
-        )  # fmt: skip
-        return init_device_mesh(
-            device.type, tuple(n for _, n in cut),
-            mesh_dim_names=tuple(_axis_name(axis, topology.generation) for axis, _ in cut),
-        )  # fmt: skip
-    except RuntimeError as error:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        raise PeerLostError(f"replica {replica.index} did not come together: {error}") from error
-
-
-def _axis_name(axis: str, generation: int) -> str:
-    return f"{axis}_generation{generation}"

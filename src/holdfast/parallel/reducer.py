@@ -113,6 +113,8 @@ class Reducer:
     fast: the backend's own all-reduce instead of the tree, where the team is all of its peers and
         each of them contributes and receives; any other team keeps the tree.
     failed: told of the first error of a step, so that other reducers of this rank stop too.
+    patient: `begin` raises nothing either: other ranks compute in lockstep with this one, and must
+        not wait for it until all of them come to `finish`.
     A bare `Peers` is a team with one member per replica.
     """
 
@@ -123,6 +125,7 @@ class Reducer:
         self.team = team if isinstance(team, Team) else Team.of(team)
         self.layout, self.peers, self.pairs = layout, self.team.peers, pairs
         self.fast, self._failed = fast and self.team.plain, failed
+        self.patient = False
         self.gradient = torch.zeros(layout.size, dtype=dtype, device=device)
         self._slots: dict[Slot, Tensor] = {(0, 0): self.gradient}
         self._plan: Plan | None = None
@@ -136,7 +139,7 @@ class Reducer:
         """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`.
 
         The step before must have been voted on and its sends forgotten.
-        Raises PeerLostError when a peer is known to be gone.
+        Raises PeerLostError when a peer is known to be gone, unless it is `patient`.
         """
         self._error = None
         if self._dealt != (leaves, shares):
@@ -153,7 +156,16 @@ class Reducer:
             self._round = Round(self, self.plan)
         except RuntimeError as error:
             self.fail(error)
-            self.check()
+            if not self.patient:
+                self.check()
+
+    def regroup(self, team: Team, fast: bool) -> None:
+        """Go on with other members, in the same buffers; no step is open. What still waits in the
+        old team must have been woken."""
+        self.join()
+        self.team, self.peers = team, team.peers
+        self.fast = fast and team.plain
+        self._dealt = None
 
     @property
     def plan(self) -> Plan:

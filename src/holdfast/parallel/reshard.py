@@ -73,7 +73,8 @@ def move(
         raise
     _agree(moves, peers, step)
     for box in moves.copies:
-        part(here[box.name], box).copy_(part(old[box.name], box))
+        if here[box.name].tensor is not old[box.name].tensor:  # else it has stayed where it was
+            part(here[box.name], box).copy_(part(old[box.name], box))
     last = {t.box.name: t.round for t in moves.sends}
     _release(old, {name for name, held in list(old.items()) if name not in last})
     sends, receives = _by_round(moves.sends), _by_round(moves.receives)

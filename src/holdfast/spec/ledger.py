@@ -14,10 +14,16 @@ from typing import Any
 
 Range = tuple[int, int]  # [start, stop)
 
+STANDS_IN = "stands_in"  # key of an entry that another rank made from the data; see `Entry`
+
 
 @dataclass(frozen=True)
 class Entry:
-    """One range that one rank fed (or skipped, with a reason) in one step."""
+    """One range that one rank fed (or skipped, with a reason) in one step.
+
+    stands_in: made from the data by another rank, for one that was lost after its gradient had
+    come. It counts only where the lost one's own entry did not come after all.
+    """
 
     step: int
     rank: int
@@ -27,6 +33,7 @@ class Entry:
     source: str = ""
     hash: str = ""
     skipped: str = ""
+    stands_in: bool = False
 
     @property
     def range(self) -> Range:
@@ -44,7 +51,19 @@ class Entry:
             str(value.get("source", "")),
             str(value.get("hash", "")),
             str(value.get("skipped", "")),
+            bool(value.get(STANDS_IN, False)),
         )
+
+
+def settled(entries: Iterable[Entry]) -> list[Entry]:
+    """The entries of one step without those that stood in for nothing: each range counts once by
+    whoever fed it, and by one that stands in only where nobody else has it."""
+    everything = list(entries)
+    out = [entry for entry in everything if not entry.stands_in]
+    for entry in everything:
+        if entry.stands_in and not any(e.start < entry.stop and entry.start < e.stop for e in out):
+            out.append(entry)
+    return out
 
 
 def merge(ranges: Iterable[Range]) -> list[Range]:

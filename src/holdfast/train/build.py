@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,6 +15,7 @@ from holdfast.errors import ConfigError
 from holdfast.layout import Topology
 from holdfast.model.decoder import Decoder
 from holdfast.model.stage import keep_stage
+from holdfast.parallel.gradients import Cells, Feeder
 from holdfast.parallel.groups import Groups, connect
 from holdfast.parallel.reducer import Team
 from holdfast.parallel.replicate import ReplicatedGradients
@@ -28,7 +29,7 @@ from holdfast.spec.cells import Cell, cells_of
 from holdfast.spec.parameters import Parameter, decoder_parameters
 from holdfast.spec.state import mesh_box, parameter_table
 from holdfast.spec.tree import deal
-from holdfast.train.engine import Dealer, Gradients, StepEngine
+from holdfast.train.engine import Dealer, Feed, Gradients, StepEngine
 from holdfast.train.evaluate import Evaluator
 from holdfast.train.execute import executor
 from holdfast.train.objective import NextToken
@@ -117,12 +118,12 @@ def build_engine(
             block.compile()
     shards = groups.degree("dp_shard")
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
-    parameters, gradients = make(config, objective, groups, device, precision)
+    parameters, feed = make(config, objective, groups, device, precision)
     runs = executor(
         objective, groups, config.layout.schedule, config.model.dim, precision.compute, device,
         sequence_parallel=config.layout.sequence_parallel,
     )  # fmt: skip
-    return StepEngine(objective, runs, parameters, gradients, groups, config.train, device, dealer)
+    return StepEngine(objective, runs, parameters, feed, groups, config.train, device, dealer)
 
 
 def _cut_model(config: RunConfig, groups: Groups) -> NextToken:
@@ -144,7 +145,7 @@ def _cut_model(config: RunConfig, groups: Groups) -> NextToken:
     return objective
 
 
-Made = tuple[Parameters, Gradients]
+Made = tuple[Parameters, Feed]
 
 
 def _replicated(
@@ -160,12 +161,15 @@ def _replicated(
     if precision.mixed:
         computed = held
         held = [torch.empty_like(p, dtype=precision.state) for p in computed]
-    gradients = ReplicatedGradients(
-        named, boxes, _cells(config, groups), dtype=precision.state,
-        fast=config.layout.reduction == "fast", bucket_bytes=int(config.layout.bucket_mb * 1e6),
-        by_unit=_any_fsdp(config, groups),
-    )  # fmt: skip
-    return Parameters(table, tuple(boxes.values()), held, computed), gradients
+
+    def feeder(cells: Cells, by_unit: bool) -> Feeder:
+        return ReplicatedGradients(
+            named, boxes, cells, dtype=precision.state, fast=config.layout.reduction == "fast",
+            bucket_bytes=int(config.layout.bucket_mb * 1e6), by_unit=by_unit,
+        )  # fmt: skip
+
+    feed = _feed(config, feeder, lambda groups: _any_fsdp(config, groups))
+    return Parameters(table, tuple(boxes.values()), held, computed), feed
 
 
 def _zero1(
@@ -180,11 +184,16 @@ def _zero1(
         named, whole, boxes, groups.axis("dp_shard"), state=precision.state,
         traffic=groups.traffic,
     )  # fmt: skip
-    gradients = ReplicatedGradients(
-        named, whole, _cells(config, groups), dtype=precision.state, wanted=boxes,
-        fast=config.layout.reduction == "fast", bucket_bytes=int(config.layout.bucket_mb * 1e6),
-    )  # fmt: skip
-    return Parameters(table, tuple(boxes.values()), rows.held, [], rows.gather), gradients
+
+    def feeder(cells: Cells, by_unit: bool) -> Feeder:
+        return ReplicatedGradients(
+            named, whole, cells, dtype=precision.state, wanted=boxes, by_unit=by_unit,
+            fast=config.layout.reduction == "fast",
+            bucket_bytes=int(config.layout.bucket_mb * 1e6),
+        )  # fmt: skip
+
+    feed = _feed(config, feeder, lambda groups: False)
+    return Parameters(table, tuple(boxes.values()), rows.held, [], rows.gather), feed
 
 
 def _sharded(
@@ -197,12 +206,32 @@ def _sharded(
     apply_fsdp(objective, blocks, groups.shard_mesh(), compute, config.layout.zero)
     objective.to_empty(device=device)
     table, boxes, named = _by_table(config, objective, groups)
-    gradients = ShardedGradients(
-        objective, named, boxes, _cells(config, groups), dtype=precision.state,
-        fast=config.layout.reduction == "fast", traffic=groups.traffic,
-    )  # fmt: skip
+    traffic = groups.traffic
+
+    def feeder(cells: Cells, by_unit: bool) -> Feeder:
+        assert by_unit, "FSDP2 produces gradients by unit"
+        return ShardedGradients(
+            objective, named, boxes, cells, dtype=precision.state,
+            fast=config.layout.reduction == "fast", traffic=traffic,
+        )  # fmt: skip
+
     held = [local(p) for p in named.values()]
-    return Parameters(table, tuple(boxes.values()), held, []), gradients
+    feed = _feed(config, feeder, lambda groups: True)
+    return Parameters(table, tuple(boxes.values()), held, []), feed
+
+
+def _feed(
+    config: RunConfig, make: Callable[[Cells, bool], Feeder], by_unit: Callable[[Groups], bool]
+) -> Feed:
+    """See `engine.Feed`. by_unit: whether buckets are blocks in a generation."""
+
+    def feed(groups: Groups, old: Gradients | None) -> Gradients:
+        cells, units = _cells(config, groups), by_unit(groups)
+        if isinstance(old, Feeder) and old.regroup(cells, units):
+            return old
+        return make(cells, units)
+
+    return feed
 
 
 def _any_fsdp(config: RunConfig, groups: Groups) -> bool:

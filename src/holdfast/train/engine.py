@@ -8,11 +8,16 @@
 
 Nothing before `apply` changes a parameter, so a step that fails anywhere has not happened.
 A runner drives the calls; the engine knows nothing of clocks, journals or checkpoints.
+
+When a peer is lost the engine `held` what it holds, and `recover.py` finds out which step all go on
+from. Where other ranks compute in lockstep with this one, what breaks between replicas is stored
+until all of them come to the end of `reduce`, and raised on all of them or on none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,14 +28,15 @@ from holdfast.errors import NonFiniteError, PeerLostError
 from holdfast.parallel.groups import Groups
 from holdfast.parallel.norm import clip_factor
 from holdfast.parallel.torch_compat import is_peer_loss
+from holdfast.policy.commit import Stage, advance
 from holdfast.spec.order import BatchSchedule
 from holdfast.spec.rates import learning_rate
-from holdfast.spec.tree import ReductionTree, Shares, deal
+from holdfast.spec.tree import Shares, deal
 from holdfast.train.diagnose import find_non_finite
 from holdfast.train.execute import Executor, Inputs, Listener
 from holdfast.train.optimizer import AdamW
 from holdfast.train.state import LocalTensor, Parameters, Read, load_state, state_tensors
-from holdfast.train.vote import Ballot, Verdict, Wishes, speaks, vote
+from holdfast.train.vote import Account, Accounts, Ballot, Verdict, Wishes, meet, speaks, vote
 
 Dealer = Callable[[int, int], Shares]
 """(microbatches of a step, replicas) -> who computes which."""
@@ -46,6 +52,8 @@ class Microbatch(Inputs, Protocol):
 class Gradients(Listener, Protocol):
     """Sums gradients over whoever holds the same parameters: `ReplicatedGradients` and its kin."""
 
+    patient: bool
+
     def begin(self, leaves: int, shares: Shares) -> None: ...
 
     def fail(self, error: Exception) -> None: ...
@@ -57,36 +65,74 @@ class Gradients(Listener, Protocol):
     def gradients(self) -> list[Tensor]: ...
 
 
+Feed = Callable[[Groups, Gradients | None], Gradients]
+"""What sums the gradients of a model over the groups of a generation: the one there is, if it may
+stay as it is, else a new one."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process has when it has stopped, for those who decide how to go on.
+
+    applied: its state is that after this step; None: as it was loaded. whole: the step after it,
+    if its whole reduced gradient is here. heard: every vote for that step was heard.
+    torn: an update was interrupted, so that there is no state any more.
+    intact: what lies inside the replica can still be used.
+    """
+
+    applied: int | None
+    whole: int | None
+    heard: bool
+    torn: bool
+    intact: bool
+
+
 class StepEngine:
     """Training of one model on one rank, whatever the rank's part of it is.
 
     objective: module from (inputs, targets, documents) to a scalar loss sum, or a stage of it.
     executor: runs its passes. dealer: who computes which microbatch; every rank must be given
-    the same.
+    the same. feed: makes what sums gradients, for these groups and for later ones.
     applied: the newest step whose update was made by this engine; None before the first.
+    torn: an update has begun and has not ended. since: the first step among the present replicas.
+    verdict, account: of the newest step that has come so far; that of `verdict_step`.
     """
 
     def __init__(
         self, objective: nn.Module, executor: Executor, parameters: Parameters,
-        gradients: Gradients, groups: Groups, train: TrainConfig, device: torch.device,
+        feed: Feed, groups: Groups, train: TrainConfig, device: torch.device,
         dealer: Dealer = deal,
     ):  # fmt: skip
         self.objective, self.executor = objective, executor
         self.parameters, self.groups = parameters, groups
         self.train = train
-        self._gradients, self._device = gradients, device
-        self._dealer = dealer
+        self._feed, self._device = feed, device
+        self._gradients = feed(groups, None)
+        self.dealer = dealer
         self._schedule = BatchSchedule(
             train.batch_size, [(s.from_step, s.batch_size) for s in train.batch_warmup]
         )
         decays = [row.decay for row in parameters.table]
-        self.optimizer = AdamW(parameters.held, gradients.gradients(), decays, train.optimizer)
-        self._speaks = speaks(groups.replica, groups.coordinate)
+        gradients = self._gradients.gradients()
+        self.optimizer = AdamW(parameters.held, gradients, decays, train.optimizer)
         self.applied: int | None = None
+        self.torn = False
+        self.stage = Stage.COMPUTING
+        self.verdict: Verdict | None = None
+        self.verdict_step = 0
+        self.since = 0
+        self.account: Account | None = None
         self._step = 0
         self._shares: Shares = ()
-        self._batches: list[Microbatch] = []
-        self._losses: list[Tensor] = []
+        self.batches: list[Microbatch] = []  # of the step that is open, or was last
+        self._accounts: Accounts | None = None
+        self._stopping = False
+        self._placed()
+
+    def _placed(self) -> None:
+        """What follows from the groups."""
+        self._speaks = speaks(self.groups.replica, self.groups.coordinate)
+        self._gradients.patient = self.groups.lockstep
 
     # --- the plan of a step ---------------------------------------------------------------
     def leaves(self, step: int) -> int:
@@ -99,7 +145,7 @@ class StepEngine:
 
     def shares(self, step: int) -> Shares:
         """Who computes which microbatch of a step, replica by replica, each in rising order."""
-        dealt = self._dealer(self.leaves(step), self.groups.replicas)
+        dealt = self.dealer(self.leaves(step), self.groups.replicas)
         return tuple(tuple(sorted(share)) for share in dealt)
 
     def share(self, step: int) -> tuple[int, ...]:
@@ -109,29 +155,36 @@ class StepEngine:
     # --- a step ---------------------------------------------------------------------------
     def begin(self, step: int) -> tuple[int, ...]:
         """Open step `step` and return my share. Raises PeerLostError."""
+        self.stage = advance(self.stage, Stage.COMPUTING)
         self._step, self._shares = step, self.shares(step)
-        self._batches, self._losses = [], []
+        self.since = self.since or step
+        self.batches, self._accounts = [], None
         try:
             self._gradients.begin(self.leaves(step), self._shares)
         except PeerLostError:
             self.groups.abort()
             raise
+        if self._stopping:  # just before, and `begin` has forgotten it
+            self._gradients.fail(_interrupted(step))
         return self._shares[self.groups.coordinate.replica]
 
     def compute(self, batches: Sequence[Microbatch]) -> None:
         """Forward and backward of my share, in its order. Raises PeerLostError."""
         share = self._shares[self.groups.coordinate.replica]
-        self._batches = list(batches)
+        self.batches = list(batches)
         try:
-            self._losses = self.executor.train(share, self._batches, self._gradients)
+            losses = self.executor.train(share, self.batches, self._gradients)
             if self._device.type != "cpu":  # else its work would count as the next phase's
                 torch.accelerator.synchronize(self._device)
-        except PeerLostError:
-            self.groups.abort()  # wakes ranks that wait for this one in another group
-            raise
-        except RuntimeError as error:
+        except Exception as error:
             self._gradients.fail(error)
-            raise self._lost(error) from error
+            self.groups.abort()  # wakes ranks that wait for this one in another group
+            if isinstance(error, RuntimeError) and is_peer_loss(error):
+                raise PeerLostError(f"a peer was lost in step {self._step}: {error}") from error
+            raise
+        tokens = sum(batch.tokens for batch in self.batches)
+        told = [float(loss) for loss in losses] if self._speaks else []
+        self._accounts = Accounts(self.groups, self._shares, tokens, told)
 
     def reduce(self, wishes: Wishes | None = None) -> Verdict:
         """Wait for the whole gradient and vote.
@@ -139,32 +192,120 @@ class StepEngine:
         Raises PeerLostError, and NonFiniteError on every rank alike when a loss or a gradient
         anywhere is NaN or infinite; parameters are untouched then.
         """
+        verdict: Verdict | None = None
+        lost = PeerLostError(f"another rank of this replica lost a peer in step {self._step}")
         try:
-            self._gradients.finish()
-        except PeerLostError:
-            self.groups.abort()
+            verdict = self._vote(wishes or Wishes())
+        except PeerLostError as error:
+            lost = error
+            self._give_up(inside=not self.groups.lockstep)
+        except Exception:
+            self._give_up(inside=True)
             raise
-        ballot = Ballot(
-            tokens=sum(batch.tokens for batch in self._batches),
-            squares=self._gradients.squares(),
-            losses=tuple(float(loss) for loss in self._losses) if self._speaks else (),
-            wishes=wishes or Wishes(),
-        )
-        tree = ReductionTree(self.leaves(self._step))
-        verdict = vote(self.groups, tree, self._shares, ballot)
+        try:
+            verdict = meet(self.groups, verdict)
+        except PeerLostError:
+            self._give_up(inside=True)
+            raise
+        finally:
+            self._hear(verdict)
+        if verdict is None:
+            raise lost
         if not verdict.finite:
             raise self._non_finite()
         return verdict
 
     def apply(self, verdict: Verdict) -> float:
         """Update the parameters; returns the learning rate that was used."""
+        rate = self.update(verdict)
+        self.parameters.refresh()
+        return rate
+
+    def update(self, verdict: Verdict) -> float:
+        """`apply`, without what computes on copies: that is brought up to date by a rebuild."""
+        self._hear(verdict)
         rate = learning_rate(self.train, self._step)
         clip = clip_factor(verdict.mean_norm, self.train.optimizer.clip_norm)
+        self.torn = True
         self.optimizer.apply(self._step, rate, max(verdict.tokens, 1) / clip)
-        self.applied = self._step  # the state is that of this step, even if refreshing fails
-        self.parameters.refresh()
-        self._batches, self._losses = [], []
+        self.applied, self.torn = self._step, False  # the state is that of this step
+        self.stage = advance(self.stage, Stage.APPLIED)
         return rate
+
+    def _vote(self, wishes: Wishes) -> Verdict:
+        """Raises PeerLostError; `stage` says how far it came."""
+        self._gradients.finish()
+        if self._accounts is None:
+            raise RuntimeError("compute() comes before reduce()")
+        self.account = self._accounts.hear()
+        self.stage = advance(self.stage, Stage.WHOLE)
+        if self._stopping:
+            raise _interrupted(self._step)
+        return vote(self.groups, self.account, Ballot(self._gradients.squares(), wishes))
+
+    def _hear(self, verdict: Verdict | None) -> None:
+        """Every vote is known."""
+        if verdict is None:
+            return
+        self.verdict, self.verdict_step = verdict, self._step
+        if verdict.finite and self.stage is Stage.WHOLE:
+            self.stage = advance(self.stage, Stage.VOTED)
+
+    # --- a loss ---------------------------------------------------------------------------
+    @property
+    def step(self) -> int:
+        """The step that is open, or was last."""
+        return self._step
+
+    @property
+    def dealt(self) -> Shares:
+        """How the microbatches of that step were dealt."""
+        return self._shares
+
+    @property
+    def held(self) -> Held:
+        """What this process has, now that it has stopped."""
+        whole = self.stage in (Stage.WHOLE, Stage.VOTED)
+        inside = self.groups.inside
+        intact = len(self.groups.replica.ranks) == 1 or not inside.broken
+        return Held(
+            self.applied, self._step if whole else None, self.stage is Stage.VOTED, self.torn,
+            intact,
+        )  # fmt: skip
+
+    @property
+    def summed(self) -> bool:
+        """Whether something of the open step was summed into what this rank computed of it."""
+        return self.stage is not Stage.APPLIED and self._step > (self.applied or 0)
+
+    def squares(self) -> float:
+        """Of the whole gradient, what this rank answers for."""
+        return self._gradients.squares()
+
+    def interrupt(self, inside: bool) -> None:
+        """End the step that another thread is in: what waits between replicas is woken, and with
+        `inside` also what waits inside this one. Where this rank computes alone it stops after
+        the microbatch that it is in; PeerLostError is raised there. Later steps end at once."""
+        self._stopping = True
+        self._gradients.fail(_interrupted(self._step))
+        self._give_up(inside=inside or not self.groups.lockstep)
+
+    def regroup(self, groups: Groups, dealer: Dealer) -> None:
+        """Go on among other replicas, with model, state and the inside of this one as they are.
+
+        Collective over `groups`. The old ones between replicas must have been given up, and no
+        step may be open. Raises PeerLostError; this engine can be regrouped again then.
+        """
+        self._gradients = self._feed(groups, self._gradients)
+        self.optimizer.read(self._gradients.gradients())
+        self.groups, self.dealer = groups, dealer
+        self.since, self._stopping = 0, False
+        self._placed()
+
+    def stands_at(self, step: int) -> None:
+        """The state is that after `step`: it was brought from elsewhere."""
+        self.applied, self.torn, self.stage = step, False, Stage.APPLIED
+        self._accounts = None
 
     # --- state ----------------------------------------------------------------------------
     def state(self) -> list[LocalTensor]:
@@ -187,17 +328,22 @@ class StepEngine:
         self.groups.close()
 
     # --- what can go wrong ----------------------------------------------------------------
-    def _lost(self, error: RuntimeError) -> Exception:
-        if is_peer_loss(error):
+    def _give_up(self, *, inside: bool) -> None:
+        """Nobody is to wait for this rank."""
+        if inside:
             self.groups.abort()
-            return PeerLostError(f"a peer was lost in step {self._step}: {error}")
-        return error
+        else:
+            self.groups.abort_between()
 
     def _non_finite(self) -> NonFiniteError:
         """Compute my share again without reduction, and agree with all on where it began."""
         share = self._shares[self.groups.coordinate.replica]
         rank, name = find_non_finite(
             self.objective, self.executor, self.groups, self.parameters,
-            list(zip(share, self._batches, strict=True)),
+            list(zip(share, self.batches, strict=True)),
         )  # fmt: skip
         return NonFiniteError(self._step, rank, name)
+
+
+def _interrupted(step: int) -> PeerLostError:
+    return PeerLostError(f"step {step} was interrupted, because the generation ends")

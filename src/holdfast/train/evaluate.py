@@ -79,6 +79,10 @@ class Evaluator:
         self._groups, self._device = groups, device
         self._validation = validation
 
+    def regroup(self, groups: Groups) -> None:
+        """Go on among other replicas."""
+        self._groups = groups
+
     def run(self, alive: Callable[[], None] = lambda: None) -> Evaluation | None:
         """None when there is no validation text. `alive` is called before each microbatch.
 

@@ -45,6 +45,10 @@ class AdamW:
             _Group([i for i in held if not decays[i]], 0.0),
         ]
 
+    def read(self, gradients: Sequence[Tensor]) -> None:
+        """From now on the gradients lie elsewhere."""
+        self._gradients = list(gradients)
+
     @torch.no_grad()
     def apply(self, step: int, learning_rate: float, divisor: float) -> None:
         """Update `step` with gradients divided by `divisor`.

@@ -1,10 +1,17 @@
-"""The vote of a step: one small exchange after the reduction, before anything is applied.
+"""The vote of a step: what all ranks must know before anything is applied, in two exchanges.
 
-Every rank says how many tokens its share held, the loss of each microbatch, the sum of squares
-of the gradient it holds, whether all of it is whole and finite, and what is wished (stop, save).
-All ranks then know the same and decide the same. Who votes "whole" can apply the step without
-anybody's help; so if anyone applied it, everyone can, and replicated state needs no copy of the
-state before.
+    account   how many tokens each share held, and the loss of each microbatch. Sent as soon as a
+              share is computed, so it travels while gradients are summed and nobody waits for it
+    vote      the sum of squares of the gradient that each rank holds, whether all of it is whole
+              and finite, and what is wished (stop, save)
+
+All ranks then know the same and decide the same. Who votes "whole" holds the account too, so it
+can apply the step without anybody's help; so if anyone applied it, everyone can, and replicated
+state needs no copy of the state before. If a rank is lost in the vote, those who are left still
+have every number of the verdict.
+
+The ranks of one replica compute in lockstep, and a loss may show to some of them only: where there
+are other replicas they `meet` after the vote, and go on with the verdict if one of them has it.
 
 Token counts are integers; losses add up in float64 in tree order and squares in shard order, so
 the reported loss and norm have the same bits for any dealing.
@@ -21,14 +28,15 @@ from operator import or_
 
 import torch
 
+from holdfast.errors import PeerLostError
 from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.parallel.groups import Groups
 from holdfast.parallel.norm import combine
+from holdfast.parallel.torch_compat import Work
 from holdfast.parallel.transport import exchange
 from holdfast.spec.tree import ReductionTree, Shares
 
-_TAG, _TAG_LOSSES = 1, 3
-_HEAD = 3  # tokens, flags, sum of squares
+_TAG, _TAG_LOSSES, _TAG_ACCOUNT, _TAG_MEETING = 1, 3, 4, 5
 _WHOLE, _FINITE = 1, 2
 
 
@@ -57,13 +65,26 @@ _WISHES = {4 << index: wish.name for index, wish in enumerate(fields(Wishes))}
 
 
 @dataclass(frozen=True)
-class Ballot:
-    """What one rank says. `losses`: one loss sum per leaf of its share, in rising order; together
-    with `tokens` it is said by the ranks that `speakers` names, the others leave it out."""
+class Account:
+    """What was computed in a step. losses: one sum for each microbatch of the global batch."""
 
     tokens: int
-    squares: float
     losses: tuple[float, ...]
+
+    @property
+    def loss(self) -> float:
+        return ReductionTree(len(self.losses)).sum(self.losses)
+
+    @property
+    def finite(self) -> bool:
+        return all(isfinite(loss) for loss in self.losses)
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """What one rank says of the gradient that it holds."""
+
+    squares: float
     wishes: Wishes
     whole: bool = True
 
@@ -94,18 +115,61 @@ class Verdict:
         return self.norm / max(self.tokens, 1)
 
 
-def vote(groups: Groups, tree: ReductionTree, shares: Shares, ballot: Ballot) -> Verdict:
+class Accounts:
+    """The account of a step on its way: mine is sent at once, the others' come meanwhile.
+
+    tokens, losses: of my share, one loss per leaf in rising order. Said by the ranks that speak,
+    the others leave it out. What goes wrong is raised by `hear`, as PeerLostError.
+    """
+
+    def __init__(self, groups: Groups, shares: Shares, tokens: int, losses: Sequence[float]):
+        self._spoken = _spoken(groups.topology, shares)
+        control, own = groups.control, self._spoken[groups.control.rank]
+        self._records = [torch.empty(1 + len(s), dtype=torch.int64) for s in self._spoken]
+        self._coming: list[Work] = []
+        self._error: RuntimeError | None = None
+        if own:
+            words = [tokens, *_bits(losses)]
+            self._records[control.rank] = torch.tensor(words, dtype=torch.int64)
+        try:
+            if own and control.size > 1:
+                control.say(self._records[control.rank], _TAG_ACCOUNT)
+            self._coming = [
+                control.receive(self._records[peer], peer, _TAG_ACCOUNT)
+                for peer in control.others
+                if self._spoken[peer]
+            ]
+        except RuntimeError as error:  # raised where all ranks of the replica come to
+            self._error = error
+
+    def hear(self) -> Account:
+        """The account of all. Raises PeerLostError."""
+        try:
+            if self._error is not None:
+                raise self._error
+            for work in self._coming:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(f"a peer was lost before its losses came: {error}") from error
+        said = [
+            record.tolist() if own else [0]
+            for record, own in zip(self._records, self._spoken, strict=True)
+        ]
+        losses = _by_leaf([_floats(words[1:]) for words in said], self._spoken)
+        return Account(sum(words[0] for words in said), tuple(losses))
+
+
+def vote(groups: Groups, account: Account, ballot: Ballot) -> Verdict:
     """Exchange ballots and combine them. Raises PeerLostError when a peer is gone."""
-    spoken = _spoken(groups.topology, shares)
-    records = exchange(groups.control, _encode(ballot), [_HEAD + len(s) for s in spoken], _TAG)
+    control = groups.control
+    records = exchange(control, _encode(ballot), [2] * control.size, _TAG)
     ballots = [_decode(record) for record in records]
-    leaf_losses = _by_leaf([ballot.losses for ballot, _ in ballots], spoken)
     # Replicas of unlike shapes add their squares up in unlike orders: one of them speaks for all.
     norm = combine([b.squares for b, _ in ballots[: len(groups.topology.replicas[0].ranks)]])
-    finite = all(flags & _FINITE for _, flags in ballots)
+    finite = account.finite and all(flags & _FINITE for _, flags in ballots)
     return Verdict(
-        tokens=sum(b.tokens for (b, _), own in zip(ballots, spoken, strict=True) if own),
-        loss=tree.sum(leaf_losses),
+        tokens=account.tokens,
+        loss=account.loss,
         norm=norm,
         whole=all(b.whole for b, _ in ballots),
         finite=finite and isfinite(norm),
@@ -113,13 +177,58 @@ def vote(groups: Groups, tree: ReductionTree, shares: Shares, ballot: Ballot) ->
     )
 
 
+def meet(groups: Groups, verdict: Verdict | None) -> Verdict | None:
+    """The verdict, if any rank of my replica has it; all of its ranks must come, and get the
+    same answer. Raises PeerLostError when one of them is gone."""
+    meeting = groups.inside.meeting
+    if meeting is None or not groups.lockstep:
+        return verdict
+    words = [0] * VERDICT_WORDS if verdict is None else verdict_words(verdict)
+    record = torch.tensor([int(verdict is not None), *words], dtype=torch.int64)
+    said = exchange(meeting, record, [1 + VERDICT_WORDS] * meeting.size, _TAG_MEETING)
+    known = [words for found, *words in (other.tolist() for other in said) if found]
+    return verdict_of(known[0]) if known else None
+
+
+VERDICT_WORDS = 4
+
+
+def verdict_words(verdict: Verdict) -> list[int]:
+    """A verdict as int64 words; floats as their bits."""
+    flags = _WHOLE * verdict.whole | _FINITE * verdict.finite | _flags(verdict.wishes)
+    return [verdict.tokens, flags, *_bits((verdict.loss, verdict.norm))]
+
+
+def verdict_of(words: Sequence[int]) -> Verdict:
+    """The inverse of `verdict_words`."""
+    tokens, flags, *rest = words
+    loss, norm = _floats(rest)
+    return Verdict(tokens, loss, norm, bool(flags & _WHOLE), bool(flags & _FINITE), _wishes(flags))
+
+
 def gather_losses(groups: Groups, shares: Shares, losses: Sequence[float]) -> list[float]:
     """Everybody's losses, by leaf. losses: of my share, in rising order, or none where this rank
     is not one that `speaks`. Raises PeerLostError."""
     spoken = _spoken(groups.topology, shares)
     record = torch.tensor(_bits(losses), dtype=torch.int64)
-    records = exchange(groups.control, record, [len(s) for s in spoken], _TAG_LOSSES)
+    records: list[torch.Tensor] | None = None
+    try:
+        records = exchange(groups.control, record, [len(s) for s in spoken], _TAG_LOSSES)
+    finally:  # nobody goes on alone to where the others of the replica will not come
+        together = _all_have(groups, records is not None)
+    if not together:
+        raise PeerLostError("a peer of another rank of this replica was lost in a validation")
+    assert records is not None
     return _by_leaf([_floats(r.tolist()) for r in records], spoken)
+
+
+def _all_have(groups: Groups, have: bool) -> bool:
+    """Whether all ranks of my replica have what they wanted; collective over it."""
+    meeting = groups.inside.meeting
+    if meeting is None or not groups.lockstep:
+        return have
+    record = torch.tensor([int(have)], dtype=torch.int64)
+    return all(int(r) for r in exchange(meeting, record, [1] * meeting.size, _TAG_MEETING))
 
 
 def speaks(replica: Replica, coordinate: Coordinate) -> bool:
@@ -148,18 +257,18 @@ def _by_leaf(losses: Sequence[Sequence[float]], spoken: Sequence[Sequence[int]])
 
 
 def _encode(ballot: Ballot) -> torch.Tensor:
-    """[3 + leaves] int64; floats as their bits."""
-    finite = isfinite(ballot.squares) and all(isfinite(loss) for loss in ballot.losses)
-    flags = _WHOLE * ballot.whole | _FINITE * finite
-    flags |= sum(bit for bit, name in _WISHES.items() if getattr(ballot.wishes, name))
-    words = [ballot.tokens, flags, *_bits((ballot.squares, *ballot.losses))]
-    return torch.tensor(words, dtype=torch.int64)
+    """[2] int64; floats as their bits."""
+    flags = _WHOLE * ballot.whole | _FINITE * isfinite(ballot.squares) | _flags(ballot.wishes)
+    return torch.tensor([flags, *_bits((ballot.squares,))], dtype=torch.int64)
 
 
 def _decode(record: torch.Tensor) -> tuple[Ballot, int]:
-    tokens, flags, *rest = record.tolist()
-    squares, *losses = _floats(rest)
-    return Ballot(tokens, squares, tuple(losses), _wishes(flags), bool(flags & _WHOLE)), flags
+    flags, squares = record.tolist()
+    return Ballot(_floats([squares])[0], _wishes(flags), bool(flags & _WHOLE)), flags
+
+
+def _flags(wishes: Wishes) -> int:
+    return sum(bit for bit, name in _WISHES.items() if getattr(wishes, name))
 
 
 def _wishes(flags: int) -> Wishes:

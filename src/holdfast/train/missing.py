@@ -1,0 +1,91 @@
+"""What the journal would miss of a step that was applied by the survivors of a loss.
+
+Who applies a step in a recovery had not reported it. Rank 0 may be gone, and with it the step's
+numbers. And whoever is gone may not have entered into the ledger what it fed: its entries are made
+again from the data, and marked, so that an audit does not count them twice if its own came after
+all. Ledgers travel on a thread of their own and may lag behind, so the last few steps are covered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.data.batch import Batches
+from holdfast.events import BatchFed, Event, StepDone
+from holdfast.layout import Topology
+from holdfast.spec.ledger import STANDS_IN
+from holdfast.spec.rates import learning_rate
+from holdfast.spec.tree import Shares
+from holdfast.train.agreement import Agreement
+from holdfast.train.engine import StepEngine
+
+COVERED = 3  # steps back from the newest whose ledger a lost rank may not have handed over
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a survivor remembers of the generation that is over. since: its first step."""
+
+    topology: Topology
+    rank: int
+    feeds: bool
+    shares: Callable[[int], Shares]
+    since: int
+    step: int  # that was open, or was last
+    entries: list[dict[str, Any]]  # of what was fed in it
+
+    @staticmethod
+    def of(engine: StepEngine) -> Past:
+        groups, dealer, leaves = engine.groups, engine.dealer, engine.leaves
+        replicas = groups.replicas
+        entries = [entry for batch in engine.batches for entry in getattr(batch, "entries", ())]
+        return Past(
+            groups.topology, groups.rank, groups.feeds,
+            lambda step: dealer(leaves(step), replicas), engine.since, engine.step, entries,
+        )  # fmt: skip
+
+
+def missing_events(
+    past: Past | None, found: Agreement, engine: StepEngine, batches: Batches | None
+) -> list[Event]:
+    """What this rank of the new generation has to report. past: None for a newcomer."""
+    rank, step, events = engine.groups.rank, found.resolution.step, list[Event]()
+    if past is not None and rank in found.resolution.appliers and past.feeds:
+        events.append(BatchFed(rank, past.entries, step=step))
+    survivors = [r for r, was in enumerate(found.came_from) if was is not None]
+    if past is not None and batches is not None and rank == survivors[0]:
+        events += _stand_ins(past, found, rank, batches)
+    said = found.came_from.index(0) if 0 in found.came_from else None
+    unsaid = said is None or said in found.resolution.appliers
+    if rank == 0 and unsaid and found.verdict is not None:
+        verdict = found.verdict
+        events.append(
+            StepDone(
+                loss=verdict.mean_loss, tokens=verdict.tokens, grad_norm=verdict.mean_norm,
+                learning_rate=learning_rate(engine.train, step), seconds=0.0,
+                samples=engine.samples(step), phases={}, step=step,
+            )
+        )  # fmt: skip
+    return events
+
+
+def _stand_ins(past: Past, found: Agreement, rank: int, batches: Batches) -> list[Event]:
+    """The ledger of those who are gone."""
+    here = {was for was in found.came_from if was is not None}
+    step = found.resolution.step
+    events: list[Event] = []
+    for number in range(max(past.since, step - COVERED + 1), step + 1):
+        shares, entries = past.shares(number), list[dict[str, Any]]()
+        for replica in past.topology.replicas:
+            parts = replica.degree("dp_shard")
+            for part in range(parts):
+                if replica.rank_at(dp_shard=part) in here:
+                    continue
+                for leaf in sorted(shares[replica.index]):
+                    made = batches.microbatch(number, leaf, part, parts)
+                    entries += [{**entry, STANDS_IN: True} for entry in made.entries]
+        if entries:
+            events.append(BatchFed(rank, entries, step=number))
+    return events

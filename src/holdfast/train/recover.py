@@ -1,0 +1,224 @@
+"""The next generation, entered by the processes that are alive.
+
+    control    all ranks of the new topology meet, newcomers too
+    agree      they say what they hold, and find the step that all go on from (`agreement.py`)
+    apply      who lags behind applies that step with the gradient that it holds
+    groups     a replica that is as it was keeps everything inside it: model, mesh, FSDP's state,
+               buffers. New are the groups between replicas. Any other rank builds its engine anew
+    move       what somebody lacks is sent by those who have it (`parallel/reshard.py`)
+
+Nothing is taken from a session before the agreement, and where the inside stays nothing is taken
+from it at all: if a peer is lost meanwhile, it can be given to `recover` once more.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.config.run import RunConfig
+from holdfast.data.batch import Batches
+from holdfast.events import Event
+from holdfast.layout import Topology
+from holdfast.parallel.groups import complete, join_control
+from holdfast.parallel.inside import Joining
+from holdfast.parallel.reshard import Held, move
+from holdfast.parallel.timeline import Recorder
+from holdfast.parallel.torch_compat import Store
+from holdfast.parallel.traffic import Traffic
+from holdfast.parallel.transport import Peers
+from holdfast.policy.commit import Resolution
+from holdfast.spec.moves import Moves, transfers
+from holdfast.spec.state import state_table
+from holdfast.spec.tree import deal
+from holdfast.train.agreement import NOTHING, Agreement, Said, agree, said_by
+from holdfast.train.build import Session, build_engine, session_of
+from holdfast.train.engine import Dealer, StepEngine
+from holdfast.train.missing import Past, missing_events
+from holdfast.train.vote import Verdict
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """A process in its new generation.
+
+    step: its state is that after this step. events: what the journal would otherwise miss of it.
+    resolution: what was decided, by new rank; verdict: of `step`, where anybody still knew it.
+    kept_inside: the model and all that lies inside the replica were not touched.
+    phases: seconds.
+    """
+
+    session: Session
+    step: int
+    events: list[Event]
+    resolution: Resolution
+    verdict: Verdict | None
+    kept_inside: bool
+    phases: dict[str, float]
+
+
+def recover(
+    session: Session, topology: Topology, rank: int, store: Store,
+    came_from: Sequence[int | None], *, step: int, before: Topology | None = None,
+    dealer: Dealer = deal, seconds: float = 1800.0,
+) -> Recovered:  # fmt: skip
+    """Go on as `rank` of `topology`, with all that `session` still holds.
+
+    Collective over `topology`. Close the loader and end every capture first. came_from: see
+    `spec.moves.transfers`, in ranks of `before`; that is the session's own topology by default. A
+    session of another generation than `before` counts as without state.
+    step: of the state, where this session's engine has not applied any step itself.
+
+    Raises PeerLostError when a peer is lost meanwhile, and LayoutError when part of the state is
+    lost or the layout cannot be run. The session is as good as before then, unless the replica was
+    to be built anew and the building had begun: then `session.engine` is gone, and the state too.
+    """
+    engine = session.engine
+    old = engine.groups
+    old.abort_between()  # whoever still waits there waits for nobody
+    before = before or old.topology
+    joining = _joining(session.config, store, seconds, old.traffic)
+    entry = _Entry(session.config, session.device, topology, rank, joining, before, dealer)
+    here = before.generation == old.topology.generation
+    control, found = entry.meet(said_by(engine, step) if here else NOTHING, came_from)
+    past = Past.of(engine) if rank not in found.resolution.behind else None
+    kept = topology.coordinate(rank).replica in found.kept
+    try:
+        if rank in found.resolution.appliers:
+            _catch_up(engine, found, kept)
+            entry.lap("apply")
+        if kept:
+            groups = complete(
+                joining, topology, rank, session.device, control, old.recorder, old.inside
+            )
+            engine.regroup(groups, dealer)
+            old.close_between()
+            session.groups = groups
+            session.evaluator.regroup(groups)
+            tensors: dict[str, Held] = {held.name: held for held in engine.state()}
+        else:
+            tensors = _taken(session, nothing=rank in found.resolution.behind)
+            del engine, old
+            engine = entry.build(session.config, control)
+            session = session_of(session.config, engine, session.batches, session.device)
+        entry.lap("groups" if kept else "build")
+        entry.fill(engine, tensors, found, control, kept)
+    except BaseException:
+        control.abort()  # nobody is to wait for this process
+        raise
+    return entry.recovered(session, past, found, kept)
+
+
+def join(
+    config: RunConfig, batches: Batches, topology: Topology, rank: int, store: Store,
+    device: torch.device, before: Topology, came_from: Sequence[int | None], *,
+    dealer: Dealer = deal, seconds: float = 1800.0,
+) -> Recovered:  # fmt: skip
+    """As `recover`, for a process that holds nothing: it is sent its part of the state."""
+    joining = _joining(config, store, seconds, None)
+    entry = _Entry(config, device, topology, rank, joining, before, dealer)
+    control, found = entry.meet(NOTHING, came_from)
+    try:
+        engine = entry.build(config, control)
+        entry.lap("build")
+        entry.fill(engine, {}, found, control, False)
+    except BaseException:
+        control.abort()
+        raise
+    return entry.recovered(session_of(config, engine, batches, device), None, found, False)
+
+
+def _joining(config: RunConfig, store: Store, seconds: float, traffic: Traffic | None) -> Joining:
+    return Joining(store, config.cluster.gloo_interface, seconds, traffic)
+
+
+def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:
+    """Apply the step that others have applied, or that all hold the whole gradient of."""
+    if found.verdict is None:
+        raise RuntimeError(f"nobody knows the verdict of step {found.resolution.step}")
+    if kept:
+        engine.apply(found.verdict)
+    else:  # what computes on copies follows when all is built
+        engine.update(found.verdict)
+
+
+def _taken(session: Session, *, nothing: bool) -> dict[str, Held]:
+    """The state out of a session that cannot stay; its callers' references do not keep memory."""
+    engine = session.engine
+    tensors: dict[str, Held] = {} if nothing else {held.name: held for held in engine.state()}
+    engine.groups.abort()  # nobody may wait for this process in a group that it leaves
+    engine.close()
+    del session.engine, session.evaluator, session.groups
+    return tensors
+
+
+@dataclass
+class _Entry:
+    """One process's way into a generation, and how long its parts took."""
+
+    config: RunConfig
+    device: torch.device
+    topology: Topology
+    rank: int
+    joining: Joining
+    before: Topology
+    dealer: Dealer
+    phases: dict[str, float] = field(default_factory=dict)
+    moves: Moves | None = None
+    _since: float = field(default_factory=time.monotonic)
+
+    def lap(self, phase: str) -> None:
+        now = time.monotonic()
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._since
+        self._since = now
+
+    def meet(self, said: Said, came_from: Sequence[int | None]) -> tuple[Peers, Agreement]:
+        """Come together, agree, and plan who sends what to whom."""
+        control = join_control(self.joining, self.topology, self.rank, self.device)
+        self.lap("control")
+        found = agree(control, said, self.topology, self.before, came_from)
+        self.lap("agree")
+        if len(found.kept) < len(self.topology.replicas):
+            table = state_table(self.config.model, self.config.train.precision)
+            self.moves = transfers(self.before, self.topology, table, found.came_from, self.rank)
+            self.lap("plan")
+        return control, found
+
+    def build(self, config: RunConfig, control: Peers) -> StepEngine:
+        """Everything anew, on top of `control`."""
+        gc.collect()  # modules and their hooks refer to each other; the new ones need their room
+        recorder = Recorder() if config.layout.trace_step else None
+        groups = complete(self.joining, self.topology, self.rank, self.device, control, recorder)
+        try:
+            return build_engine(config, groups, self.device, dealer=self.dealer)
+        except BaseException:
+            groups.close()
+            raise
+
+    def fill(
+        self, engine: StepEngine, tensors: dict[str, Held], found: Agreement, control: Peers,
+        kept: bool,
+    ) -> None:  # fmt: skip
+        """The state after the step that was agreed on, wherever it has to come from."""
+        step, groups = found.resolution.step, engine.groups
+        if self.moves is not None:
+            positions = [groups.positions.index(r) for r in range(self.topology.world_size)]
+            move(tensors, engine.state(), self.moves, control, positions, step=step)
+            if not kept:
+                engine.parameters.refresh()
+            self.lap("move")
+        engine.stands_at(step)
+
+    def recovered(
+        self, session: Session, past: Past | None, found: Agreement, kept: bool
+    ) -> Recovered:
+        events = missing_events(past, found, session.engine, session.batches)
+        self.lap("events")
+        return Recovered(
+            session, found.resolution.step, events, found.resolution, found.verdict, kept,
+            self.phases,
+        )  # fmt: skip
