@@ -87,6 +87,8 @@ class Follower:
         self._loop = asyncio.get_running_loop()
         self._doing: tuple[str, int] = (Order.WAIT.value, 0)
         self._talkers: dict[str, tuple[Talker, Talker]] = {}
+        self._question: asyncio.Task[None] | None = None
+        self._older: set[asyncio.Task[None]] = set()
         self._reigning: asyncio.Task[Any] | None = None
         self._said = ""
 
@@ -114,8 +116,9 @@ class Follower:
                     await self._pause(PAUSE_SECONDS)
             return self._verdict
         finally:
-            if self._reigning is not None:
-                self._reigning.cancel()
+            for task in (self._reigning, self._question, *self._older):
+                if task is not None:
+                    task.cancel()
             for pair in self._talkers.values():
                 for talker in pair:
                     talker.close()
@@ -172,23 +175,24 @@ class Follower:
 
     # --- following ------------------------------------------------------------------------------
     async def _follow(self) -> None:
-        """One question, and what its answer says. A change here asks anew, on a connection of its
-        own: the coordinator then answers the older question, too."""
+        """Until a question is answered, or something has changed here: that is told by the next
+        question, on a connection of its own, and the coordinator answers the older one then."""
         self._work.changed.clear()
-        asking = asyncio.create_task(self._ask(BEAT, self._beating(), self._beat))
+        if self._question is None:
+            self._question = asyncio.create_task(self._ask(BEAT, self._beating(), self._beat))
+        question = self._question
         change = asyncio.create_task(self._work.changed.wait())
         try:
-            await asyncio.wait({asking, change}, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done() and self.seat.standing in (Standing.FOLLOWING, Standing.REIGNING):
-                pair = self._pair()
-                if pair is not None:
-                    self._talkers[self._holder] = (pair[1], pair[0])
-                again = asyncio.create_task(self._ask(BEAT, self._beating(), 0.0))
-                await asyncio.gather(asking, again)
-            await asking
+            await asyncio.wait({question, change}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             change.cancel()
-            asking.cancel()
+        self._question = None
+        if question.done():
+            question.result()
+            return
+        self._older.add(question)
+        question.add_done_callback(self._older.discard)
+        await asyncio.sleep(0)  # what changes in one go is told in one question
 
     def _beating(self) -> dict[str, Any]:
         return {
@@ -206,7 +210,8 @@ class Follower:
                 pair = self._pair()
                 if pair is None:
                     raise DeadError("nobody holds the term")
-                answer = await pair[0].post(path, body, wait + self._patience.silence / 2)
+                free = next((talker for talker in pair if not talker.busy), pair[0])
+                answer = await free.post(path, body, wait + self._patience.silence / 2)
         except HoldfastError as error:
             dead = isinstance(error, DeadError)
             self._set(succession.unanswered(self.seat, dead, self._now, self._patience))

@@ -147,7 +147,8 @@ class Rules:
 class Reign:
     """What the coordinator of `term` knows; see the module.
 
-    members: names of the generation's nodes. since: when the phase began. wanted: the nodes of the
+    members: names of the generation's nodes. nodes: in the order of their names, which `names`
+    repeats, to be looked up by. since: when the phase began. wanted: the nodes of the
     generation that is being made. lost: which members were lost, and why, since it began.
     """
 
@@ -156,6 +157,7 @@ class Reign:
     generation: int = 0
     members: frozenset[str] = frozenset()
     nodes: tuple[Node, ...] = ()
+    names: tuple[str, ...] = ()
     since: float = 0.0
     reason: str = "start"
     gentle: bool = False  # the change can wait for the end of a step
@@ -163,19 +165,21 @@ class Reign:
     lost: tuple[tuple[str, str], ...] = ()
     verdict: str = ""  # why it ended without being done
 
-    def node(self, name: str) -> Node | None:
-        place = self._place(name)
-        found = self.nodes[place] if place < len(self.nodes) else None
-        return found if found is not None and found.name == name else None
+    def __post_init__(self) -> None:
+        if len(self.names) != len(self.nodes):
+            object.__setattr__(self, "names", tuple(node.name for node in self.nodes))
 
-    def _place(self, name: str) -> int:
-        return bisect_left(self.nodes, name, key=lambda node: node.name)
+    def node(self, name: str) -> Node | None:
+        place = bisect_left(self.names, name)
+        there = place < len(self.names) and self.names[place] == name
+        return self.nodes[place] if there else None
 
     def put(self, node: Node) -> Reign:
         """With this node, in the place of the one that has its name."""
-        place = self._place(node.name)
-        rest = place + (self.node(node.name) is not None)
-        return replace(self, nodes=(*self.nodes[:place], node, *self.nodes[rest:]))
+        place = bisect_left(self.names, node.name)
+        there = place < len(self.names) and self.names[place] == node.name
+        nodes = (*self.nodes[:place], node, *self.nodes[place + there :])
+        return replace(self, nodes=nodes)
 
     @property
     def opening(self) -> tuple[int, frozenset[str]] | None:
@@ -195,8 +199,8 @@ def begin(
         generation,
         frozenset(node.name for node in expected),
         tuple(sorted(expected, key=lambda node: node.name)),
-        now,
-        reason,
+        since=now,
+        reason=reason,
     )
 
 
@@ -450,7 +454,8 @@ def _gather(reign: Reign, now: float, rules: Rules) -> Reign:
 
 
 def _lose(reign: Reign, node: Node, cause: str, now: float) -> Reign:
-    reign = replace(reign, nodes=tuple(n for n in reign.nodes if n.name != node.name))
+    rest = tuple(other for other in reign.nodes if other.name != node.name)
+    reign = replace(reign, nodes=rest, names=())
     if node.name not in reign.members:
         return reign
     if node.stage is Stage.DONE and node.at == reign.generation:  # it had nothing left to do

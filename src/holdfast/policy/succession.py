@@ -69,7 +69,8 @@ class Patience:
 class Seat:
     """One agent's place; see the module.
 
-    term: the newest that it knows of; orders of older ones are refused. holder: who holds it. at:
+    term: the newest that it knows of; orders of older ones are refused. holder: where its coordinator
+    listens, "" where that is not known or it is this one. at:
     the generation that it holds. seen: the newest that it found in the run store while silent.
     members: the agents of the newest generation that it took part in, or found at its start.
     since: when its coordinator last answered, or the present state began.
@@ -158,7 +159,7 @@ def claimed(seat: Seat, term: int, made: bool, now: float) -> Seat:
     if seat.standing is not Standing.CLAIMING:
         return seat
     if made:
-        return replace(_become(seat, Standing.REIGNING, now), term=term, holder=seat.name)
+        return replace(_become(seat, Standing.REIGNING, now), term=term, holder="")
     return _become(seat, Standing.SEEKING, now)
 
 

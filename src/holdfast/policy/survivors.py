@@ -10,8 +10,8 @@ the step once more among themselves (`policy/commit.py`), as one of them may be 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
 from itertools import pairwise, product
 from typing import Any
 
@@ -24,10 +24,10 @@ from holdfast.spec.state import StateTable, local_boxes
 class Held:
     """What one worker holds, as it says itself.
 
-    generation, rank: of the topology that its state is laid out by. applied: the step after which
-    its state is. whole: the step of which it holds the whole reduced gradient, if of any. torn: it
-    has no state that is of use. kind: why it stopped: peer, halt, error, non_finite, rotten,
-    paused; text: the same in a sentence.
+    generation, rank: where it stood. applied: the step after which its state is. whole: the step
+    of which it holds the whole reduced gradient, if of any. torn: it has no state that is of use.
+    kind: why it stopped: peer, halt, error, non_finite, rotten, paused; text: the same in a
+    sentence. state: generation and rank whose boxes it holds; None where it holds none.
     """
 
     generation: int
@@ -37,6 +37,7 @@ class Held:
     torn: bool = False
     kind: str = "halt"
     text: str = ""
+    state: tuple[int, int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -45,12 +46,13 @@ class Held:
     def from_json(value: Mapping[str, Any]) -> Held:
         """Keys of a newer version are dropped. Raises KeyError, TypeError and ValueError for what
         is none."""
-        known = {f.name: value[f.name] for f in fields(Held) if f.name in value}
-        gradient = known.get("whole")
+        generation, rank, applied = (int(value[key]) for key in ("generation", "rank", "applied"))
+        whole, state = value.get("whole"), value.get("state", (generation, rank))
+        torn = bool(value.get("torn", False)) or state is None
         return Held(
-            int(value["generation"]), int(value["rank"]), int(value["applied"]),
-            None if gradient is None else int(gradient), bool(known.get("torn", False)),
-            str(known.get("kind", "halt")), str(known.get("text", "")),
+            generation, rank, applied, None if whole is None else int(whole), torn,
+            str(value.get("kind", "halt")), str(value.get("text", "")),
+            None if torn else (int(state[0]), int(state[1])),
         )  # fmt: skip
 
 
@@ -63,16 +65,17 @@ class Standpoint:
     ranks: frozenset[int]
 
 
-def standpoint(topology: Topology, table: StateTable, held: Iterable[Held]) -> Standpoint | str:
-    """Whether the survivors of `topology` can go on with what they hold; else why not, as a
-    phrase. Who lies behind the newest step, and cannot follow, counts for nothing."""
-    able = [one for one in held if not one.torn and one.generation == topology.generation]
+def standpoint(topology: Topology, table: StateTable, held: Mapping[int, Held]) -> Standpoint | str:
+    """Whether the survivors of `topology` can go on with what they hold, by the rank whose boxes
+    these are; else why not, as a phrase. Who lies behind the newest step, and cannot follow,
+    counts for nothing."""
+    able = {rank: one for rank, one in held.items() if not one.torn}
     if not able:
         return "nobody is left who holds a state"
-    step = max(one.applied for one in able)
+    step = max(one.applied for one in able.values())
     ranks = frozenset(
-        one.rank
-        for one in able
+        rank
+        for rank, one in able.items()
         if one.applied == step or (one.applied == step - 1 and one.whole == step)
     )
     missing = unheld(topology, table, ranks)
@@ -111,13 +114,3 @@ def _cover(wanted: Box, parts: Collection[Box]) -> bool:
         if piece.size and not any(part.contains(piece) for part in parts):
             return False
     return True
-
-
-def alike(one: Topology, other: Topology, rank: int) -> bool:
-    """Whether `rank` holds the same boxes in both, so that a state laid out by one of them is
-    laid out by the other."""
-    if rank >= min(one.world_size, other.world_size):
-        return False
-    here, there = one.coordinate(rank), other.coordinate(rank)
-    same_kind = one.replica_of(rank).kind == other.replica_of(rank).kind
-    return same_kind and here.mesh_rank == there.mesh_rank

@@ -42,6 +42,11 @@ class Talker:
         self._aim = Aim(time.time)
         self._turn = asyncio.Lock()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is under way; a second one would wait for it."""
+        return self._turn.locked()
+
     async def post(self, path: str, body: dict[str, Any], timeout: float = 10.0) -> dict[str, Any]:
         """The answer to one request, which belongs to no generation. `timeout` bounds all of it.
 
