@@ -19,7 +19,7 @@ import pytest
 from holdfast.config.cluster import ClusterConfig
 from holdfast.elastic.asking import Warned
 from holdfast.elastic.clouds import source_of
-from holdfast.elastic.slurm_notices import Slurm, slurm
+from holdfast.elastic.slurm_notices import slurm
 from holdfast.errors import ConfigError
 
 NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC).timestamp()
@@ -54,21 +54,24 @@ asyncio.run(main())
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.elastic.slurm_notices.ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr("holdfast.elastic.slurm_notices.AGAIN", (0.0,))
 
 
 def _squeue(folder: Path, says: str) -> dict[str, str]:
     """An environment in which `squeue` prints `says`, if it is asked for job 7 in UTC."""
-    script = folder / "squeue"
-    script.write_text(
-        '#!/bin/sh\n[ "$*" = "--noheader --job 7 --format %e" ] && [ "$TZ" = UTC ] || exit 1\n'
-        f"{says}\n"
-    )
-    script.chmod(0o755)
+    _script(folder / "squeue", "--noheader --job 7 --format %T %e", says)
     return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
 
 
-def _at(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("echo %Y-%m-%dT%H:%M:%S")
+def _script(path: Path, arguments: str, says: str) -> None:
+    fresh = path.with_suffix(".new")
+    fresh.write_text(f'#!/bin/sh\n[ "$*" = "{arguments}" ] && [ "$TZ" = UTC ] || exit 1\n{says}\n')
+    fresh.chmod(0o755)
+    fresh.rename(path)
+
+
+def _at(seconds: float, state: str = "RUNNING") -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime(f"echo {state} %Y-%m-%dT%H:%M:%S")
 
 
 @contextmanager
@@ -109,33 +112,40 @@ def test_signals_are_notices_and_the_queue_says_how_much_is_left(tmp_path: Path)
         assert 100 < heard.seconds <= 300
 
 
-def _left(environment: dict[str, str], number: int) -> float:
-    source = slurm(25.0, environment, lambda: NOW)
-    assert isinstance(source, Slurm)
-    return source.left(number)
-
-
 @pytest.mark.parametrize(
-    ("says", "first", "usr1", "term"),
+    ("first", "now", "usr1", "term"),
     [
-        (_at(NOW + 90), "", 90.0, 90.0),
-        (_at(NOW + 7200), "", 7200.0, 25.0),  # somebody's own SIGTERM
-        (_at(NOW - 3), "", 1.0, 25.0),  # the end is here; the kill is a grace away
-        ("exit 1", NOW + 77, 77.0, 77.0),  # no controller
-        ("echo N/A", NOW + 77, 77.0, 77.0),
-        ("echo '<html>'", "", 25.0, 25.0),
-        ("printf '\\377\\376'", "", 25.0, 25.0),
-        ("", "UNLIMITED", 25.0, 25.0),
+        (_at(NOW + 7200), _at(NOW + 7200), 7200.0, 25.0),  # somebody's own SIGTERM, or scancel
+        (_at(NOW + 7200), _at(NOW + 90), 90.0, 90.0),  # preempted
+        (_at(NOW + 7200), _at(NOW + 90, "SIGNALING"), 90.0, 90.0),
+        (_at(NOW + 90), _at(NOW + 88), 88.0, 25.0),  # not moved
+        (_at(NOW + 90), _at(NOW - 3), 1.0, 25.0),  # the end is here; the kill is a grace away
+        (_at(NOW + 90), _at(NOW + 5000, "COMPLETING"), 90.0, 25.0),  # it is put back into the queue
+        ("exit 1", "exit 1", 77.0, 25.0),  # no controller, but the variable
+        ("exit 1", _at(NOW + 50), 50.0, 50.0),
+        ("echo RUNNING N/A", "echo RUNNING UNLIMITED", 77.0, 25.0),
+        ("echo '<html> x'", "printf '\\377 \\376'", 77.0, 25.0),
     ],
 )
-def test_how_much_is_left(
-    tmp_path: Path, says: str, first: float | str, usr1: float, term: float
-) -> None:
-    environment = _squeue(tmp_path, says)
-    if first:
-        environment["SLURM_JOB_END_TIME"] = f"{first:.0f}" if isinstance(first, float) else first
-    assert _left(environment, signal.SIGUSR1) == usr1
-    assert _left(environment, signal.SIGTERM) == term
+def test_how_much_is_left(tmp_path: Path, first: str, now: str, usr1: float, term: float) -> None:
+    environment = _squeue(tmp_path, first) | {"SLURM_JOB_END_TIME": f"{NOW + 77:.0f}"}
+    source = slurm(25.0, environment, lambda: NOW)
+    source.learn()
+    _squeue(tmp_path, now)
+    assert source.left(signal.SIGUSR1) == usr1
+    assert source.left(signal.SIGTERM) == term
+
+
+def test_the_time_from_term_to_kill_is_slurms_own_setting(tmp_path: Path) -> None:
+    environment = _squeue(tmp_path, "exit 1")
+    for says, grace in (
+        ("echo 'JobRequeue = 1'; echo 'KillWait                = 12 sec'", 12.0),
+        ("exit 1", 30.0),
+    ):
+        _script(tmp_path / "scontrol", "show config", says)
+        source = slurm(0.0, environment, lambda: NOW)
+        source.learn()
+        assert source.left(signal.SIGTERM) == source.left(signal.SIGUSR1) == grace
 
 
 def test_a_queue_that_does_not_answer_is_not_waited_for(
@@ -143,12 +153,15 @@ def test_a_queue_that_does_not_answer_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr("holdfast.elastic.slurm_notices.ANSWER_SECONDS", 0.2)
     environment = _squeue(tmp_path, "exec sleep 1000")
-    assert _left(environment | {"SLURM_JOB_END_TIME": f"{NOW + 50:.0f}"}, signal.SIGUSR1) == 50.0
-    assert _left(os.environ | {"PATH": "", "SLURM_JOB_ID": "7"}, signal.SIGUSR1) == 25.0
+    for path, left in ((environment["PATH"], 50.0), ("", 50.0)):
+        environment |= {"PATH": path, "SLURM_JOB_END_TIME": f"{NOW + 50:.0f}"}
+        source = slurm(25.0, environment, lambda: NOW)
+        source.learn()
+        assert source.left(signal.SIGUSR1) == left
 
 
 def test_two_signals_at_once_are_the_nearer_one(tmp_path: Path) -> None:
-    source = slurm(0.0, _squeue(tmp_path, "exit 1"), lambda: NOW)
+    source = slurm(30.0, _squeue(tmp_path, "exit 1"), lambda: NOW)
     source.signals()[signal.SIGTERM]()
     source.signals()[signal.SIGUSR1]()
     heard = source.ask()

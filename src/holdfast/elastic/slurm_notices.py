@@ -2,23 +2,24 @@
 
     SIGUSR1   sbatch --signal=B:USR1@120: that many seconds before the time limit, or up to a minute
               earlier
-    SIGTERM   preemption, whose SIGKILL follows after the partition's GraceTime; scancel and the
-              time limit itself, whose SIGKILL follows after KillWait
+    SIGTERM   preemption, whose SIGKILL follows after the partition's GraceTime; scancel, a requeue
+              and the time limit itself, whose SIGKILL follows after KillWait
 
-How much is left is asked of `squeue`, which knows the job's end as it is now: a preemption moves
-it. Where it does not answer in time, SLURM_JOB_END_TIME says when the time limit is. A SIGTERM with
-an end far away is somebody's own: then `cluster.grace_seconds`, or Slurm's usual KillWait, counts.
+How much is left is asked of `squeue`, which knows the job's end as it is now: a preemption moves it
+nearer. After a SIGTERM to a job that ends as late as ever, or that is over already, KillWait is
+what is left; Slurm is asked for it at the start, and `cluster.grace_seconds` wins. Where squeue
+does not answer in time, SLURM_JOB_END_TIME says when the time limit is.
 
-The batch shell gets B: signals, not its children: it has to pass them on (docs/notices.md).
 Whether the job is queued again afterwards is decided by whoever started it.
 """
 
 from __future__ import annotations
 
-import math
+import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
@@ -29,7 +30,11 @@ KILL_WAIT = 30.0
 """Slurm's default of KillWait."""
 ANSWER_SECONDS = 3.0
 ASK_SECONDS = 30.0
-FAR_AWAY = 3600.0
+AT_WORK = frozenset({"RUNNING", "SIGNALING", "RESIZING"})
+AGAIN = (0.2, 0.4)
+"""Seconds between questions after a SIGTERM whose reason is not known."""
+MOVED = 5.0
+"""An end that is nearer by less has not been moved: times are told in whole seconds."""
 
 
 def slurm(grace: float, environment: Mapping[str, str], clock: Callable[[], float]) -> Slurm:
@@ -40,16 +45,18 @@ def slurm(grace: float, environment: Mapping[str, str], clock: Callable[[], floa
             "this process runs in no Slurm job: SLURM_JOB_ID is not set", where="cluster.notices",
             remedy="start it by sbatch or srun, or use none",
         )  # fmt: skip
-    return Slurm(job, grace or KILL_WAIT, environment, clock)
+    return Slurm(job, grace, environment, clock)
 
 
 class Slurm(Source):
     def __init__(
         self, job: str, grace: float, environment: Mapping[str, str], clock: Callable[[], float]
     ) -> None:
-        """`grace`: seconds from SIGTERM to SIGKILL where nobody can say."""
+        """`grace`: seconds from SIGTERM to SIGKILL; 0: what Slurm says."""
         self._job, self._grace = job, grace
         self._environment, self._clock = dict(environment), clock
+        self._first: float | None = None  # the job's end as it was at first
+        self._learnt = False
         self._came: list[int] = []
         self._news = threading.Condition()
 
@@ -66,6 +73,9 @@ class Slurm(Source):
             self._news.notify_all()
 
     def ask(self) -> Warned | None:
+        if not self._learnt:
+            self._learnt = True
+            self.learn()
         with self._news:
             if not self._came:
                 self._news.wait(ASK_SECONDS)
@@ -77,30 +87,52 @@ class Slurm(Source):
         name = signal.Signals(number).name
         return warned(self.left(number), Meaning.GONE, f"slurm: {name}", name)
 
+    def learn(self) -> None:
+        """What is not to be asked for when time is short."""
+        at_first = self._environment.get("SLURM_JOB_END_TIME", "")
+        self._first = self._end() or (float(at_first) if at_first.isdigit() else None)
+        if not self._grace:
+            settings = self._says("scontrol", "show", "config")
+            found = re.search(r"^KillWait\s*=\s*(\d+) sec", settings, re.MULTILINE)
+            self._grace = float(found[1]) if found else KILL_WAIT
+
     def left(self, number: int) -> float:
         """Seconds until the job is killed."""
-        end = self._end_now() or self._end_at_first()
-        left = end - self._clock() if end is not None else math.inf
-        if number == signal.SIGTERM:
-            # At the job's end the kill is KillWait away.
-            return max(1.0, left) if 1.0 < left < FAR_AWAY else self._grace
-        return max(1.0, left) if left < math.inf else self._grace
+        now = self._end()
+        if number != signal.SIGTERM:
+            end = now or self._first
+            return self._grace if end is None else max(1.0, end - self._clock())
+        for wait in AGAIN:
+            if self._nearer(now):
+                break
+            time.sleep(wait)  # Slurm may be quicker to send the signal than to say so
+            now = self._end()
+        left = now - self._clock() if now is not None and self._nearer(now) else 0.0
+        return left if left > 1.0 else self._grace
 
-    def _end_now(self) -> float | None:
-        """What squeue says, in seconds since 1970."""
-        asked = ["squeue", "--noheader", "--job", self._job, "--format", "%e"]
-        # The time is printed in the zone of whoever asks.
+    def _nearer(self, end: float | None) -> bool:
+        return end is not None and (self._first is None or end < self._first - MOVED)
+
+    def _end(self) -> float | None:
+        """When the job will end, in seconds since 1970, as squeue says; None where it does not say,
+        and for a job that does not run any more, of which it says when the next try would end."""
+        said = self._says("squeue", "--noheader", "--job", self._job, "--format", "%T %e").split()
+        if len(said) != 2 or said[0] not in AT_WORK:
+            return None
+        try:
+            return datetime.fromisoformat(said[1]).replace(tzinfo=UTC).timestamp()
+        except ValueError:
+            return None
+
+    def _says(self, *command: str) -> str:
+        """What a command of Slurm's prints, "" where it fails or takes too long."""
+        # Times are printed in the zone of whoever asks.
         environment = self._environment | {"TZ": "UTC", "SLURM_TIME_FORMAT": "standard"}
         try:
             done = subprocess.run(
-                asked, env=environment, capture_output=True, timeout=ANSWER_SECONDS, text=True,
+                command, env=environment, capture_output=True, timeout=ANSWER_SECONDS,
                 stdin=subprocess.DEVNULL, check=False,
             )  # fmt: skip
-            at = done.stdout.split()[0]
-            return datetime.fromisoformat(at).replace(tzinfo=UTC).timestamp()
-        except (OSError, ValueError, IndexError, subprocess.SubprocessError):
-            return None
-
-    def _end_at_first(self) -> float | None:
-        at = self._environment.get("SLURM_JOB_END_TIME", "")
-        return float(at) if at.isdigit() else None
+        except (OSError, subprocess.SubprocessError):
+            return ""
+        return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else ""
