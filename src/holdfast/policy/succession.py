@@ -69,11 +69,11 @@ class Patience:
 class Seat:
     """One agent's place; see the module.
 
-    term: the newest that it knows of; orders of older ones are refused. holder: where its coordinator
-    listens, "" where that is not known or it is this one. at:
-    the generation that it holds. seen: the newest that it found in the run store while silent.
-    members: the agents of the newest generation that it took part in, or found at its start.
-    since: when its coordinator last answered, or the present state began.
+    term: the newest that it knows of; orders of older ones are refused. holder: where its
+    coordinator listens, "" where that is not known or it is this one. at: the generation that it
+    holds. seen: the newest that it found in the run store while silent. members: the agents of the
+    newest generation that it took part in. since: when its coordinator last answered, or the
+    present state began.
     """
 
     name: str
