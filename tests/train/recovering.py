@@ -101,7 +101,7 @@ class Survivor:
         engine, place = self.engine, self.engine.groups.coordinate
         parts = engine.groups.degree("dp_shard")
         share = engine.begin(step)
-        engine.compute([DATA.microbatch(step, j, place.dp_shard, parts) for j in share])
+        engine.compute([cast(Any, DATA).microbatch(step, j, place.dp_shard, parts) for j in share])
         verdict = engine.reduce()
         engine.apply(verdict)
         self._applied(step, verdict)
@@ -131,8 +131,10 @@ class Survivor:
         self._entered(found)
         return found
 
-    def join(self, topology: Topology, before: Topology, came_from: Sequence[int | None]) -> None:
-        self.me = list(came_from).index(None)
+    def join(
+        self, topology: Topology, before: Topology, came_from: Sequence[int | None], me: int
+    ) -> None:
+        self.me = me
         found = join(
             self.config, DATA, topology, self.me, self.rank.store(), CPU, before, came_from,
             seconds=60,

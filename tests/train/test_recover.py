@@ -6,18 +6,21 @@ with the same bits where replicas are alike, and reports them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import pytest
 
+from holdfast.errors import PeerLostError
+from holdfast.train import recover as recover_module
 from tests.ranks import RankContext, rank_values, run_ranks
 from tests.train.layouts import case
 from tests.train.recovering import Deadly, Survivor, topology_for
 
 DIES, LAST = 3, 5
-POINTS = ("forward", "backward", "whole", "told 1", "voted", "applied")
+POINTS = ("forward", "told 1", "backward", "whole", "voted", "applied")
 
 
 def _undisturbed(rank: RankContext, name: str, microbatches: int) -> dict[str, Any]:
@@ -44,11 +47,13 @@ def _survive(
     if rank.rank >= before.world_size:
         kept = False
         rank.wait_mark("lost", next(r for r in came_from if r is not None))
-        made.join(topology, before, came_from)
+        made.join(topology, before, came_from, came_from.index(None))
     else:
         made.begin(before)
         Deadly(made, victim, DIES, when)
         made.lose(LAST)
+        if rank.rank not in came_from:  # of no use without the one that was lost
+            return {}
         rank.mark("lost")
         kept = made.recover(topology, came_from).kept_inside
     made.train(LAST)
@@ -68,7 +73,7 @@ def survivors(
     results = run_ranks(_survive, size, arguments, dies={victim: "SIGKILL"})
     for result in results:
         assert result.rank == victim or result.exit == 0, result.log
-    return [result.value for result in results if result.rank != victim]
+    return [result.value for result in results if result.value]
 
 
 def check_reports(found: Sequence[dict[str, Any]], curve: dict[str, Any], when: str) -> None:
@@ -80,8 +85,7 @@ def check_reports(found: Sequence[dict[str, Any]], curve: dict[str, Any], when: 
     assert len(told) <= 1
 
 
-@pytest.mark.parametrize("when", POINTS)
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(("when", "victim"), list(zip(POINTS, (0, 2) * 3, strict=True)))
 def test_one_of_three_replicas_is_lost(when: str, victim: int) -> None:
     left = [rank for rank in range(3) if rank != victim]
     found = survivors("dp3", victim, when, "dp2", left)
@@ -91,3 +95,200 @@ def test_one_of_three_replicas_is_lost(when: str, victim: int) -> None:
         assert value["digest"] == alone["digest"]
         assert value["kept"]
     check_reports(found, alone["curve"], when)
+
+
+@pytest.mark.parametrize("microbatches", [5, 8, 12])
+def test_any_number_of_microbatches(microbatches: int) -> None:
+    """And the fourth of four replicas, so that the others' numbers stay."""
+    found = survivors("dp4", 3, "backward", "dp3", [0, 1, 2], microbatches)
+    (alone,) = undisturbed("one", microbatches)
+    for value in found:
+        assert value["curve"] == alone["curve"]
+        assert value["digest"] == alone["digest"]
+        assert value["kept"]
+
+
+def _whole_replicas(found: Sequence[dict[str, Any]], replica: str, when: str) -> None:
+    """Every replica is as the only one of an undisturbed run, bit by bit."""
+    places = undisturbed(replica)
+    for value in found:
+        assert LAST in map(int, value["curve"])
+        assert value["curve"] == {step: places[0]["curve"][step] for step in value["curve"]}
+        assert value["digest"] == places[value["place"]]["digest"]
+    check_reports(found, places[0]["curve"], when)
+
+
+@pytest.mark.parametrize(
+    ("name", "replica", "when"),
+    [
+        ("dp2-shard2", "shard2", "backward"), ("dp2-shard2", "shard2", "told 1"),
+        ("dp2-tp2", "tp2", "told 2"), ("pp2-dp2", "pp2", "told 1"), ("pp2-dp2", "pp2", "backward"),
+    ],
+)  # fmt: skip
+def test_a_replica_of_several_ranks_goes_on_as_it_is(name: str, replica: str, when: str) -> None:
+    """Its ranks come to the same end, though one may have heard every vote and the other not."""
+    found = survivors(name, 3, when, replica, [0, 1])
+    assert len(found) == 2
+    assert all(value["kept"] for value in found)
+    _whole_replicas(found, replica, when)
+
+
+@pytest.mark.parametrize("name", ["dp2-shard2", "pp2-dp2", "zero1.2-dp2"])
+def test_a_newcomer_fills_the_gap_in_a_replica(name: str) -> None:
+    """It is sent its part by the other replica, which keeps all that lies inside it."""
+    replica = {"dp2-shard2": "shard2", "pp2-dp2": "pp2", "zero1.2-dp2": "zero1.2"}[name]
+    found = survivors(name, 3, "told 1", name, [0, 1, 2, None])
+    assert sorted(value["kept"] for value in found) == [False, False, True, True]
+    _whole_replicas(found, replica, "told 1")
+
+
+@pytest.mark.parametrize("when", ["backward", "told 1"])
+def test_what_is_left_of_a_replica_becomes_one_of_another_shape(when: str) -> None:
+    found = survivors("dp2-tp2", 0, when, "tp2+one", [2, 3, 1])
+    (alone,) = undisturbed("one")
+    assert sorted(value["kept"] for value in found) == [False, True, True]
+    for value in found:
+        for step, numbers in value["curve"].items():
+            assert numbers == pytest.approx(alone["curve"][step], rel=1e-10)
+
+
+def test_unlike_replicas() -> None:
+    found = survivors("pp2+tp2+one", 4, "whole", "pp2+tp2", [0, 1, 2, 3])
+    (alone,) = undisturbed("one")
+    for value in found:
+        assert value["kept"]
+        for step, numbers in value["curve"].items():
+            assert numbers == pytest.approx(alone["curve"][step], rel=1e-10)
+
+
+# --- more than one fault --------------------------------------------------------------------
+
+
+def _lost_twice(rank: RankContext) -> dict[str, Any]:
+    """Rank 1 dies in step 3, and rank 2 in the recovery from it."""
+    made = Survivor(rank, "dp4")
+    made.begin(topology_for("dp4", 1))
+    Deadly(made, 1, DIES, "told 1")
+    made.lose(LAST)
+    if rank.rank == 2:
+        module: Any = recover_module
+        module.agree = lambda *_: rank.kill(2)
+    with pytest.raises(PeerLostError):
+        made.recover(topology_for("dp3", 2), [0, 2, 3])
+    made.recover(topology_for("dp2", 3), [3, 0])
+    made.train(LAST)
+    return made.result()
+
+
+def test_a_second_one_is_lost_in_the_recovery() -> None:
+    results = run_ranks(_lost_twice, 4, dies={1: "SIGKILL", 2: "SIGKILL"})
+    (alone,) = undisturbed("one")
+    for result in results:
+        if result.rank in (0, 3):
+            assert result.exit == 0, result.log
+            assert result.value["curve"] == alone["curve"]
+            assert result.value["digest"] == alone["digest"]
+
+
+def _torn(rank: RankContext) -> dict[str, Any]:
+    """Rank 2 has lost its state in an update that was interrupted."""
+    made = Survivor(rank, "dp3")
+    made.begin(topology_for("dp3", 1))
+    Deadly(made, 0, DIES, "forward")
+    made.lose(LAST)
+    if rank.rank == 2:
+        made.engine.torn = True
+        for held in made.engine.state():
+            held.tensor.zero_()
+    kept = made.recover(topology_for("dp2", 2), [1, 2]).kept_inside
+    made.train(LAST)
+    return {**made.result(), "kept": kept}
+
+
+def test_who_has_lost_its_state_is_sent_it() -> None:
+    results = run_ranks(_torn, 3, dies={0: "SIGKILL"})
+    (alone,) = undisturbed("one")
+    for result in results[1:]:
+        assert result.exit == 0, result.log
+        assert result.value["digest"] == alone["digest"]
+        assert result.value["kept"] == (result.rank == 1)
+
+
+# --- no fault -------------------------------------------------------------------------------
+
+
+def _grown(rank: RankContext, name: str, after: str, came_from: list[int | None]) -> dict[str, Any]:
+    """Between two steps, with nobody lost."""
+    made = Survivor(rank, name)
+    before, topology = topology_for(name, 1), topology_for(after, 2)
+    if rank.rank < before.world_size:
+        made.begin(before)
+        made.train(2)
+    rank.barrier("paused")
+    if rank.rank < before.world_size:
+        made.recover(topology, came_from)
+    else:
+        made.join(topology, before, came_from, rank.rank)
+    made.train(LAST)
+    return made.result()
+
+
+@pytest.mark.parametrize(
+    ("name", "after", "came_from"),
+    [("dp2", "dp3", [0, 1, None]), ("shard2", "dp2-shard2", [1, 0, None, None])],
+)
+def test_replicas_join_between_two_steps(
+    name: str, after: str, came_from: list[int | None]
+) -> None:
+    arguments = {"name": name, "after": after, "came_from": came_from}
+    found = rank_values(_grown, len(came_from), arguments)
+    places = undisturbed("one" if name == "dp2" else name)
+    for value in found:
+        steps = {step: places[0]["curve"][step] for step in value["curve"]}
+        assert value["curve"] == steps
+        assert value["digest"] == places[value["place"]]["digest"]
+
+
+def _halted(rank: RankContext, name: str, after: str, left: list[int]) -> dict[str, Any]:
+    """The last rank is stopped, not dead: nobody is told by a socket. A thread of each of the
+    others interrupts it, as orders from outside do."""
+    made = Survivor(rank, name)
+    made.begin(topology_for(name, 1))
+    made.train(2)
+    last = rank.world_size - 1
+    if rank.rank == last:
+        rank.mark("stops")
+        rank.kill(last, "SIGSTOP")
+    rank.wait_mark("stops", last)
+    thread = threading.Timer(0.05 * (rank.rank % 2), made.engine.interrupt, [False])
+    thread.start()
+    made.lose(LAST)
+    thread.join()
+    if rank.rank not in left:
+        made.engine.interrupt(True)
+        return {}
+    kept = made.recover(topology_for(after, 2), left).kept_inside
+    made.train(LAST)
+    rank.mark("done")
+    if rank.rank == left[0]:
+        for other in left:
+            rank.wait_mark("done", other)
+        rank.kill(last)
+    return {**made.result(), "kept": kept}
+
+
+@pytest.mark.parametrize(
+    ("name", "after", "left"), [("dp3", "dp2", [0, 1]), ("dp2-shard2", "shard2", [0, 1])]
+)
+def test_orders_wake_who_waits_for_a_rank_that_hangs(
+    name: str, after: str, left: list[int]
+) -> None:
+    size = case(name).world_size
+    arguments = {"name": name, "after": after, "left": left}
+    results = run_ranks(_halted, size, arguments, dies={size - 1: "SIGKILL"})
+    found = []
+    for result in results[:-1]:
+        assert result.exit == 0, result.log
+        found += [result.value] if result.value else []
+    assert all(value["kept"] for value in found)
+    _whole_replicas(found, "one" if after == "dp2" else after, "")
