@@ -3,7 +3,7 @@ the capturers of all ranks in this process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ Start = Callable[..., Mover]
 class Nodes:
     """Movers by the name of their node. What an agent tells its mover is said here to each."""
 
-    def __init__(self, start: Start, *names: str) -> None:
-        self._start = start
-        self.store: FolderStore | None = None
+    def __init__(self, start: Start, *names: str, mover: Mapping[str, Any] | None = None) -> None:
+        """mover: settings of every mover."""
+        self._start, self._mover = start, dict(mover or {})
         self.movers: dict[str, Mover] = {}
         self.peers: dict[str, Peer] = {}
         self.ranks: dict[int, Rank] = {}
@@ -44,8 +44,7 @@ class Nodes:
 
     def add(self, name: str, **settings: Any) -> Mover:
         told = PeerSettings(Machine(name), room=1 << 28, **settings)
-        mover = self._start(secret=SECRET, peers=told.to_json())
-        self.store = mover.store
+        mover = self._start(secret=SECRET, peers=told.to_json(), **self._mover)
         address = str(mover.client(1).status()["peers"]["address"])
         self.movers[name], self.peers[name] = mover, Peer(Machine(name), address)
         self._marks[name] = 0
@@ -65,9 +64,14 @@ class Nodes:
         open_generation(FolderStore(self.folder), generation, {})
 
     @property
+    def store(self) -> FolderStore:
+        found = next(iter(self.movers.values())).store
+        assert isinstance(found, FolderStore)
+        return found
+
+    @property
     def folder(self) -> Path:
-        assert self.store is not None
-        return Path(self.store.folder)
+        return self.store.folder
 
     def choose(
         self, by: str, generation: int, among: Collection[str], tried: dict[str, str] | None = None

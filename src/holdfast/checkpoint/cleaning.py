@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from holdfast.checkpoint.restore import listing
 from holdfast.policy.retention import removable
 from holdfast.spec.manifest import (
+    blob_key,
     commit_key,
     data_prefix,
     parse_commit_key,
     parse_save_key,
+    part_key,
     part_prefix,
+    writer_name,
 )
 from holdfast.wire.runstore import RunStore
 
@@ -82,6 +85,13 @@ def discard(store: RunStore, generation: int, step: int) -> int:
     for key in keys:
         store.delete(key)
     return len(keys)
+
+
+def discard_parts(store: RunStore, generation: int, step: int, ranks: Collection[int]) -> None:
+    """Remove what these ranks have written of a step that cannot be committed, manifests first."""
+    for rank in sorted(ranks):
+        store.delete(part_key(generation, step, writer_name(rank)))
+        store.delete(blob_key(generation, step, writer_name(rank)))
 
 
 def sweep(store: RunStore, generation: int, spare: Collection[tuple[int, int]] = ()) -> int:

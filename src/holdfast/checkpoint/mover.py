@@ -171,7 +171,8 @@ class Server:
                 if self._peers is not None:
                     about = self._peers.cohort(topology, body)
                     self._peers.follow(about)
-                service.expect(generation, topology, table, body["start"], about)
+                key = body.get("key")
+                service.expect(generation, topology, table, body["start"], about, key)
                 if self._peers is not None:
                     self._peers.expect(topology, table, about)
             case "arena":
@@ -180,6 +181,8 @@ class Server:
                 service.captured(generation, **body)
             case "skipped":
                 service.skipped(generation, **body)
+            case "unheard":
+                service.unheard(generation, **body)
             case "wait_free":
                 return {"free": service.wait_free(generation, **body)}
             case "settle":
@@ -203,7 +206,7 @@ class Server:
                 events, mark = service.outcomes.since(body["since"], body["wait"])
                 return {"events": events, "next": mark}
             case "upload":
-                return {"left": self._upload(float(body["wait"]))}
+                return {"left": self._upload(float(body["wait"])) if service.leads else None}
             case "status":
                 peers = {} if self._peers is None else {"peers": self._peers.peers.status()}
                 return service.status() | peers

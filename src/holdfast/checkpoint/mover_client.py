@@ -235,6 +235,10 @@ class MoverClient:
         """This rank has no snapshot of `step`, which others may have handed over."""
         self._call("skipped", {"rank": rank, "step": step, "reason": reason})
 
+    def unheard(self, rank: int, steps: Sequence[int]) -> None:
+        """This rank had handed these durable saves over to a mover that has ended since."""
+        self._call("unheard", {"rank": rank, "steps": list(steps)})
+
     def wait_free(self, rank: int, timeout: float) -> bool:
         """Whether a slot of the rank's arena became free within `timeout` seconds."""
         body = {"rank": rank, "wait": timeout}

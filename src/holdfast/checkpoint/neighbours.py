@@ -16,6 +16,7 @@ from holdfast.checkpoint.peer_source import PeerMemories
 from holdfast.checkpoint.peer_wire import identity
 from holdfast.checkpoint.peers import Peers
 from holdfast.checkpoint.service import Service, Settings
+from holdfast.checkpoint.together import SAVE
 from holdfast.events import PeerFailed
 from holdfast.layout import Topology
 from holdfast.spec.state import StateTable
@@ -46,6 +47,8 @@ class Neighbours:
             settings.peers, secret, lambda: newest_generation(store),
             lambda name, reason: service.outcomes.add(PeerFailed(name, reason)), run,
         )  # fmt: skip
+        service.together.reach(secret, run, service.writing)
+        self.peers.server.verbs[SAVE] = service.together.told
         service.shelved.append(self.peers.shelved)
         service.memories.append(self._memories)
         service.elsewhere = self._memories.holders

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import Any
 
@@ -42,6 +42,8 @@ class Outcomes:
         self._warnings: deque[str] = deque(maxlen=16)
         self.durable: list[Callable[[str], None]] = []
         """Called with the key of each checkpoint that was committed; at once, so must not wait."""
+        self.failing: list[Callable[[Save, str], None]] = []
+        """Called with each save that has failed here, and why; at once, so must not wait."""
         self.underway: Callable[[Save], bool] = lambda save: False
         """Which saves are not forgotten, however old; asked under the lock, so must not wait."""
 
@@ -59,15 +61,29 @@ class Outcomes:
             self._again.discard(save)
             self._put(CheckpointCommitted(key, nbytes, seconds, step=save[1]))
 
-    def fail(self, save: Save, reason: str) -> None:
-        """The first reason counts; one event per save."""
+    def learn(self, save: Save, key: str) -> None:
+        """Another mover has committed a save, and has told it."""
         with self._change:
-            if self._is_forgotten(save):
+            self._keys.setdefault(save, key)
+            self._reasons.pop(save, None)
+            self._again.discard(save)
+            self._forget()
+            self._change.notify_all()
+
+    def fail(self, save: Save, reason: str, tell: bool = True) -> None:
+        """The first reason counts; one event per save. Without `tell`, where another mover has
+        told it, there is none."""
+        with self._change:
+            known = {save} & (self._reasons.keys() | self._keys.keys() | self._again)
+            if known or self._is_forgotten(save):
                 return
-            if not {save} & (self._reasons.keys() | self._keys.keys() | self._again):
-                self._reasons[save] = reason
-                self._forget()
+            self._reasons[save] = reason
+            self._forget()
+            if tell:
                 self._put(CheckpointFailed(reason, step=save[1]))
+            self._change.notify_all()
+        for listener in self.failing if tell else ():
+            listener(save, reason)
 
     def again(self, save: Save) -> None:
         """A save is made anew by other means: whatever became or becomes of the first attempt, who
@@ -77,11 +93,11 @@ class Outcomes:
             self._reasons.pop(save, None)
             self._started.setdefault(save, self._clock())
 
-    def gave_up(self, save: Save, reason: str) -> None:
+    def gave_up(self, save: Save, reason: str, tell: bool = True) -> None:
         """The end of `again` that is none."""
         with self._change:
             self._again.discard(save)
-        self.fail(save, reason)
+        self.fail(save, reason, tell)
 
     def committed(self, save: Save) -> bool:
         with self._change:
@@ -117,6 +133,18 @@ class Outcomes:
             if self._is_forgotten(save):
                 return True, "it is too long ago to say what became of it"
             return True, None if save in self._keys else self._reasons[save]
+
+    def ends(self, saves: Collection[Save], wait: float) -> dict[Save, tuple[str | None, str]]:
+        """Those that have ended: the commit object's key, or None and the reason. Waits for the
+        first."""
+
+        def found() -> dict[Save, tuple[str | None, str]]:
+            ended = [save for save in saves if save in self._keys or save in self._reasons]
+            return {s: (self._keys.get(s), self._reasons.get(s, "")) for s in ended}
+
+        with self._change:
+            self._change.wait_for(found, wait)
+            return found()
 
     def since(self, mark: int, wait: float) -> tuple[list[list[Any]], int]:
         """Events after `mark` as [kind, fields], and the next mark; waits for the first."""

@@ -4,6 +4,7 @@
     GET  /range?run=R&key=K&start=A&stop=B&use=copy|restore     bytes [A, B) of a snapshot's blob
     POST /offer?run=R                     "I have a new snapshot": the receiver pulls it
     GET  /newest?run=R                    the newest generation that has asked here; fences nobody
+    POST /save?run=R                      to the mover that commits: what was stored (`together.py`)
 
 R says what is computed (`identity`): movers that share a secret may belong to different runs, and
 the state of one is nothing to the other.
@@ -95,8 +96,12 @@ class PeerClient:
     def offer(self, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
         """Tell of a snapshot; the answer's `state` says what became of it. `timeout` bounds the
         silence of this one request. Raises as `inventory` does."""
+        return self.ask(OFFER, body, timeout)
+
+    def ask(self, verb: str, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+        """Any question with a body, by its path; as `offer`."""
         content = json.dumps(body, separators=(",", ":")).encode()
-        return self._json("POST", self._path(OFFER), content, timeout)
+        return self._json("POST", self._path(verb), content, timeout)
 
     def read_into(self, key: str, start: int, out: memoryview, use: str = RESTORE) -> None:
         """Fill `out` with bytes [start, start + len(out)) of a blob, straight from the socket.

@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,6 +43,7 @@ from holdfast.checkpoint.saving import Saves
 from holdfast.checkpoint.second import Second
 from holdfast.checkpoint.snapshots import Shelf, Snapshot, header_to_json
 from holdfast.checkpoint.sources import MemorySource, ShelfSource
+from holdfast.checkpoint.together import Together
 from holdfast.checkpoint.writing import Writing
 from holdfast.errors import CorruptError, FencedError, HoldfastError
 from holdfast.events import CheckpointRejected, SnapshotComplete, SnapshotDropped, SourceRejected
@@ -128,7 +129,6 @@ class Service:
         self._choice: Choice | None = None
         self._told: Commit | None = None  # what another mover chose
         self._looking = threading.Lock()
-        self._cohort: Cohort | None = None
         self._hashing = 0
         self._reading = 0  # slots of captures that failed, while a disk may still read them
         self._hashers = ThreadPoolExecutor(HASH_THREADS, "hash")
@@ -140,18 +140,19 @@ class Service:
     # --- generations ------------------------------------------------------------------------
     def expect(
         self, generation: int, topology: Topology, table: StateTable, start: int | None = None,
-        cohort: Cohort | None = None,
+        cohort: Cohort | None = None, begun: str | None = None,
     ) -> None:  # fmt: skip
         """Begin a generation, from the state after `start` where that is said: then snapshots of
         later steps are given up. cohort: the movers that take part, where there are several; asked
-        again of the same generation, the newest list counts. Raises FencedError for a generation
+        again of the same generation, the newest list counts. begun: what only memory holds of what
+        another mover chose. Raises FencedError for a generation
         that is not newer than the present."""
         if start is not None:
             note_start(self._store, generation, start)
         with self._change:
             if self._plan is not None and generation <= self._plan.generation:
                 if self._plan.generation == generation and self._plan.topology == topology:
-                    self._cohort = cohort
+                    self._saves.together.begin(self._plan, cohort)
                     return  # asked again: the first answer was lost, or a mover was replaced
                 raise FencedError(f"generation {self._plan.generation} has begun already")
             extent = fitting_extent(self._settings.extent_bytes, sum(spec.nbytes for spec in table))
@@ -160,7 +161,7 @@ class Service:
                 self._settings.dataset_version, extent,
             )  # fmt: skip
             self._arenas.begin()
-            self._handed, self._given_up, self._cohort = {}, set(), cohort
+            self._handed, self._given_up = {}, set()
             self._change.notify_all()
         self.outcomes.wake()
         complete = set(self.shelf.complete(ours=True))
@@ -175,10 +176,30 @@ class Service:
         self.shelf.drop_where(gone)
         ours = None if cohort is None else cohort.ranks(topology.nodes)
         self.shelf.open(generation, topology, table, ours)
-        self._saves.begin(generation, start)
+        self._saves.begin(self._current(generation), start, cohort)
+        self._make_durable(generation, start, begun)
+
+    def _make_durable(self, generation: int, start: int | None, begun: str | None) -> None:
+        """What a generation begins from, where only memory holds it: chosen here, or `begun`."""
         choice = self._choice
         if choice is not None and not choice.durable and choice.commit.step == start:
-            self._saves.promote(generation, choice)
+            begun = choice.key
+        at = parse_commit_key(begun or "")
+        if begun is None or at is None or at[0] != start:
+            return
+        if self._saves.together.leads:
+            self._saves.promote(generation, (at[1], at[0]), partial(self._commit_of, begun))
+        elif choice is not None:  # whoever leads does it; here is asked what came of it
+            self._saves.await_promotion((at[1], at[0]))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this mover commits, and no other."""
+        return self._saves.together.leads
+
+    @property
+    def together(self) -> Together:
+        return self._saves.together
 
     def _current(self, generation: int) -> Plan:
         plan = self._plan
@@ -260,12 +281,18 @@ class Service:
                     _add(self._kept_back, (generation, step))
         for older in skipped:
             self.shelf.drop(generation, older)
+            self._saves.skipped((generation, older))
         into = Into(durable, copied, uploaded)
         writing = Writing(found.memory, slot, due, rank) if durable else None
         capture = _Capture(plan, found, rank, slot, due, dict(meta), into, writing)
         self._hashers.submit(self._shelve, capture)
         if writing is not None:
             self._saves.submit(plan, writing)
+
+    def writing(self, generation: int) -> list[int]:
+        """The steps of a generation that are being made durable here."""
+        with self._change:
+            return [step for g, step in self._saves.pending if g == generation]
 
     def uploads(self, key: str) -> bool:
         """Whether a checkpoint that was committed goes into the bucket too. Asked once for each."""
@@ -281,6 +308,14 @@ class Service:
             self._current(generation)
         self.outcomes.fail((generation, step), f"rank {rank}: {reason}")
         self._give_up(generation, step)
+
+    def unheard(self, generation: int, rank: int, steps: Sequence[int]) -> None:
+        """A rank had handed these saves over to the mover before this one, which has ended: whoever
+        waits for their end is told."""
+        with self._change:
+            self._current(generation)
+        for step in steps:
+            self._saves.unheard((generation, step), rank)
 
     def _give_up(self, generation: int, step: int) -> None:
         with self._change:

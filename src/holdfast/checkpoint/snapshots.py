@@ -287,6 +287,11 @@ class Shelf:
             )
         return found
 
+    def ranks(self, generation: int, step: int) -> list[int]:
+        """Those whose part of a step is here, their own node's or a copy."""
+        with self._lock:
+            return sorted(name[2] for name in self._snapshots if name[:2] == (generation, step))
+
     def own(self, generation: int, rank: int) -> dict[int, Part]:
         """step -> the part of a rank that was captured on this node."""
         with self._lock:

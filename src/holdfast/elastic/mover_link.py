@@ -256,8 +256,8 @@ class MoverLink:
             return  # somebody else took them meanwhile, or the mover is a new one
         self._mark = following
         for event in events:
-            self._safe.observe(event)
-            self._take(event)
+            if self._safe.observe(event):
+                self._take(event)
 
 
 @dataclass(frozen=True)
@@ -278,8 +278,15 @@ class Safe:
         self._memory: int | None = None
         self._kept: tuple[int, str] | None = None  # step, peer
         self._durable: int | None = None
+        self._told = ""  # the newest commit object
 
-    def observe(self, event: Event) -> None:
+    def observe(self, event: Event) -> bool:
+        """Whether it is news: a mover that took another one's place says once more what had been
+        committed last, because nobody knows whether that one was heard."""
+        if isinstance(event, CheckpointCommitted):
+            if event.key == self._told:
+                return False
+            self._told = event.key
         match event:
             case SnapshotComplete(step=step):
                 self._memory = step
@@ -287,6 +294,7 @@ class Safe:
                 self._kept = max((step, peer), self._kept or (step, peer))
             case CheckpointCommitted(step=step):
                 self._durable = max(step, self._durable or step)
+        return True
 
     def without_memory(self) -> list[Event]:
         """The mover is gone, and this node's memory with it: what that means, if it held any."""
