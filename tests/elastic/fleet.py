@@ -38,7 +38,7 @@ class Switch:
         self.history: list[tuple[str, int]] = []
         self.slow = False  # stays in `building`
 
-    def start(self, generation: int, begin: Mapping[str, Any]) -> None:
+    def start(self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]) -> None:
         assert generation > self.at, "an older generation was begun"
         assert self.stage in (Stage.IDLE, Stage.HELD, Stage.DONE), "work in two generations at once"
         self.at = generation

@@ -88,7 +88,7 @@ class Coordinator:
         self.known: dict[str, Known] = {}
         self._rules, self._make, self._changed, self._complain = rules, make, changed, complain
         self._loop = asyncio.get_running_loop()
-        self._begin: dict[str, Any] = {}  # what the nodes of the generation are told to begin from
+        self._begin: dict[str, Any] | None = None  # what the nodes begin from; see `_answer`
         self._inbox: list[Report] = []
         self._waiting: dict[str, tuple[asyncio.Future[None], Directive]] = {}
         self._news = asyncio.Event()
@@ -99,15 +99,7 @@ class Coordinator:
         """All are asked from outside any generation."""
         return {JOIN: self.join, BEAT: self.beat}
 
-    @property
-    def begin(self) -> Mapping[str, Any]:
-        return self._begin
-
     # --- what is decided elsewhere --------------------------------------------------------------
-    def resume(self, begin: dict[str, Any]) -> None:
-        """A new term in the midst of a generation: what its nodes were told to begin from."""
-        self._begin = begin
-
     def halt(self, reason: str, *, gentle: bool = False) -> None:
         self._set(membership.halt(self.reign, reason, self._now, gentle=gentle))
 
@@ -177,6 +169,11 @@ class Coordinator:
         answer: dict[str, Any] = {
             "term": term, "order": due.order.value, "generation": due.generation,
         }  # fmt: skip
+        if due.order is Order.START and self._begin is None:
+            # The coordinator that made the generation was lost before all had begun, and what they
+            # were to begin from with it.
+            self.halt("coordinator_lost")
+            return {"term": term, "order": Order.WAIT.value, "generation": 0}
         if due.order is Order.START:
             answer["begin"] = self._begin
         elif due.order in (Order.HALT, Order.PAUSE):

@@ -28,7 +28,14 @@ from holdfast.wire.runstore import RunStore
 from holdfast.wire.secret import Secret
 from holdfast.wire.server import Handler
 from holdfast.wire.talker import DeadError, Talker
-from holdfast.wire.term import QUESTION, Term, claim, newest_generation, newest_term
+from holdfast.wire.term import (
+    QUESTION,
+    Term,
+    claim,
+    newest_generation,
+    newest_term,
+    object_of,
+)
 
 ASK_SECONDS = 3.0
 """How long another agent has to say whether it hears the coordinator."""
@@ -55,8 +62,9 @@ class Work(Protocol):
     @property
     def held(self) -> dict[str, Any]: ...
 
-    def start(self, generation: int, begin: Mapping[str, Any]) -> None:
-        """Take part in a newer generation. Returns at once, as the others do."""
+    def start(self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]) -> None:
+        """Take part in a newer generation: what its object in the run store says, and what it
+        begins from. Returns at once, as the others do."""
         ...
 
     def halt(self, generation: int, reason: str, *, gentle: bool) -> None: ...
@@ -260,11 +268,14 @@ class Follower:
         self._doing = (order, generation)
         match Order(order):
             case Order.START if generation > self._work.at:
-                begin = dict(answer["begin"])
-                self.agents = {str(k): str(v) for k, v in dict(begin.get("agents", {})).items()}
+                value = await asyncio.to_thread(object_of, self._store, generation)
+                if generation <= self._work.at or term < self.seat.term:
+                    return  # overtaken by a newer order meanwhile
+                agents = dict(value["agents"])
+                self.agents = {str(name): str(said["address"]) for name, said in agents.items()}
                 members = tuple(sorted(self.agents))
                 self._set(succession.took(self.seat, term, generation, members))
-                self._work.start(generation, begin)
+                self._work.start(generation, value, dict(answer["begin"]))
             case Order.HALT | Order.PAUSE as halt if generation == self._work.at:
                 reason = str(answer.get("reason", ""))
                 self._work.halt(generation, reason, gentle=halt is Order.PAUSE)

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from holdfast.elastic.coordinator import Coordinator, Known, TakenError
-from holdfast.errors import FencedError
+from holdfast.errors import CorruptError, FencedError
 from holdfast.policy import membership
 from holdfast.policy.membership import Node, Reign, Rules
-from holdfast.spec.parsing import parsed
 from holdfast.wire.runstore import MissingKeyError, RunStore
 from holdfast.wire.term import (
     Term,
-    generation_key,
     newest_generation,
     newest_term,
+    object_of,
     open_generation,
 )
 
@@ -41,7 +41,11 @@ async def reign_over(
     complain: Callable[[str], None] = lambda sentence: None,
 ) -> Coordinator:  # fmt: skip
     """The coordinator of a term that was just opened. Raises what the run store raises."""
-    generation, value = await asyncio.to_thread(newest_object, store)
+    generation = await asyncio.to_thread(newest_generation, store)
+    value: dict[str, Any] = {}
+    if generation:
+        with suppress(CorruptError, MissingKeyError):  # then nobody is expected
+            value = await asyncio.to_thread(object_of, store, generation)
     now = asyncio.get_running_loop().time()
     nodes = [
         Node(str(name), str(said["mark"]), int(said["places"]), now, now)
@@ -51,22 +55,7 @@ async def reign_over(
     reign = membership.begin(
         term.number, now, generation, nodes, "resume" if generation else "start"
     )
-    coordinator = Coordinator(reign, rules, make, changed, complain)
-    if generation:
-        coordinator.resume(await make.told(generation, value))
-    return coordinator
-
-
-def newest_object(store: RunStore) -> tuple[int, dict[str, Any]]:
-    """The newest generation and what its object says; 0 and nothing before the first."""
-    generation = newest_generation(store)
-    if not generation:
-        return 0, {}
-    try:
-        value = parsed(store.get(generation_key(generation)))
-    except (ValueError, MissingKeyError):
-        return generation, {}
-    return generation, value if isinstance(value, dict) else {}
+    return Coordinator(reign, rules, make, changed, complain)
 
 
 class Maker:
@@ -92,12 +81,7 @@ class Maker:
             },
         }  # fmt: skip
         await asyncio.to_thread(self._create, generation, value)
-        return await self.told(generation, value)
-
-    async def told(self, generation: int, value: dict[str, Any]) -> dict[str, Any]:
-        """What the nodes of a generation are told."""
-        agents = {name: str(said["address"]) for name, said in value.get("agents", {}).items()}
-        return {"agents": agents, **await self._begin(generation, value)}
+        return await self._begin(generation, value)
 
     def _create(self, generation: int, value: dict[str, Any]) -> None:
         """In this order: whoever opens a newer term in between opens this number, too, and one of

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from holdfast.errors import FencedError, HoldfastError, RunFolderError
+from holdfast.errors import CorruptError, FencedError, HoldfastError, RunFolderError
 from holdfast.spec.parsing import parsed
 from holdfast.wire.client import OUTSIDE, Client, RequestError
 from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
@@ -167,6 +167,18 @@ def open_generation(store: RunStore, generation: int, value: dict[str, Any]) -> 
         store.create(generation_key(generation), json.dumps(marked).encode() + b"\n")
     except AlreadyExistsError:
         raise FencedError(f"generation {generation} has been opened by somebody else") from None
+
+
+def object_of(store: RunStore, generation: int) -> dict[str, Any]:
+    """What the object of a generation says. Raises MissingKeyError, CorruptError."""
+    key = generation_key(generation)
+    try:
+        value = parsed(store.get(key))
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise CorruptError(f"{key}: does not say who takes part")
+    return value
 
 
 def generation_key(generation: int) -> str:
