@@ -105,8 +105,11 @@ class Ray(Source):
                     raise SourceError("Ray's head does not answer")
                 more = os.read(child.stdout.fileno(), LINE_BYTES)
                 self._rest += more
-                if not more or len(self._rest) > LINE_BYTES:
-                    raise SourceError("the child that asks Ray has ended")
+                if not more:
+                    child.kill()
+                    raise SourceError(f"the child that asks Ray has ended ({child.wait()})")
+                if len(self._rest) > LINE_BYTES:
+                    raise SourceError("the child that asks Ray does not end its lines")
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode("utf-8", "replace")
 

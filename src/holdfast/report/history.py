@@ -23,6 +23,7 @@ from holdfast.events import (
     GenerationStarted,
     NonFinite,
     NoticeReceived,
+    NoticesUnheard,
     PeerFailed,
     Record,
     RunFailed,
@@ -333,6 +334,8 @@ def notice(event: Event) -> str:
         leave = ", and the run is to leave" if event.leave else ""
         nodes = ", ".join(event.nodes)
         return f"notice ({event.source}): {nodes} will be gone in {event.seconds:g} s{leave}"
+    if isinstance(event, NoticesUnheard):
+        return f"notices could not be had: {event.reason}"
     if isinstance(event, EmergencyPlanned):
         return f"emergency save: {event.reason}"
     if isinstance(event, SettingIgnored):
