@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -29,7 +30,7 @@ from holdfast.checkpoint.neighbours import Neighbours
 from holdfast.checkpoint.peer_settings import PeerSettings
 from holdfast.checkpoint.service import Service, Settings
 from holdfast.checkpoint.uploading import Uploader, opened
-from holdfast.errors import FencedError, HoldfastError, UserError
+from holdfast.errors import FencedError, HoldfastError, RunFolderError, UserError
 from holdfast.layout import Topology
 from holdfast.spec.state import TensorSpec
 from holdfast.wire import lifeline
@@ -83,7 +84,7 @@ class Server:
         self._said_full = False
         self._refusals = Refusals(service.outcomes.add)
         self._verifier = Verifier(secret, time.time, name="")  # nobody else can listen in
-        Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _own_folder(Path(path).parent)
         Path(path).unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
@@ -215,6 +216,18 @@ class Server:
         return {}
 
 
+def _own_folder(folder: Path) -> None:
+    """Make it, or see that nobody else can put something in the socket's place: a link, or a socket
+    of his own. Raises RunFolderError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
+        raise RunFolderError(
+            "other users of this machine can write where the mover's socket is to lie",
+            where=str(folder), remedy="set TMPDIR to a folder of your own",
+        )  # fmt: skip
+
+
 def _peer(connection: socket.socket) -> tuple[int, int]:
     """The process and the user at the other end (SO_PEERCRED: pid, uid, gid)."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -258,6 +271,7 @@ def main() -> None:
         lifeline.watch(boot.lifeline)
     service = Service(open_store(boot.store), boot.settings)
     try:
+        _own_folder(Path(boot.socket).parent)
         peers = _neighbours(boot, service)
     except UserError as error:  # an address that cannot be listened on
         print(error, file=sys.stderr)

@@ -1,8 +1,8 @@
 """What listeners refused, counted by listener and reason, and told at most once a minute.
 
 Whoever refuses calls `count`, which costs a lock and two additions; nothing of a request (no
-address, no body, no header) is kept. The first refusal is told at once, what follows within a
-minute is told together at its end: a stranger can make our journal grow by a line a minute.
+address, no body, no header) is kept. The first refusal is told within a second, what follows within
+a minute is told together at its end: a stranger can make our journal grow by a line a minute.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ ROUTINE = frozenset({"older generation", "unknown generation"})
 """What a process of the run itself may do that comes too late; all else is a stranger's."""
 
 TELL_SECONDS = 60.0
+GATHER_SECONDS = 1.0
+"""What follows the first refusal so closely is told with it."""
 
 
 class Refusals:
@@ -71,6 +73,7 @@ class Refusals:
 
     def _run(self) -> None:
         """From a refusal until a minute has passed without another one."""
+        self._closing.wait(GATHER_SECONDS)
         while True:
             with self._lock:
                 news = self._totals - self._told

@@ -56,16 +56,24 @@ def open_secret(folder: Path | str, environ: Mapping[str, str] | None = None) ->
 
 
 def read_secret(path: Path) -> Secret:
-    """Raises RunFolderError when the file is missing, readable by others, or not a secret."""
+    """Raises RunFolderError when the file is missing, readable by others, written by another user
+    (but root), or not a secret."""
     try:
-        status = path.stat()
-        text = path.read_text("ascii")
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())  # of what is read, whatever the path names by now
+            text = file.read(4096).decode("ascii")
     except FileNotFoundError:
         raise RunFolderError("the secret's file is missing", where=str(path)) from None
     except UnicodeDecodeError:
         text = ""
     except OSError as error:
         raise spoken_error(error, path) from error
+    if status.st_uid not in (os.getuid(), 0):
+        raise RunFolderError(
+            "the run's secret belongs to another user, who knows it then",
+            where=str(path),
+            remedy="remove it: a new one is made; or use a copy that is yours",
+        )
     if status.st_mode & 0o077:
         raise RunFolderError(
             "other users of this machine can read the run's secret",

@@ -162,7 +162,10 @@ def _settle(boot: WorkerBoot) -> None:
     import torch
 
     torch.set_num_threads(boot.threads)
-    os.environ["GLOO_SOCKET_IFNAME"] = boot.gloo_interface  # named by the run file, not guessed
+    # Named by the run file, not guessed; "=": this one, and none whose name begins so.
+    os.environ["GLOO_SOCKET_IFNAME"] = boot.gloo_interface
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={boot.gloo_interface}"
+    os.environ.setdefault("NCCL_RAS_ENABLE", "0")  # a listener that asks nobody for a proof
 
 
 def load_entry(name: str) -> Entry:
