@@ -1,7 +1,8 @@
 """Tier 1 from outside: a node's memory is lost, and the run goes on from another machine's.
 
 The run saves durably only at its end and keeps a snapshot of every step in memory. Its mover is
-killed, and all of that memory with it: without the staging machine it would begin again at step 0.
+killed, and all of that memory with it, and its workers are ended: without the staging machine it
+would begin again at step 0.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ def test_a_run_whose_mover_is_killed_goes_on_from_the_staging_machine(
         f"  peers: [{{name: stage, address: '{stage}', stable: true}}]\n"
     ))  # fmt: skip
     path.write_text(text)
-    settings = (f"train.steps={STEPS}", "train.evaluate.every=0", "cluster.threads_per_worker=1")
+    settings = (
+        f"train.steps={STEPS}", "train.evaluate.every=0", "cluster.threads_per_worker=1",
+        "cluster.recovery=restart",
+    )  # fmt: skip
     alone, lost = tmp_path / "alone", tmp_path / "lost"
     undisturbed = apart(
         "train", path, f"folder={alone}", *settings, "layout.workers=1", "checkpoint.peers=[]",

@@ -1,8 +1,8 @@
 """Tier 0 from outside: a killed worker's state comes back from its node's memory.
 
 The run saves durably only at its end, and keeps a snapshot of every step in the mover's memory.
-Workers get SIGKILL; each time the next generation goes on from the newest snapshot, and the end is
-that of a run that was left alone, to the bit.
+Workers get SIGKILL; each time all are ended, the next generation goes on from the newest snapshot,
+and the end is that of a run that was left alone, to the bit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KILLS = (15, 35)
 SETTINGS = (
     f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
     "checkpoint.every_steps=1000", "checkpoint.memory_every_steps=1",
-    "cluster.threads_per_worker=1", "layout.workers=2",
+    "cluster.threads_per_worker=1", "cluster.recovery=restart", "layout.workers=2",
 )  # fmt: skip
 
 

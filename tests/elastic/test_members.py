@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from holdfast.elastic import exits
-from holdfast.elastic.members import Members, still_running
+from holdfast.elastic.members import Members
 from holdfast.events import RunStopped
+from holdfast.policy.survivors import Held
 
 
 def _body(rank: int, step: int, phase: str, marks: int, first: int = 0) -> dict[str, Any]:
@@ -81,25 +79,26 @@ def test_events_are_taken_once_and_a_stranger_is_refused() -> None:
         members.report(unknown, 0.0)
 
 
-def test_kill_reaches_the_group_and_never_a_stranger() -> None:
-    script = "import subprocess, sys; print(1, flush=True); subprocess.run(['sleep', '1000'])"
-    child = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert child.stdout is not None
-    child.stdout.readline()
-    members = Members(1, 1)
-    members.expect(0, 0.0)
-    member = members.forked(0, child.pid)
-    assert still_running(member.pidfd)
-    members.kill()
-    assert child.wait(10) == -signal.SIGKILL
-    assert child.stdout.read() == b""  # the grandchild held the pipe too
-    child.stdout.close()
-    assert not still_running(member.pidfd)
-    members.kill()  # the number may belong to somebody else now: nothing is sent
-    members.exited(0, child.pid, -9)
-    assert member.pidfd == -1
+def test_what_one_generation_could_not_tell_is_taken_once_in_the_next() -> None:
+    voices: dict[str, int] = {}
+    event = {"kind": "run_stopped", "event": {"step": 3, "reason": "x"}}
+    first, second = (Members(number, 1, voices) for number in (1, 2))
+    for members in (first, second):
+        members.expect(0, 0.0)
+    body = _body(0, 1, "a", 1) | {"voice": "me", "events": [event, event]}
+    assert len(first.report(body, 0.0)) == 2
+    assert len(second.report(body | {"first": 1, "events": [event] * 3}, 0.0)) == 2
+    assert len(second.report(body | {"voice": "another"}, 0.0)) == 2
+
+
+def test_who_has_stopped_does_not_hang() -> None:
+    members = _members((5, "reduce", 2, 10.0), (5, "compute", 1, 10.0))
+    members[1].held = Held(1, 1, 4)
+    hung = members.hung(50.0, 30.0)
+    assert hung is not None
+    assert hung.rank == 0
+    members[0].held = Held(1, 0, 4)
+    assert members.hung(50.0, 30.0) is None
 
 
 def test_exit_codes_in_words() -> None:

@@ -31,7 +31,7 @@ class Trainer:
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.elastic.drive", str(folder),
-                 "cluster.heartbeat_seconds=0.05", *overrides],
+                 "cluster.heartbeat_seconds=0.05", "cluster.recovery=restart", *overrides],
                 cwd=ROOT, stdout=output, stderr=output, start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip

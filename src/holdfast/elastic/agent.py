@@ -1,14 +1,16 @@
 """The agent: starts and watches the others, and decides when a generation is over.
 
-It holds no training state and imports no torch, so it answers within milliseconds, and a run that
-loses a worker needs nothing from it but a fork. One event loop runs everything:
+It holds no training state and imports no torch, so it answers within milliseconds. One event loop
+runs everything:
 
-    control (HTTP)     /report events and progress of workers, /store rendezvous, /term who is there
+    control (HTTP)     /report events and progress of workers, /orders what they are to do, /store
+                       rendezvous, /term who is there
     health (HTTP)      /healthz, /metrics
-    template, mover    their messages and their ends
+    host               the processes of this node, their template, the mover
     tick               progress watch; term watch
 
-Whatever ends a generation sets its verdict, once; the loop in `_run` acts on it.
+Whatever ends a generation sets its verdict, once; the loop in `_run` acts on it. Those who are left
+then stop, keep what they hold, and go on in the next generation (`aftermath.py`).
 """
 
 from __future__ import annotations
@@ -27,18 +29,20 @@ from typing import Any
 from holdfast.checkpoint.mover_client import Newest
 from holdfast.config.run import RunConfig
 from holdfast.elastic import exits, health
+from holdfast.elastic.aftermath import Aftermath, Survivors
 from holdfast.elastic.board import Board, Observer, Say
 from holdfast.elastic.boot import DEFAULT_ENTRY
-from holdfast.elastic.children import Template
 from holdfast.elastic.clouds import Warned, source_of
 from holdfast.elastic.generation import Generation
+from holdfast.elastic.host import Host, Start
 from holdfast.elastic.last_upload import LastUpload
 from holdfast.elastic.mover_link import MoverLink
 from holdfast.elastic.notice_watch import NoticeWatch
 from holdfast.elastic.notices import NOTICE, Notice, Notices
-from holdfast.elastic.opening import boots, mover_settings, plan_topology
+from holdfast.elastic.opening import boots, mover_settings, plan_topology, standbys
 from holdfast.elastic.rendezvous import Rendezvous
 from holdfast.elastic.standing import Standing
+from holdfast.elastic.standing_in import Told
 from holdfast.elastic.verdict import Failed, Finished, Left, Lost, Verdict
 from holdfast.elastic.watching import counting_refusals, watch_progress, watch_term
 from holdfast.errors import FencedError, HoldfastError, UserError
@@ -55,6 +59,7 @@ from holdfast.plan.hardware import usable_cores
 from holdfast.policy.hazard import Hazard
 from holdfast.policy.restart import Restarts, RunState, give_up
 from holdfast.policy.seen import Seen
+from holdfast.policy.survivors import Held
 from holdfast.wire import lifeline
 from holdfast.wire.auth import Verifier
 from holdfast.wire.journal import read
@@ -62,6 +67,10 @@ from holdfast.wire.runstore import RunStore
 from holdfast.wire.secret import Secret
 from holdfast.wire.server import Guard, Listener, bind
 from holdfast.wire.term import QUESTION, Term, newest_generation, open_generation
+
+HOLD_SECONDS = 10.0
+"""Beside three of its steps: how long a worker may take to stop where it is. It stops between two
+microbatches at the latest, and its peers wake it where it waits for them."""
 
 LEFT_AT_ONCE = 130
 """Exit code after a second Ctrl-C: 128 + SIGINT, as a shell would say."""
@@ -101,7 +110,10 @@ class Agent:
         prior = Hazard.prior(config.checkpoint.node_mtbf_hours * 3600)
         self._seen = Seen(prior)
         self._notices = Notices(config, lambda event: self._board.emit("agent", event), say)
-        learn = [self._seen.observe, self._notices.observe]
+        self._told = Told(config)
+        self._owing = False  # entries of the ledger that lost workers did not live to tell
+        self._behind: asyncio.Task[None] | None = None
+        learn = [self._seen.observe, self._notices.observe, lambda r: self._told.observe(r.event)]
         self._notice_source = source_of(config.cluster)
         self._board = Board(store, [*learn, *observers], say)
         self._standing = Standing(self._board, say, resume)
@@ -113,7 +125,9 @@ class Agent:
         self._tried: dict[str, str] = {}  # checkpoints that proved rotten when they were read
         self._stop: str | None = None
         self._leave_now = False
-        self._template: Template | None = None
+        self._live = config.cluster.recovery == "live"
+        self._survivors = Survivors(config)
+        self._voices: dict[str, int] = {}  # of every process that reports: its next event
 
     def run(self) -> int:
         """Train until finished, stopped or given up. The exit code: 0, 1, 130.
@@ -130,19 +144,23 @@ class Agent:
         self._refusals = counting_refusals(self._board, lambda: self._number > 0, self._say)
         cluster = self._config.cluster
         metrics = bind(cluster.interface, cluster.metrics_port, "cluster.metrics_port")
+        self._lifeline, lifeline_end = lifeline.pipe()
+        settings = mover_settings(self._config, self._config_hash, self._dataset_version)
+        self._mover = MoverLink(
+            self._config, self._folder, self._secret, settings, self._take_from_mover
+        )
+        self._host = Host(
+            self._mover, self._folder, self._secret, self._entry, self._lifeline, self,
+            mover_gone=self._mover_gone, template_gone=self._template_gone,
+        )  # fmt: skip
+        patience = self._config.checkpoint.bucket_wait_seconds
+        self._last_upload = LastUpload(self._mover, patience, self._say)
         listeners = [
             Listener(self._guard().application, self._control),
             Listener(
                 health.application(self._health, self._render_metrics, self._refusals), metrics
             ),
         ]
-        self._lifeline, lifeline_end = lifeline.pipe()
-        settings = mover_settings(self._config, self._config_hash, self._dataset_version)
-        self._mover = MoverLink(
-            self._config, self._folder, self._secret, settings, self._take_from_mover
-        )
-        patience = self._config.checkpoint.bucket_wait_seconds
-        self._last_upload = LastUpload(self._mover, patience, self._say)
         served = [asyncio.create_task(listener.serve()) for listener in listeners]
         beat = cluster.heartbeat_seconds
         watches = [
@@ -180,13 +198,7 @@ class Agent:
             os.close(self._lifeline)
 
     async def _shut_down(self) -> None:
-        if self._current is not None:
-            self._current.members.kill()
-        if self._template is not None:
-            await self._template.stop()
-        await self._mover.stop()
-        if self._current is not None:
-            self._current.members.close()
+        await self._host.end()
         await asyncio.to_thread(self._refusals.close)
         await self._board.flush(sync=True)
 
@@ -194,6 +206,7 @@ class Agent:
         return Guard(
             {
                 "/report": self._report,
+                "/orders": self._host.orders,
                 "/store": self._rendezvous.handle,
                 QUESTION: self._who,
                 NOTICE: self._notice,
@@ -201,7 +214,7 @@ class Agent:
             self._secret,
             Verifier(self._secret, time.time),
             lambda: self._number,
-            outside=frozenset({QUESTION, NOTICE}),
+            outside=frozenset({QUESTION, NOTICE, "/orders"}),
             refusals=self._refusals,
         )
 
@@ -225,14 +238,27 @@ class Agent:
                 # One that cannot start at all will not the next time; later, it is a loss.
                 verdict = Failed(str(error)) if first else Lost("mover_lost", str(error))
             first = False
-            if self._current is not None:
-                await self._current.clear(self._template)
-                self._current = None
+            await self._part(verdict)
             code = await self._act(verdict)
             if code is not None:
                 return code
             assert isinstance(verdict, Lost)
             reason = verdict.reason
+
+    async def _part(self, verdict: Verdict) -> None:
+        """Everybody stops. Where the run goes on, those who can wait for what comes next."""
+        current = self._current
+        if not (self._live and isinstance(verdict, Lost) and self._stop is None):
+            await self._host.clear()
+        elif current is not None:
+            if verdict.reason == "hang":
+                for rank in verdict.ranks:
+                    self._host.kill(current.members[rank].pid)
+            mates = [r.ranks for r in current.topology.replicas if verdict.ranks & set(r.ranks)]
+            inside = [rank for ranks in mates for rank in ranks]
+            seconds = HOLD_SECONDS + 3 * current.step_seconds
+            await self._host.halt(current.number, inside, seconds)
+        self._current = None
 
     async def _recall(self) -> None:
         """What older sessions saw break, and how long their saves took. A journal that cannot be
@@ -323,7 +349,9 @@ class Agent:
         """Open the next generation and fork its workers; `resumed` is None but for the first."""
         if self._standing.state is RunState.RECOVERING:
             self._standing.become(RunState.OPENING)
-        await self._ensure_children()
+        if self._behind is not None:
+            self._behind.cancel()
+        await self._host.prepare(self._config.layout.workers)
         await self._mover.settle(self._number)  # the next generation fences what is being saved
         # In this order: whoever takes over in between opens this number, and ours comes too late.
         number = max(await asyncio.to_thread(newest_generation, self._store), self._above) + 1
@@ -338,22 +366,39 @@ class Agent:
         if resumed is not None:
             self._board.emit("agent", RunStarted(
                 self._config.name, self._config_hash, self._dataset_version, resumed))  # fmt: skip
-        self._newest = newest = await self._mover.begin(topology, self._tried)
+        plan = self._survivors.plan(topology, self._host.holding())
+        self._owing = plan.live is not None
+        newest = self._newest = await self._begin_from(topology, plan)
+        came_from = None if plan.came_from is None else list(plan.came_from)
+        rung = -1 if resumed is not None else plan.rung(in_memory=not newest.durable)
+        self._board.emit("agent", GenerationStarted(
+            topology.to_json(), reason, newest.key, rung, came_from, step=newest.step,
+        ))  # fmt: skip
+        self._survivors.opened(topology)
+        await self._board.flush()
+        return await self._populate(topology, newest, plan)
+
+    async def _begin_from(self, topology: Topology, plan: Aftermath) -> Newest:
+        """The mover begins the generation too. Where the workers go on with what they hold, that
+        is what it begins from; else the newest that memory or the run store has."""
+        if plan.live is not None:
+            await self._mover.go_on(topology, plan.live.step)
+            return Newest(None, plan.live.step, topology.generation, {}, (), durable=False)
+        if plan.stay:
+            self._say(f"the state has to be restored: {plan.why}")
+        newest = await self._mover.begin(topology, self._tried)
         if newest.durable:
             self._committed = newest.step
         if newest.key is not None:
             self._board.emit("agent", RestorePointFound(
                 newest.key, newest.durable, newest.seconds, step=newest.step))  # fmt: skip
-        self._board.emit("agent", GenerationStarted(
-            topology.to_json(), reason, newest.key, step=newest.step))  # fmt: skip
-        await self._board.flush()
-        return await self._populate(topology, newest)
+        return newest
 
-    async def _populate(self, topology: Topology, newest: Newest) -> Generation:
-        """Fork the workers of an opened generation; with no step left to do, it is finished."""
+    async def _populate(self, topology: Topology, newest: Newest, plan: Aftermath) -> Generation:
+        """Give an opened generation its workers; with no step left to do, it is finished."""
         step = newest.step
         current = self._current = Generation(
-            topology, step, self._config.cluster, self._folder, self._board, self._say, self._ready
+            topology, step, self._config.cluster, self._board, self._say, self._ready, self._voices
         )
         if step >= self._config.train.steps:
             current.decide(await self._nothing_to_do(topology.generation, newest))
@@ -364,13 +409,18 @@ class Agent:
             restore_key=newest.key, start_step=step,
             seen=self._seen,
         )  # fmt: skip
+        self._spare = told[0]
+        stay = plan.seats.processes
+        current.expect({rank: pid for rank, pid in enumerate(stay) if pid is not None})
         # Either may have died while the restore point was looked for.
         if not self._mover.alive:
             current.decide(Lost("mover_lost", "the mover ended"))
-        elif self._template is None or not self._template.alive:
+        elif not self._live and not self._host.can_fork:
             current.decide(Lost("template_lost", "the template ended"))
         else:
-            await current.fork(self._template, told, self._secret)
+            await self._host.begin(Start(
+                topology.generation, tuple(told), stay, plan.came_from, plan.told_before()
+            ))  # fmt: skip
         return current
 
     async def _nothing_to_do(self, generation: int, newest: Newest) -> Verdict:
@@ -382,34 +432,54 @@ class Agent:
             problem = await self._mover.damage(generation, newest.key)
         return Finished(newest.step, unsaved) if problem is None else Lost("rot", problem, problem)
 
-    async def _ensure_children(self) -> None:
-        """A mover and a template that are alive; both start at once."""
-        starting = [self._mover.ensure(self._lifeline, self._mover_gone)]
-        if self._template is None or not self._template.alive:
-            if self._template is not None:
-                await self._template.stop()
-                self._template = None
-            log = self._folder / "logs" / "template.log"
-            self._template = await Template.start(
-                self._lifeline, self._entry, log, self._told, self._template_gone
-            )
-            starting.append(self._template.ready())
-        await asyncio.gather(*starting)
-
     def _decide(self, verdict: Verdict) -> None:
         if self._current is not None:
             self._current.decide(verdict)
 
     # --- news -----------------------------------------------------------------------------
-    def _told(self, message: dict[str, Any]) -> None:
-        if self._current is not None:
-            self._current.told(message)
+    def joined(self, generation: int, rank: int, process: int) -> None:
+        if self._current is not None and self._current.number == generation:
+            self._current.joined(rank, process)
+
+    def exited(
+        self, generation: int, rank: int, process: int, code: int, log: Path, doom: str
+    ) -> None:
+        if self._current is not None and self._current.number == generation:
+            self._current.exited(rank, process, code, log, doom)
+
+    def held(self, generation: int, rank: int, held: Held) -> None:
+        if self._current is not None and self._current.number == generation:
+            self._current.held(rank, held)
 
     def _ready(self) -> None:
         if self._standing.state is RunState.OPENING:
             self._standing.become(RunState.TRAINING)
+        self._behind = asyncio.create_task(self._behind_the_training())
+
+    async def _behind_the_training(self) -> None:
+        """What a generation that has begun still needs, and does not wait for."""
+        if self._owing:
+            await self._stand_in()
+        if count := standbys(self._config):
+            await self._host.standby(count, self._spare)
+
+    async def _stand_in(self) -> None:
+        """Everybody has told what he still had to tell: the rest of the ledger is made."""
+        missing = self._told.missing()
+        try:
+            for event in await asyncio.to_thread(self._told.made, missing) if missing else ():
+                self._board.emit("agent", event)
+        except HoldfastError as error:
+            self._say(f"the ledger lacks what lost workers were fed: {error}")
+        self._told.settled()
+        while not await self._board.flush("agent", sync=True):
+            await asyncio.sleep(self._config.cluster.heartbeat_seconds)
+        self._owing = False
 
     def _template_gone(self) -> None:
+        if self._live:
+            self._say("the template ended; a new one is started behind the training")
+            return
         self._say("the template ended; its workers are given up and a new one is started")
         self._decide(Lost("template_lost", "the template ended"))
 
@@ -431,6 +501,7 @@ class Agent:
         stored = True
         if events or sync:
             stored = await self._board.flush(f"rank{int(body['rank'])}", sync)
+            stored = stored and not (sync and self._owing)  # no snapshot comes before its ledger
         told = self._notices.answer(int(body["rank"]))
         return {"stop": self._stop is not None, "generation": number, "stored": stored} | told
 

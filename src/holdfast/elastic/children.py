@@ -82,6 +82,7 @@ class Template(Child):
         self._control = control
         self._lines = Lines()
         self._told = told
+        self._speaks = True  # its end of the control socket is open
         self._ready = asyncio.Event()
         asyncio.get_running_loop().add_reader(control.fileno(), self._read)
 
@@ -116,7 +117,9 @@ class Template(Child):
         await self._send({"op": "kill"})
 
     async def stop(self, seconds: float = 5.0) -> None:
-        asyncio.get_running_loop().remove_reader(self._control.fileno())
+        if self._speaks:
+            self._speaks = False
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
         self._control.close()
         await super().stop(seconds)
 
@@ -124,21 +127,29 @@ class Template(Child):
         with suppress(BrokenPipeError, ConnectionResetError):  # its end is told by `gone`
             await asyncio.get_running_loop().sock_sendall(self._control, encode(message))
 
-    def _read(self) -> None:
+    def hear_out(self) -> None:
+        """Take now what it said before it ended."""
+        while self._speaks and self._read():
+            pass
+
+    def _read(self) -> bool:
+        """Whether there was something to read."""
         try:
             data = self._control.recv(1 << 16)
         except BlockingIOError:
-            return
+            return False
         except ConnectionResetError:
             data = b""
         if not data:
+            self._speaks = False
             asyncio.get_running_loop().remove_reader(self._control.fileno())
-            return
+            return False
         for message in self._lines.feed(data):
             if message["event"] == "ready":
                 self._ready.set()
             else:
                 self._told(message)
+        return True
 
 
 async def start_mover(line: bytes, lifeline: int, log: Path, gone: Callable[[], None]) -> Child:

@@ -1,101 +1,139 @@
 """One generation while it lives: its workers, their news, and the verdict that ends it.
 
-Whatever ends a generation sets its verdict, once: what follows (peers that fail because one was
-lost, workers that are killed) is only the consequence, and is not reported as a loss.
+Whatever ends a generation sets its verdict, once: what follows (peers that stop because one was
+lost, workers that are ended) is only the consequence, and is not reported as a loss. One that dies
+by itself while the others stop is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from holdfast.config.cluster import ClusterConfig
 from holdfast.elastic import exits
 from holdfast.elastic.board import Board, Say
-from holdfast.elastic.boot import WorkerBoot
-from holdfast.elastic.children import Template, last_lines
+from holdfast.elastic.children import last_lines
 from holdfast.elastic.members import Member, Members
-from holdfast.elastic.opening import worker_log
 from holdfast.elastic.verdict import Failed, Finished, Left, Lost, Verdict
-from holdfast.events import Event, NonFinite, StepDone, WorkerLost, WorkerReady, WorkerStarted
+from holdfast.events import (
+    Event,
+    NonFinite,
+    StepDone,
+    WorkerHeld,
+    WorkerLost,
+    WorkerReady,
+    WorkerStarted,
+)
 from holdfast.layout import Topology
-from holdfast.wire.secret import Secret
+from holdfast.policy.survivors import Held
 
-CLEAR_SECONDS = 20.0
-"""How long the killed workers of a broken generation are waited for."""
+_CONSEQUENCES = (exits.PEER_LOST, exits.FENCED)
+"""How a worker ends that has only lost the others."""
 
 
 class Generation:
-    """A numbered membership, from its first fork to its verdict. Lives in one event loop."""
+    """A numbered membership, from its first worker to its verdict. Lives in one event loop."""
 
     def __init__(
         self,
         topology: Topology,
         start_step: int,
         cluster: ClusterConfig,
-        folder: Path,
         board: Board,
         say: Say,
         ready: Callable[[], None],
+        voices: dict[str, int],
+        node: str = "",
     ) -> None:
-        """`ready` is called once, when every worker is about to compute its first step."""
+        """`ready` is called once, when every worker is about to compute its first step. Of the
+        workers, those of `node` count, where one is named: others have agents of their own."""
         self._loop = asyncio.get_running_loop()
         self.number = topology.generation
         self.step = start_step  # the newest step that a worker reported done
-        self.members = Members(topology.generation, topology.world_size)
+        self.step_seconds = 0.0  # what the longest of its steps took
+        here = [rank for rank, at in enumerate(topology.nodes) if node in ("", at)]
+        self.ranks = tuple(here)
+        self.members = Members(topology.generation, len(here), voices)
         self.verdict: asyncio.Future[Verdict] = self._loop.create_future()
         self.topology = topology
         self._cluster = cluster
-        self._folder = folder
         self._board = board
         self._say = say
         self._ready = ready
-        self._cleared = asyncio.Event()
         self._non_finite: NonFinite | None = None
 
     # --- beginning and end ----------------------------------------------------------------
-    async def fork(self, template: Template, boots: Sequence[WorkerBoot], secret: Secret) -> None:
-        for boot in boots:
-            self.members.expect(boot.rank, self._loop.time())
-            await template.fork(boot, secret)
+    def expect(self, processes: Mapping[int, int]) -> None:
+        """Before any of its workers is told to begin. processes: of those who stay, by rank."""
+        for rank in self.ranks:
+            self.members.expect(rank, self._loop.time(), processes.get(rank, 0))
 
     def decide(self, verdict: Verdict) -> None:
         """The first verdict counts."""
         if not self.verdict.done():
             self.verdict.set_result(verdict)
 
-    async def clear(self, template: Template | None) -> None:
-        """Nobody of the generation is left when this returns."""
-        if template is not None and template.alive:
-            await template.kill()
-            if self.members.alive:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._cleared.wait(), CLEAR_SECONDS)
-        self.members.kill()  # what a dead template could not kill
-        self.members.close()
+    # --- news of processes ------------------------------------------------------------------
+    def joined(self, rank: int, pid: int) -> None:
+        self.members.joined(rank, pid)
+        node = self.topology.nodes[rank]
+        self._board.emit("agent", WorkerStarted(rank, pid, node, step=self.step))
 
-    # --- news from the template -----------------------------------------------------------
-    def told(self, message: dict[str, Any]) -> None:
-        """The template has forked a worker, or one has ended."""
-        rank, pid = int(message["rank"]), int(message["pid"])
-        if message["event"] == "forked":
-            self.members.forked(rank, pid)
-            node = self.topology.nodes[rank]
-            self._board.emit("agent", WorkerStarted(rank, pid, node, step=self.step))
+    def exited(self, rank: int, pid: int, code: int, log: Path, why: str) -> None:
+        """A worker has ended; `why`, if its host gave it up."""
+        member = self.members.exited(rank, pid, code)
+        if member is None or member.lost:
             return
-        member = self.members.exited(rank, pid, int(message["code"]))
-        if member is None:
-            return
-        if not self.members.alive:
-            self._cleared.set()
         if not self.verdict.done():
-            self._judge(member)
+            self._judge(member, log)
+        elif why:
+            self._report_loss(member, why, "halt")
+        elif member.outcome is None and code not in _CONSEQUENCES and self._lives_on:
+            self._lose(member, log, "exit")  # a second fault
 
-    def _judge(self, member: Member) -> None:
+    @property
+    def _lives_on(self) -> bool:
+        """Whether those who are left go on, so that nobody but the lost ones is to end."""
+        lost = self.verdict.done() and isinstance(self.verdict.result(), Lost)
+        return lost and self._cluster.recovery == "live"
+
+    def held(self, rank: int, held: Held) -> None:
+        """A worker has stopped, by itself or because it was told to, and waits."""
+        member = self.members[rank]
+        member.held = held
+        self._board.emit(
+            "agent", WorkerHeld(rank, held.applied, held.whole, held.text or held.kind,
+                                step=self.step)
+        )  # fmt: skip
+        if not self.verdict.done():
+            self._judge_held(member, held)
+
+    def _judge_held(self, member: Member, held: Held) -> None:
+        """A worker has stopped by itself."""
+        cause = f"worker {member.rank}: {held.text or held.kind}"
+        beat = self._cluster.heartbeat_seconds
+        match held.kind:
+            case "non_finite":
+                # Rank 0 names the parameter, perhaps a moment later.
+                sentence = self._non_finite_sentence
+                later = 0.0 if self._non_finite is not None else beat
+                self._loop.call_later(later, lambda: self.decide(Failed(sentence(member))))
+            case "rotten":
+                said = held.text or "it could not be read"
+                self.decide(Lost("rot", f"worker {member.rank}: {said}", said))
+            case "error":
+                self.decide(Lost("error", cause, ranks=frozenset({member.rank})))
+            case _:
+                # Whoever really died is told in the same moment; only if nobody is, does this
+                # worker's word stand.
+                verdict = Lost("peer_lost", cause, ranks=frozenset({member.rank}))
+                self._loop.call_later(beat, self.decide, verdict)
+
+    def _judge(self, member: Member, log: Path) -> None:
         """A worker has ended while its generation lived."""
         if member.outcome is not None:
             if not self.members.alive:
@@ -103,39 +141,41 @@ class Generation:
             return
         match member.code:
             case exits.USER:
-                log = worker_log(self._folder, self.number, member.rank)
                 self.decide(Failed(last_lines(log, 1) or "a worker refused to start", exits.USER))
             case exits.NON_FINITE:
                 self.decide(Failed(self._non_finite_sentence(member)))
             case exits.ROTTEN:
-                log = worker_log(self._folder, self.number, member.rank)
                 said = last_lines(log, 1).partition(": ")[2] or "it could not be read"
                 self.decide(Lost("rot", f"worker {member.rank}: {said}", said))
             case exits.PEER_LOST:
                 # The one who really died is reported in the same moment; only if nobody is
                 # does this worker's word stand.
                 beat = self._cluster.heartbeat_seconds
-                self._loop.call_later(beat, self._lose, member, "peer")
+                self._loop.call_later(beat, self._lose_unless_over, member, log)
             case _:
-                self._lose(member, "exit")
+                self._lose(member, log, "exit")
 
-    def _lose(self, member: Member, noticed_by: str) -> None:
-        if self.verdict.done():
-            return
+    def _lose_unless_over(self, member: Member, log: Path) -> None:
+        if not self.verdict.done():
+            self._lose(member, log, "peer")
+
+    def _lose(self, member: Member, log: Path, noticed_by: str) -> None:
         code = member.code if member.code is not None else -signal.SIGKILL
         cause = exits.describe(code)
-        log = worker_log(self._folder, self.number, member.rank)
         if code in (exits.CRASHED, exits.DONE):
             cause = f"{cause}: {last_lines(log, 1) or 'it said nothing'}"
             self._say(f"worker {member.rank} ended; the last lines of {log}:")
             self._say(last_lines(log, 12))
-        self._report_loss(member, cause, noticed_by, "worker_lost")
+        self._report_loss(member, cause, noticed_by)
 
-    def _report_loss(self, member: Member, cause: str, noticed_by: str, reason: str) -> None:
+    def _report_loss(
+        self, member: Member, cause: str, noticed_by: str, reason: str = "worker_lost"
+    ) -> None:
+        member.lost = True
         self._board.emit(
             "agent", WorkerLost(member.rank, member.pid, cause, noticed_by, step=self.step)
         )
-        self.decide(Lost(reason, f"worker {member.rank}: {cause}"))
+        self.decide(Lost(reason, f"worker {member.rank}: {cause}", ranks=frozenset({member.rank})))
 
     def _common_outcome(self) -> Verdict:
         outcomes = {member.outcome for member in self.members}
@@ -163,6 +203,7 @@ class Generation:
             match event:
                 case StepDone():
                     self.step = event.step
+                    self.step_seconds = max(self.step_seconds, event.seconds)
                 case NonFinite():
                     self._non_finite = event
                 case WorkerReady():

@@ -1,15 +1,13 @@
-"""The workers of one generation, as the agent sees them: who is alive, and who makes progress."""
+"""The workers of one generation, as the agent sees them: who is there, and who makes progress."""
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.events import Event, event_from_json
+from holdfast.policy.survivors import Held
 
 
 @dataclass
@@ -18,38 +16,41 @@ class Member:
     counts how often it did within its step."""
 
     rank: int
-    pid: int
-    pidfd: int  # -1 where the system has none
+    pid: int  # 0 until its fork is told
     since: float
     step: int = 0
     phase: str = "fork"
     marks: int = 0
-    next_event: int = 0
     ready: bool = False
     outcome: tuple[str, int] | None = None  # ("finished" or "left", step)
     unsaved: str | None = None  # why the state after that step is not durable
+    held: Held | None = None  # it has stopped, and waits for what comes next
     code: int | None = None  # as os.waitstatus_to_exitcode gives it
+    lost: bool = False  # and that has been said
 
     @property
     def alive(self) -> bool:
         return self.code is None
 
-    def close(self) -> None:
-        if self.pidfd >= 0:
-            os.close(self.pidfd)
-            self.pidfd = -1
-
 
 class Members:
-    """Bookkeeping only: it decides nothing and touches nothing but the pidfds it was given."""
+    """Bookkeeping only: it decides nothing and touches nothing."""
 
-    def __init__(self, generation: int, world_size: int) -> None:
+    def __init__(
+        self, generation: int, world_size: int, voices: dict[str, int] | None = None
+    ) -> None:
+        """`voices`: of each process that ever reported, the number of its next event; what one
+        could not tell in an older generation it tells in this one, under the same numbers."""
         self.generation = generation
         self.world_size = world_size
+        self._voices = {} if voices is None else voices
         self._members: dict[int, Member] = {}
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
+
+    def __getitem__(self, rank: int) -> Member:
+        return self._members[rank]
 
     @property
     def alive(self) -> list[Member]:
@@ -59,13 +60,13 @@ class Members:
     def all_ready(self) -> bool:
         return len(self._members) == self.world_size and all(m.ready for m in self)
 
-    def expect(self, rank: int, now: float) -> None:
-        """A fork was asked for: the worker's first report may overtake the news of its birth."""
-        self._members[rank] = Member(rank, 0, -1, now)
+    def expect(self, rank: int, now: float, pid: int = 0) -> None:
+        """A worker of the generation: its first report may overtake the news of its birth."""
+        self._members[rank] = Member(rank, pid, now)
 
-    def forked(self, rank: int, pid: int) -> Member:
+    def joined(self, rank: int, pid: int) -> Member:
         member = self._members[rank]
-        member.pid, member.pidfd = pid, _pidfd(pid)
+        member.pid = pid
         return member
 
     def ready(self, rank: int) -> bool:
@@ -79,7 +80,6 @@ class Members:
         if member is None or member.pid != pid:
             return None
         member.code = code
-        member.close()
         return member
 
     def report(self, body: dict[str, Any], now: float) -> list[Event]:
@@ -89,15 +89,18 @@ class Members:
         gap is what the worker had to drop. Raises KeyError for a rank that is not a member or an
         event of an unknown kind.
         """
-        member = self._members[int(body["rank"])]
+        rank = int(body["rank"])
+        member = self._members[rank]
         progress = (int(body["step"]), str(body["phase"]), int(body["marks"]))
         if progress != (member.step, member.phase, member.marks):
             member.step, member.phase, member.marks = progress
             member.since = now
+        voice = str(body.get("voice", f"{self.generation}.{rank}"))
+        following = self._voices.get(voice, 0)
         first, events = int(body["first"]), list(body["events"])
-        seen = max(0, member.next_event - first)
+        seen = max(0, following - first)
         fresh = [event_from_json(str(item["kind"]), item["event"]) for item in events[seen:]]
-        member.next_event = max(member.next_event, first + len(events))
+        self._voices[voice] = max(following, first + len(events))
         if "outcome" in body:
             told = body["outcome"]
             member.outcome = (str(told["kind"]), int(told["step"]))
@@ -111,41 +114,12 @@ class Members:
         of them gets further, the run does. So all must have stood still, and the one that got
         least far is what they wait for.
         """
-        if not self.alive or any(now - member.since <= limit for member in self.alive):
+        working = [member for member in self.alive if member.held is None]
+        if not working or any(now - member.since <= limit for member in working):
             return None
-        return min(self.alive, key=lambda m: (m.step, m.marks, m.since))
+        return min(working, key=lambda m: (m.step, m.marks, m.since))
 
     def forgive(self, seconds: float) -> None:
         """The agent itself was stopped for so long: nobody could have reported."""
         for member in self:
             member.since += seconds
-
-    def kill(self) -> None:
-        """Kill every worker and what it started, without the template's help."""
-        for member in self.alive:
-            if still_running(member.pidfd):
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(member.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        for member in self:
-            member.close()
-
-
-def _pidfd(pid: int) -> int:
-    """A handle that follows this process and never a later one of the same number."""
-    try:
-        return os.pidfd_open(pid)
-    except (OSError, AttributeError):
-        return -1
-
-
-def still_running(pidfd: int) -> bool:
-    """Whether the process is alive (or a zombie that its parent has not reaped)."""
-    if pidfd < 0:
-        return False
-    try:
-        signal.pidfd_send_signal(pidfd, 0)
-    except OSError:
-        return False
-    return True

@@ -38,6 +38,14 @@ def threads_per_worker(config: RunConfig, cores: int) -> int:
     return config.cluster.threads_per_worker or max(1, cores // config.layout.workers)
 
 
+def standbys(config: RunConfig) -> int:
+    """How many idle processes to keep. Only those who take orders can be used."""
+    if config.cluster.recovery == "restart":
+        return 0
+    wanted = config.cluster.standbys
+    return wanted if wanted != "auto" else int(config.layout.workers > 1)
+
+
 def worker_log(folder: Path, generation: int, rank: int) -> Path:
     return folder / "logs" / f"{generation:010d}" / f"rank{rank}.log"
 
@@ -53,8 +61,11 @@ def boots(
     restore_key: str | None,
     start_step: int,
     seen: Seen | None = None,
+    node: str = "",
+    meet: str = "",
 ) -> list[WorkerBoot]:
-    """One WorkerBoot a rank; makes the folder of their logs. Raises RunFolderError."""
+    """One WorkerBoot a rank (of `node`, where one is named); makes the folder of their logs. meet:
+    where they find each other, if not at their agent's. Raises RunFolderError."""
     logs = worker_log(folder, topology.generation, 0).parent
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -78,8 +89,11 @@ def boots(
             log=str(worker_log(folder, topology.generation, rank)),
             gloo_interface=config.cluster.gloo_interface,
             heartbeat_seconds=config.cluster.heartbeat_seconds,
+            orders=config.cluster.recovery == "live",
             hazard=None if seen is None else seen.hazard.to_json(),
             classes=None if seen is None else list(seen.classes.counts),
+            meet=meet,
         )
         for rank in range(topology.world_size)
+        if node in ("", topology.nodes[rank])
     ]

@@ -23,11 +23,14 @@ class Left:
 
 @dataclass(frozen=True)
 class Lost:
-    """Something died or hung that a restart may mend."""
+    """Something died, hung or failed that another generation may mend."""
 
-    reason: str  # of the next GenerationStarted: worker_lost, hang, mover_lost, template_lost, rot
+    # Of the next GenerationStarted: worker_lost, error, peer_lost, hang, mover_lost,
+    # template_lost, rot.
+    reason: str
     cause: str  # a phrase for people
     rotten: str | None = None  # what is wrong with the checkpoint that the generation began from
+    ranks: frozenset[int] = frozenset()  # who were lost, or cannot go on with their peers
 
 
 @dataclass(frozen=True)

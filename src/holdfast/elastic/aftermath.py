@@ -1,0 +1,98 @@
+"""Between two generations: what is left of the last one, and how the next one makes use of it.
+
+What the processes hold they say themselves (`policy.survivors`). A state is laid out by the
+topology of some generation: usually of the one that has just ended; where a recovery failed before
+anything moved it is an older one, for some or for all. Those go on live whose states are of one
+generation, the newest of which everything is there; the others join them as newcomers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.config.run import RunConfig
+from holdfast.layout import Topology
+from holdfast.policy.seats import Seats, seats
+from holdfast.policy.survivors import Held, Standpoint, standpoint
+from holdfast.spec.state import state_table
+
+_REMEMBERED = 16  # topologies of older generations: nobody holds a state for longer
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """How the next generation begins. live: from the state that its processes hold, else `why`
+    they cannot; before: the topology that this state is laid out by."""
+
+    seats: Seats
+    live: Standpoint | None
+    why: str
+    before: Topology | None
+
+    @property
+    def stay(self) -> int:
+        return sum(pid is not None for pid in self.seats.processes)
+
+    @property
+    def came_from(self) -> tuple[int | None, ...] | None:
+        return self.seats.came_from if self.live is not None else None
+
+    def told_before(self) -> dict[str, Any] | None:
+        """For the orders of those who join."""
+        if self.live is None or self.before is None:
+            return None
+        return {"topology": self.before.to_json(), "step": self.live.step}
+
+    def rung(self, in_memory: bool) -> int:
+        """Of the ladder. in_memory: the state that is restored is nowhere else."""
+        if self.live is None and not in_memory:
+            return 6
+        return 1 if self.stay == len(self.seats.processes) else 2
+
+
+class Survivors:
+    """Remembers the topologies by which states are laid out."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._last_step = config.train.steps
+        self._table = state_table(config.model, config.train.precision)
+        self._topologies: dict[int, Topology] = {}
+
+    def opened(self, topology: Topology) -> None:
+        self._topologies[topology.generation] = topology
+        for old in sorted(self._topologies)[:-_REMEMBERED]:
+            del self._topologies[old]
+
+    def plan(self, new: Topology, held: Mapping[int, Held]) -> Aftermath:
+        """held: by process, of everybody who is left."""
+        why = "nobody is left who holds a state"
+        stood = {one.state[0] for one in held.values() if one.state is not None}
+        for generation in sorted(stood & self._topologies.keys(), reverse=True):
+            before = self._topologies[generation]
+            processes = {h.state[1]: pid for pid, h in held.items()
+                         if h.state is not None and h.state[0] == generation}  # fmt: skip
+            holding = {rank: held[pid] for rank, pid in processes.items()}
+            found = standpoint(before, self._table, holding)
+            if isinstance(found, Standpoint):
+                if found.step >= self._last_step:
+                    why = "the last step is done: what counts is what was saved of it"
+                    break
+                living = _all_of(before, processes, held)
+                return Aftermath(seats(before, new, living, found.ranks), found, "", before)
+            why = found
+        return Aftermath(seats(new, new, _all_of(new, {}, held), ()), None, why, None)
+
+
+def _all_of(
+    topology: Topology, processes: Mapping[int, int], held: Mapping[int, Held]
+) -> dict[int, int]:
+    """`processes` by rank, and at ranks that are free those of the others: where they stood, if
+    that is one of them."""
+    out = dict(processes)
+    for pid, one in held.items():
+        free = [rank for rank in range(topology.world_size) if rank not in out]
+        if pid not in processes.values() and free:
+            out[one.rank if one.rank in free else free[0]] = pid
+    return out
