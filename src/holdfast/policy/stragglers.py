@@ -1,0 +1,304 @@
+"""Who is slow, who has stopped, and what is done about it. Pure: times come in as arguments.
+
+Slow is said by comparison: seconds per microbatch, beside the median of the others that do the same
+work in the same step (same kind of replica, same stage). What slows all, such as a foreign load,
+cancels out; one slow step vanishes in a median. Steps are gathered in blocks, and the more a
+worker is slower, the fewer blocks are needed to be sure:
+
+    slower by    blocks of 8 steps
+    4            2
+    2            4
+    1.35         24, of which 18 are above 1.15 each
+
+    well --slow--> slow --twice as slow, for long--> standby --a rest--> trial --still slow--> out
+     ^              |                                                     |
+     '---as quick as the others, for long---------------------------------'
+
+A slow worker gets fewer microbatches: `speeds` weighs the next dealing. Only where that does not
+help, as it is more than twice as slow, is it given nothing at all. Between 1.15 and 1.35 nothing
+changes, so nobody goes to and fro.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import median
+
+Who = Hashable
+"""A worker, by a name that stays when ranks change."""
+
+
+class Pace(StrEnum):
+    WELL = "well"
+    SLOW = "slow"  # gets fewer microbatches
+    STANDBY = "standby"  # gets none, and is tried again after a rest
+    TRIAL = "trial"  # back at work, and looked at
+    OUT = "out"  # left out for good
+
+
+TRANSITIONS: dict[Pace, frozenset[Pace]] = {
+    Pace.WELL: frozenset({Pace.SLOW}),
+    Pace.SLOW: frozenset({Pace.WELL, Pace.STANDBY}),
+    Pace.STANDBY: frozenset({Pace.TRIAL}),
+    Pace.TRIAL: frozenset({Pace.WELL, Pace.SLOW, Pace.OUT}),
+    Pace.OUT: frozenset(),
+}
+
+
+def advance(pace: Pace, to: Pace) -> Pace:
+    """The new pace. Raises ValueError for a transition that is not in the table."""
+    if to not in TRANSITIONS[pace]:
+        raise ValueError(f"a worker that is {pace} cannot become {to}")
+    return to
+
+
+@dataclass(frozen=True, slots=True)
+class Sure:
+    """Slow beyond doubt: by `times` in the median of so many blocks, of which `agree` are above
+    `each`."""
+
+    times: float
+    blocks: int
+    agree: int
+    each: float
+
+
+@dataclass(frozen=True)
+class Limits:
+    """block: steps that one comparison takes. sure: the least slow last. same: times slower that
+    count as quick. demote: times slower at which a slow worker is given nothing, after `patience`
+    blocks. recover: blocks as quick as the others to be well again. rest: blocks on standby before
+    a trial.
+    """
+
+    block: int = 8
+    sure: tuple[Sure, ...] = (
+        Sure(4.0, 2, 2, 3.0), Sure(2.0, 4, 4, 1.8), Sure(1.35, 24, 18, 1.15),
+    )  # fmt: skip
+    same: float = 1.15
+    demote: float = 2.0
+    patience: int = 4
+    recover: int = 8
+    rest: int = 64
+
+    @property
+    def most(self) -> int:
+        """Blocks that are looked at."""
+        return max(sure.blocks for sure in self.sure)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one worker did in one step: `microbatches` in `seconds` of computing. position: what
+    is equal for all who do the same work on a microbatch."""
+
+    who: Who
+    position: Hashable
+    seconds: float
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """A transition, and the sentence that says why."""
+
+    who: Who
+    before: Pace
+    after: Pace
+    slower: float
+    why: str
+
+
+@dataclass
+class _Worker:
+    pace: Pace = Pace.WELL
+    now: list[float] = field(default_factory=list)  # times slower, of the steps of this block
+    blocks: deque[float] = field(default_factory=deque)  # the newest last
+    since: int = 0  # blocks in this pace
+    speed: float = 1.0
+
+
+class Stragglers:
+    """Takes the timings of every step; says who changed. All who are given the same timings come
+    to the same answer."""
+
+    def __init__(self, limits: Limits | None = None):
+        self.limits = limits or Limits()
+        self._workers: dict[Who, _Worker] = {}
+        self._steps = 0
+
+    def pace(self, who: Who) -> Pace:
+        return self._workers[who].pace if who in self._workers else Pace.WELL
+
+    @property
+    def speeds(self) -> dict[Who, float]:
+        """Beside the others' 1: for the weights of replicas. Those who are quick are not named."""
+        return {who: w.speed for who, w in self._workers.items() if w.speed != 1.0}
+
+    @property
+    def left_out(self) -> dict[Who, Pace]:
+        """Who is to have no rank."""
+        idle = (Pace.STANDBY, Pace.OUT)
+        return {who: w.pace for who, w in self._workers.items() if w.pace in idle}
+
+    def observe(self, timings: Iterable[Timing]) -> tuple[Change, ...]:
+        """One step. Changes come at the end of a block."""
+        at: dict[Hashable, dict[Who, float]] = {}
+        for t in timings:
+            if t.microbatches > 0 and t.seconds > 0:
+                at.setdefault(t.position, {})[t.who] = t.seconds / t.microbatches
+        for paces in at.values():
+            for who, slower in _slower(paces).items():
+                self._workers.setdefault(who, _Worker()).now.append(slower)
+        self._steps += 1
+        if self._steps % self.limits.block:
+            return ()
+        changes = [change for who, w in self._workers.items() if (change := self._judge(who, w))]
+        return tuple(changes)
+
+    def forget(self, who: Who) -> None:
+        """It is another process or machine now."""
+        self._workers.pop(who, None)
+
+    def _judge(self, who: Who, worker: _Worker) -> Change | None:
+        worker.since += 1
+        if len(worker.now) * 2 >= self.limits.block:
+            worker.blocks.append(median(worker.now))
+            while len(worker.blocks) > self.limits.most:
+                worker.blocks.popleft()
+        worker.now.clear()
+        found = self._next(worker)
+        if found is None:
+            return None
+        to, slower, why = found
+        before, worker.pace = worker.pace, advance(worker.pace, to)
+        worker.since = 0
+        worker.speed = round(1 / slower, 2) if to is Pace.SLOW else 1.0
+        if to is not Pace.SLOW:
+            worker.blocks.clear()
+        return Change(who, before, to, slower, why)
+
+    def _next(self, worker: _Worker) -> tuple[Pace, float, str] | None:
+        if worker.pace is Pace.OUT:
+            return None
+        if worker.pace is Pace.STANDBY:
+            if worker.since < self.limits.rest:
+                return None
+            return (
+                Pace.TRIAL,
+                1.0,
+                f"it has rested for {self.limits.rest * self.limits.block} steps",
+            )
+        if worker.pace is Pace.SLOW:
+            return self._of_slow(worker)
+        slower, steps = self._is_slow(worker), len(worker.blocks) * self.limits.block
+        if slower is not None:
+            again = worker.pace is Pace.TRIAL and slower >= self.limits.demote
+            why = f"{slower:.2g} times slower than the others in the last {steps} steps"
+            return (Pace.OUT, slower, f"{why}, after a rest") if again else (Pace.SLOW, slower, why)
+        if worker.pace is Pace.TRIAL and len(worker.blocks) >= self.limits.recover:
+            slower = median(worker.blocks)
+            if slower < self.limits.same:
+                return Pace.WELL, slower, f"as quick as the others in the last {steps} steps"
+        return None
+
+    def _of_slow(self, worker: _Worker) -> tuple[Pace, float, str] | None:
+        """It is given less work already: is that enough, or needless by now?"""
+        limits, blocks = self.limits, list(worker.blocks)
+        lately = blocks[-limits.patience :]
+        slower = median(lately)
+        steps = len(lately) * limits.block
+        if worker.since >= limits.patience and min(lately) >= limits.demote:
+            return Pace.STANDBY, slower, f"still {slower:.2g} times slower after {steps} steps"
+        lately = blocks[-limits.recover :]
+        if worker.since >= limits.recover and max(lately) < limits.sure[-1].times:
+            slower = median(lately)
+            if slower < limits.same:
+                steps = len(lately) * limits.block
+                return Pace.WELL, slower, f"as quick as the others in the last {steps} steps"
+        return None
+
+    def _is_slow(self, worker: _Worker) -> float | None:
+        """How many times slower it is; None: it is not, or that is not sure yet."""
+        for sure in self.limits.sure:
+            lately = list(worker.blocks)[-sure.blocks :]
+            slower = median(lately) if len(lately) == sure.blocks else 0.0
+            if slower >= sure.times and sum(b >= sure.each for b in lately) >= sure.agree:
+                return slower
+        return None
+
+
+def _slower(paces: Mapping[Who, float]) -> dict[Who, float]:
+    """Each beside the median of the others; nothing for one who is alone."""
+    out: dict[Who, float] = {}
+    for who, pace in paces.items():
+        others = [other for name, other in paces.items() if name != who]
+        if others:
+            out[who] = pace / median(others)
+    return out
+
+
+# --- who has stopped ----------------------------------------------------------------------------
+STEPS, SECONDS = 3.0, 1.0
+"""A worker that has stopped is named after so many normal steps and seconds."""
+
+_RECENT = 4  # newest steps; if these were slow, then what is normal is so now
+_RUNS = 0.05  # of a core: whoever uses so much runs, and is short of cores at worst
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The last sign of progress of a worker. point: how far it has come; who is further has the
+    higher one, and equal ones wait for the same. at: when it came there, by the clock of the one
+    who compares. computed: seconds of CPU it has used since; None: not known. waits: it says that
+    it waits for others now, so it is not the one that they wait for."""
+
+    point: int
+    at: float
+    computed: float | None = None
+    waits: bool = False
+
+
+def normal_step(steps: Sequence[float]) -> float | None:
+    """Seconds that a step takes now: the median, or that of the newest ones if it is more. None
+    before there was one."""
+    if not steps:
+        return None
+    return max(median(steps), median(steps[-_RECENT:]))
+
+
+def stopped(
+    marks: Mapping[Who, Mark], steps: Sequence[float], now: float, *, lag: float = 0.0
+) -> dict[Who, float]:
+    """Who makes no progress while others have finished and wait, and for how long.
+
+    steps: seconds of past steps, the newest last. lag: how late the one who compares was woken
+    up: if he is late himself, so is everybody.
+
+    Nobody is named before the first step has passed (it compiles, connects, warms up), nor where
+    nobody waits: then all are slow, or all wait for something outside. A worker that runs is
+    measured by the seconds of CPU that it has had: a load on all cores keeps it from working, but
+    uses up none of them.
+    """
+    normal = normal_step(steps)
+    if normal is None or len(marks) < 2:
+        return {}
+    furthest = max(mark.point for mark in marks.values())
+    waiting = max(mark.at for mark in marks.values() if mark.point == furthest)
+    behind = {who: mark for who, mark in marks.items() if mark.point < furthest}
+    if len(behind) > len(marks) // 2:
+        return {}
+    if not all(mark.waits for mark in behind.values()):
+        behind = {who: mark for who, mark in behind.items() if not mark.waits}
+    limit = STEPS * normal + SECONDS + lag
+    found: dict[Who, float] = {}
+    for who, mark in behind.items():
+        waited = now - max(waiting, mark.at)
+        runs = mark.computed is not None and mark.computed >= _RUNS * max(now - mark.at, 1e-9)
+        spent = min(waited, mark.computed) if runs and mark.computed is not None else waited
+        if spent > limit:
+            found[who] = waited
+    return found

@@ -1,0 +1,210 @@
+"""Slow workers are found on simulated traces, loaded machines exclude nobody, and who has stopped
+is named within three normal steps and a second."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.policy.stragglers import (
+    TRANSITIONS,
+    Change,
+    Limits,
+    Mark,
+    Pace,
+    Stragglers,
+    Timing,
+    advance,
+    normal_step,
+    stopped,
+)
+
+
+def shared_machine(seed: int, workers: int, steps: int) -> Iterator[list[float]]:
+    """Seconds per microbatch on two cores that others use, too: log-normal, each worker with a
+    drift of its own, bursts of load on both cores, and now and then one very slow step."""
+    rng = random.Random(seed)
+    drift, burst, load = [0.0] * workers, 0, 1.0
+    for _ in range(steps):
+        if burst == 0 and rng.random() < 0.01:
+            burst, load = rng.randint(5, 300), rng.uniform(1.5, 6)
+        burst = max(0, burst - 1)
+        now = load if burst else 1.0
+        row: list[float] = []
+        for worker in range(workers):
+            drift[worker] = 0.9 * drift[worker] + rng.gauss(0, 0.04)
+            noise = rng.gauss(0, 0.3 if now == 1.0 else 0.45)
+            hiccup = rng.uniform(3, 20) if rng.random() < 0.01 else 1.0
+            row.append(0.02 * now * hiccup * math.exp(noise + drift[worker]))
+        yield row
+
+
+def fed(paces: list[float], microbatches: int = 2) -> list[Timing]:
+    return [
+        Timing(who, "same", pace * microbatches, microbatches) for who, pace in enumerate(paces)
+    ]
+
+
+def run(
+    found: Stragglers, trace: Iterator[list[float]], who: int = 1, slower: float = 1.0
+) -> list[tuple[int, Change]]:
+    """(step, change) with one worker slowed down; one without a rank is not timed."""
+    out: list[tuple[int, Change]] = []
+    for step, paces in enumerate(trace, 1):
+        paces[who] *= slower
+        timings = [t for t in fed(paces) if t.who not in found.left_out]
+        out += [(step, change) for change in found.observe(timings)]
+    return out
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_loaded_machine_makes_nobody_slow_in_20_000_steps(workers: int) -> None:
+    assert run(Stragglers(), shared_machine(workers, workers, 20_000)) == []
+
+
+@pytest.mark.parametrize(("slower", "steps"), [(1.5, 400), (3.0, 64), (10.0, 24)])
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_a_slow_worker_is_found(slower: float, steps: int, workers: int) -> None:
+    for seed in range(5):
+        found = Stragglers()
+        run(found, shared_machine(seed, workers, 96))
+        changes = run(found, shared_machine(100 + seed, workers, steps), slower=slower)
+        assert [(c.who, c.after) for _, c in changes][:1] == [(1, Pace.SLOW)]
+        assert all(change.who == 1 for _, change in changes)
+
+
+def test_fewer_microbatches_then_standby_then_out() -> None:
+    found = Stragglers(Limits(rest=8))
+    changes = run(found, shared_machine(3, 4, 400), slower=3.0)
+    assert [c.after for _, c in changes] == [Pace.SLOW, Pace.STANDBY, Pace.TRIAL, Pace.OUT]
+    assert changes[0][1].why.startswith("3")
+    assert "times slower than the others in the last" in changes[0][1].why
+    assert found.left_out == {1: Pace.OUT}
+    assert found.speeds == {}
+
+
+def test_one_that_is_a_little_slow_gets_less_and_stays() -> None:
+    found = Stragglers()
+    changes = run(found, shared_machine(3, 4, 2000), slower=1.6)
+    assert [c.after for _, c in changes] == [Pace.SLOW]
+    assert 0.5 < found.speeds[1] < 0.8
+    assert not found.left_out
+
+
+def test_who_is_quick_again_is_well_again() -> None:
+    found = Stragglers()
+    run(found, shared_machine(3, 4, 240), slower=1.7)
+    assert found.pace(1) is Pace.SLOW
+    changes = run(found, shared_machine(4, 4, 240))
+    assert [c.after for _, c in changes] == [Pace.WELL]
+    assert found.speeds == {}
+
+
+def test_who_is_quick_after_a_rest_is_well_again() -> None:
+    found = Stragglers(Limits(rest=8))
+    run(found, shared_machine(3, 4, 96), slower=5.0)
+    assert found.left_out == {1: Pace.STANDBY}
+    changes = run(found, shared_machine(4, 4, 240))
+    assert [c.after for _, c in changes] == [Pace.TRIAL, Pace.WELL]
+
+
+def test_other_work_is_not_compared() -> None:
+    """The last stage of a pipeline has the head: it is slower, and nobody's fault."""
+    found = Stragglers()
+    for _ in range(400):
+        assert not found.observe(
+            [Timing(replica * 2 + stage, stage, 1.0 + 4 * stage, 1)
+             for replica in range(2) for stage in range(2)]
+        )  # fmt: skip
+    alone = Stragglers()
+    for _ in range(400):
+        assert not alone.observe([Timing(0, "first", 1.0, 1), Timing(1, "last", 9.0, 1)])
+
+
+def test_who_computes_more_microbatches_is_not_slow() -> None:
+    found = Stragglers()
+    for _ in range(400):
+        assert not found.observe(
+            [Timing(0, "", 1.0, 1), Timing(1, "", 4.0, 4), Timing(2, "", 0, 0)]
+        )
+
+
+def test_transitions_are_those_of_the_table() -> None:
+    for before in Pace:
+        for after in Pace:
+            if after in TRANSITIONS[before]:
+                assert advance(before, after) is after
+            else:
+                with pytest.raises(ValueError, match="cannot become"):
+                    advance(before, after)
+
+
+# --- who has stopped ----------------------------------------------------------------------------
+STEPS = [0.2] * 32
+
+
+def marks(behind: Mark, others: float = 10.0) -> dict[object, Mark]:
+    return {0: Mark(7, others), 1: Mark(7, others - 0.05), 2: behind, 3: Mark(7, others)}
+
+
+def test_who_has_stopped_is_named_within_three_steps_and_a_second() -> None:
+    stuck = marks(Mark(6, 9.9))
+    assert stopped(stuck, STEPS, 11.5) == {}
+    assert stopped(stuck, STEPS, 11.7) == {2: pytest.approx(1.7)}
+    frozen = marks(Mark(6, 9.9, computed=0.0))
+    assert list(stopped(frozen, STEPS, 11.7)) == [2]
+
+
+def test_nobody_is_named_while_all_are_slow() -> None:
+    everybody = {who: Mark(6, 10.0) for who in range(4)}
+    assert stopped(everybody, STEPS, 100.0) == {}
+    assert stopped(marks(Mark(6, 9.9)), [], 100.0) == {}, "the first step has not passed"
+    one = {0: Mark(7, 10.0), 1: Mark(6, 9.0), 2: Mark(6, 9.0), 3: Mark(5, 9.0)}
+    assert stopped(one, STEPS, 100.0) == {}, "one that waits for three is no proof"
+
+
+def test_what_is_normal_follows_the_load() -> None:
+    assert normal_step([]) is None
+    assert normal_step([0.2] * 30 + [9.0]) == 0.2
+    assert normal_step([0.2] * 30 + [1.0] * 4) == 1.0
+    assert stopped(marks(Mark(6, 9.9)), [0.2] * 30 + [1.0] * 4, 13.9) == {}
+    assert stopped(marks(Mark(6, 9.9)), STEPS, 13.0, lag=2.0) == {}
+
+
+def test_who_is_short_of_cores_is_not_named_but_who_spins_is() -> None:
+    starved = marks(Mark(6, 9.9, computed=0.5))
+    assert stopped(starved, STEPS, 15.0) == {}
+    spins = marks(Mark(6, 9.9, computed=5.0))
+    assert list(stopped(spins, STEPS, 15.0)) == [2]
+
+
+def test_who_waits_for_the_one_that_stopped_is_not_named() -> None:
+    half = {
+        0: Mark(7, 10.0), 1: Mark(7, 10.0),
+        2: Mark(6, 9.9, waits=True), 3: Mark(6, 9.8),
+    }  # fmt: skip
+    assert list(stopped(half, STEPS, 13.0)) == [3]
+
+
+@pytest.mark.parametrize("load", [1.0, 3.0, 8.0])
+def test_a_load_on_all_cores_excludes_nobody(load: float) -> None:
+    """Two thousand steps of four workers on two cores, looked at ten times a second."""
+    rng = random.Random(int(load))
+    past: list[float] = []
+    now = 0.0
+    for step in range(2000):
+        busy = load if step % 2000 >= 1000 else 1.0
+        ends = [now + 0.2 * busy * math.exp(rng.gauss(0, 0.3)) for _ in range(4)]
+        at = now
+        while at < max(ends):
+            at += 0.1
+            here = {
+                who: Mark(step + 1, end) if end <= at else Mark(step, now, (at - now) / (2 * busy))
+                for who, end in enumerate(ends)
+            }
+            assert stopped(here, past[-32:], at) == {}
+        past.append(max(ends) - now)
+        now = max(ends)
