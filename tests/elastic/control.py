@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from holdfast.elastic.rendezvous import Rendezvous
 from holdfast.wire.auth import Verifier
@@ -16,11 +17,50 @@ from holdfast.wire.server import MAX_BODY, Guard, Handler, Listener, address_of,
 SECRET = Secret(b"e" * 32)
 
 
-class Control:
-    """The rendezvous at /store, and `report` at /report when given."""
+class Desk:
+    """Where workers ask for orders. What a test orders, and what they hold, goes by process."""
 
-    def __init__(self, report: Handler | None, max_body: int) -> None:
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = asyncio.Event()
+        self._orders: dict[int, tuple[int, dict[str, Any]]] = {}  # process -> number, orders
+        self.held: dict[int, dict[str, Any]] = {}
+        self.asked: set[int] = set()
+
+    def give(self, process: int, orders: dict[str, Any]) -> None:
+        """Order something; what the process held is forgotten with it, unless that is a halt."""
+        number = self._orders.get(process, (0, {}))[0] + 1
+        if orders["kind"] != "halt":
+            self.held.pop(process, None)
+        self._orders[process] = (number, orders)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._notify)
+
+    async def handle(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        self._loop = asyncio.get_running_loop()
+        process, seen = int(body["process"]), int(body["seen"])
+        self.asked.add(process)
+        if body["held"] is not None and seen == self._orders.get(process, (0, {}))[0]:
+            self.held[process] = body["held"]
+        while self._orders.get(process, (0, {}))[0] <= seen:
+            try:
+                await asyncio.wait_for(self._changed.wait(), 5.0)
+            except TimeoutError:
+                return {"number": seen, "orders": None}
+        number, orders = self._orders[process]
+        return {"number": number, "orders": orders}
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+class Control:
+    """The rendezvous at /store, and what else is given at its path."""
+
+    def __init__(self, report: Handler | None, max_body: int, desk: Desk | None = None) -> None:
         self._max_body = max_body
+        self._desk = desk
         self._bound = bind("127.0.0.1", 0, "cluster.interface")
         self.address = address_of(self._bound)
         self.generation = 1
@@ -47,16 +87,23 @@ class Control:
         handlers: dict[str, Handler] = {"/store": self._rendezvous.handle}
         if self._report is not None:
             handlers["/report"] = self._report
+        if self._desk is not None:
+            handlers["/orders"] = self._desk.handle
         verifier = Verifier(SECRET, time.time)
-        guard = Guard(handlers, SECRET, verifier, lambda: self.generation, max_body=self._max_body)
+        guard = Guard(
+            handlers, SECRET, verifier, lambda: self.generation, max_body=self._max_body,
+            outside=frozenset({"/orders"}),
+        )  # fmt: skip
         self._listener = Listener(guard.application, self._bound)
         self._started.set()
         await self._listener.serve()
 
 
 @contextmanager
-def controlling(report: Handler | None = None, max_body: int = MAX_BODY) -> Iterator[Control]:
-    control = Control(report, max_body)
+def controlling(
+    report: Handler | None = None, max_body: int = MAX_BODY, desk: Desk | None = None
+) -> Iterator[Control]:
+    control = Control(report, max_body, desk)
     control._thread.start()
     assert control._started.wait(10)
     try:

@@ -64,29 +64,33 @@ def _generation(
         enter()
         outcome = worker.train()
         if outcome.kind == "paused":
-            return _hold(worker, "paused", f"paused after step {outcome.step}")
+            return _hold(worker, "paused", f"paused after step {outcome.step}", orderly=True)
         if worker.tell(outcome):
             return None
         return _hold(worker, "halt", "a newer generation began at the end of this one")
     except (HaltedError, FencedError) as error:
         return _hold(worker, "halt", str(error))
     except PeerLostError as error:
-        return _hold(worker, "peer", str(error))
+        kind = "halt" if orders.halted(worker.generation) else "peer"
+        return _hold(worker, kind, str(error), orderly=worker.training)
     except NonFiniteError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
-        return _hold(worker, "non_finite", str(error))
+        return _hold(worker, "non_finite", str(error), orderly=True)
     except RottenError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return _hold(worker, "rotten", str(error))
     except Exception as error:
         if fresh and isinstance(error, UserError):
             raise
+        if orders.halted(worker.generation):  # whatever it was woken with
+            return _hold(worker, "halt", f"{type(error).__name__}: {error}")
         traceback.print_exc()
         return _hold(worker, "error", f"{type(error).__name__}: {error}")
 
 
-def _hold(worker: Worker, kind: str, text: str) -> Held:
-    worker.stop(orderly=kind == "paused")
+def _hold(worker: Worker, kind: str, text: str, *, orderly: bool = False) -> Held:
+    """orderly: all ranks stop alike, or the engine has seen to those who wait for this one."""
+    worker.stop(orderly)
     held = worker.held(kind, text)
     state = "no state" if held.torn else f"the state after step {held.applied}"
     print(f"holds {state} ({kind}): {text}", flush=True)

@@ -40,16 +40,18 @@ from holdfast.layout import Topology
 from holdfast.parallel.groups import Groups
 from holdfast.policy.classes import Classes
 from holdfast.policy.hazard import Hazard
+from holdfast.policy.save import Into
 from holdfast.policy.tiers import BUCKET, DISK, PEERS
 from holdfast.spec.state import state_table
-from holdfast.train.adopt import Kept, adopt_engine, keep
 from holdfast.train.build import Session, build_engine, meet, session_of
 from holdfast.train.cadence import Known
 from holdfast.train.memory import keep_freed_memory
+from holdfast.train.missing import COVERED
 from holdfast.train.precision import same_products_on_any_threads
+from holdfast.train.recover import Recovered, join, recover
 from holdfast.train.runner import Outcome
 from holdfast.train.runner import run as train
-from holdfast.train.vote import Wishes
+from holdfast.train.vote import Verdict, Wishes
 from holdfast.wire.client import Client
 from holdfast.wire.secret import Secret
 
@@ -61,6 +63,7 @@ _ANNOUNCING = 0.5
 begins when all have stopped, and the mover refuses what is announced later."""
 
 _JOINING = 1800.0  # seconds that bound every wait in a group; a halt ends them before
+_LAST_SLOT, _SETTLING = 60.0, 600.0  # seconds for the last save, as in `train.runner`
 
 
 def run(boot: WorkerBoot, secret: Secret) -> int:
@@ -113,8 +116,9 @@ class Worker:
         self._batches: Batches | None = None
         self._session: Session | None = None
         self._whole = False  # whether the session's state has its values
-        self._kept: Kept | None = None  # the state, where a recovery failed before anything moved
-        self._place: tuple[int, int] | None = None  # generation and rank whose boxes are held
+        self.training = False  # as opposed to being on the way into a generation
+        self._live = False  # the state came from the generation before, not from a checkpoint
+        self._verdict: Verdict | None = None  # of the step that this generation went on from
         self._saver: ArenaSaver | None = None
         self._voice: Reporter | None = None
         self._meeting: Client | None = None  # for the store through which groups meet
@@ -138,48 +142,50 @@ class Worker:
     # --- into a generation --------------------------------------------------------------------
     def begin(self) -> None:
         """Ready to compute the first step of the generation that the boot tells of."""
-        boot = self._boot
+        boot, self.training = self._boot, False
         if self._voice is None:
             self._speak(boot.placed(), boot.rank)
         with self._interruptible(self._wake_joining):
             self._session = self._build()
             restore(boot, self._session, self.reporter, self._secret, self._check)
-            self._have()
+            self._whole = True
             self._equip(boot.forked)
 
     def adopt(self, topology: Topology, rank: int, came_from: Sequence[int | None]) -> None:
         """Become `rank` of `topology`, which is that of a newer generation, and keep the state.
 
-        Collective over `topology`, of which all processes hold the state after the same step. The
-        agent and the mover must have begun the generation. came_from: see `spec.moves.transfers`.
-        Raises LayoutError, PeerLostError, FencedError and HaltedError; the state is lost to this
-        process then, unless nothing had moved.
+        Collective over `topology`. The agent and the mover must have begun the generation.
+        came_from: see `spec.moves.transfers`. Raises LayoutError, PeerLostError, FencedError and
+        HaltedError; `held` says whether the state is lost to this process then.
         """
-        begun = time.monotonic()
-        kept = self._leave()
-        self._speak(topology, rank, kept.step)
-        self._adopt(kept, came_from, begun)
+        before = Before(self._present.groups.topology, self.step)
+        boot = replace(
+            self._boot, topology=topology.to_json(), generation=topology.generation, rank=rank
+        )
+        self.take(Begin(boot, tuple(came_from), before))
 
     def take(self, order: Begin) -> None:
         """Ready to compute in the generation that was ordered. Raises as `begin` and `adopt`."""
-        begun, boot = time.monotonic(), replace(order.boot, forked=time.monotonic())
-        self._follow(boot)
-        if order.came_from is None:
-            self._drop()
-            self.step = boot.start_step
-            self._speak(boot.placed(), boot.rank, boot.start_step)
-            self.begin()
+        begun = time.monotonic()
+        self._follow(replace(order.boot, forked=begun))
+        if order.came_from is not None:
+            self._go_on(order, begun)
             return
-        kept = self._leave_for(order.came_from[boot.rank], order.before)
-        self._speak(boot.placed(), boot.rank, kept.step)
-        self._adopt(kept, order.came_from, begun)
+        boot = self._boot
+        self._drop()
+        self.step = boot.start_step
+        self._speak(boot.placed(), boot.rank, boot.start_step)
+        self.begin()
 
     def train(self) -> Outcome:
         """From the state after `step` on. Raises as `train.runner.run` does; `step` is right then
         too, and the state is whole unless a replica was sharded over a process that is gone."""
         session, saver = self._present, self._saver
         assert saver is not None, "the capturer is made with the session"
-        membership = AgentMembership(self.reporter, self.generation, self._check)
+        if self._live and self.step >= self._config.train.steps:
+            return self._save_last()
+        membership = AgentMembership(self.reporter, self.generation, self._outdated)
+        self.training = True
         try:
             with self._interruptible(self._wake_training), session.loader(self.step) as loader:
                 return train(
@@ -193,20 +199,23 @@ class Worker:
 
     # --- out of one ---------------------------------------------------------------------------
     def stop(self, orderly: bool) -> None:
-        """The generation is over for this process. Unless all came to its end alike (`orderly`),
-        nobody may go on waiting for this one."""
-        if self._session is not None and not orderly:
-            self._session.groups.abort()
+        """The generation is over for this process. Unless that is seen to already (`orderly`),
+        nobody may go on waiting for this one, inside its replica or outside."""
+        engine = getattr(self._session, "engine", None)
+        if engine is not None and not orderly:
+            engine.interrupt(True)
         if self._voice is not None and self._voice.owes_calls:
             self._voice.flush(_ANNOUNCING)
 
     def held(self, kind: str, text: str) -> Held:
         """What this process could go on from."""
-        here = self._whole or self._kept is not None
-        return Held(
-            self.generation, self._rank if self._voice is not None else -1, self.step, None,
-            not here, kind, text, self._place if here else None,
-        )  # fmt: skip
+        rank = self._rank if self._voice is not None else -1
+        if not self._able:
+            return Held(self.generation, rank, self.step, None, True, kind, text)
+        engine = self._present.engine
+        groups, whole = engine.groups, engine.held.whole
+        place = (groups.topology.generation, groups.rank)
+        return Held(self.generation, rank, self.step, whole, False, kind, text, place)
 
     def leave(self, outcome: Outcome) -> int:
         """Tell how the run ended for this process; the exit code."""
@@ -230,67 +239,67 @@ class Worker:
             self._session = None
 
     # --- the state ----------------------------------------------------------------------------
-    def _have(self) -> None:
-        """The session holds the state after `step`."""
-        self._whole, self._place = True, (self.generation, self._rank)
+    @property
+    def _able(self) -> bool:
+        """Whether there is a state that somebody can go on from: a recovery that fails may have
+        taken the engine out of its session."""
+        engine = getattr(self._session, "engine", None)
+        return self._whole and engine is not None and not engine.torn
 
-    def _leave(self) -> Kept:
-        """Out of the old generation's groups, with the state."""
-        self._let_go()
-        session, self._session = self._session, None
-        kept, self._kept = self._kept, None
-        whole, self._whole = self._whole, False
-        if session is None or not whole:
-            if kept is None:
-                raise RuntimeError("no state: begin() comes first, and after close() anew")
-            return kept
-        kept = keep(session.engine, self.step)
-        del session.engine, session.evaluator, session.groups  # our callers may still refer to it
-        return kept
-
-    def _leave_for(self, before_rank: int | None, before: Before | None) -> Kept:
-        """The same for the orders of an agent, which say as which rank of which topology this
-        process brings its state, or that it is a newcomer."""
-        if before is None:
+    def _go_on(self, order: Begin, begun: float) -> None:
+        """Into the generation with what the survivors hold between them."""
+        assert order.came_from is not None
+        if order.before is None:
             raise HoldfastError("orders to go on live do not say from which topology")
-        place = (before.topology.generation, before_rank)
-        if before_rank is None:
+        topology, rank, before = order.boot.placed(), order.boot.rank, order.before.topology
+        self.training = False
+        self._let_go()
+        if order.came_from[rank] is None or not self._able:
             self._drop()
-            return Kept(before.topology, before.step, {})
-        if place != self._place or not (self._whole or self._kept):
-            raise HoldfastError(
-                f"orders to go on as rank {place[1]} of generation {place[0]}, but what is held is "
-                f"{self._place if self._whole or self._kept else 'nothing'}"
-            )
-        return self._leave()
-
-    def _adopt(self, kept: Kept, came_from: Sequence[int | None], begun: float) -> None:
-        self.reporter.progress(kept.step, "adopt")
-        tensors = len(kept.tensors)
+            self.step = order.before.step
+        self._speak(topology, rank, self.step)
+        self.reporter.progress(self.step, "recover")
         with self._interruptible(self._wake_joining):
-            try:
-                engine = adopt_engine(
-                    kept, self._config, self._topology, self._rank, self._store, self._device,
-                    came_from, seconds=_JOINING,
+            if self._session is not None:
+                found = recover(
+                    self._session, topology, rank, self._store, order.came_from, step=self.step,
+                    before=before,
                 )  # fmt: skip
-            except BaseException:
-                if tensors and len(kept.tensors) == tensors:
-                    self._kept = kept  # it failed before the first tensor was given away
-                raise
-            self.step = kept.step
-            self._session = session_of(self._config, engine, self._read(), self._device)
-            self._have()
+            else:
+                found = join(
+                    self._config, self._read(), topology, rank, self._store, self._device, before,
+                    order.came_from,
+                )  # fmt: skip
+            self._found(found)
             self._equip(begun)
+
+    def _found(self, found: Recovered) -> None:
+        """The session of the new generation, and what the journal would miss of the old one."""
+        self._session, self.step, self._whole = found.session, found.step, True
+        self._verdict, self._live = found.verdict, True
+        for event in found.events:
+            self.reporter.emit(event)
+        parts = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in found.phases.items())
+        print(f"goes on from step {found.step} as rank {self._rank}: {parts}", flush=True)
 
     def _drop(self) -> None:
         """Out of the old generation without the state."""
         self._let_go()
-        session, self._session, self._kept, self._whole = self._session, None, None, False
-        if session is not None:
+        session, self._session, self._whole, self._live = self._session, None, False, False
+        if session is not None and hasattr(session, "engine"):
             session.groups.abort()
             session.close()
             del session.engine, session.evaluator, session.groups, session
             gc.collect()  # the new model needs its room
+
+    def _save_last(self) -> Outcome:
+        """The last step was applied, and who was to save it was interrupted: it is saved now."""
+        saver, step, verdict = self._saver, self.step, self._verdict
+        assert saver is not None
+        saver.capture(step, self._present.engine.state(), _LAST_SLOT, True)
+        known = {} if verdict is None else {"loss": verdict.mean_loss, "tokens": verdict.tokens}
+        saver.announce(step, known, Into(True, None, True))
+        return Outcome("finished", step, saver.settle(step, _SETTLING))
 
     # --- parts --------------------------------------------------------------------------------
     def _build(self) -> Session:
@@ -348,7 +357,7 @@ class Worker:
         if self._meeting is not None:
             self._meeting.close()  # the groups that needed it are closed
         self._topology, self._rank = topology, rank
-        self._meeting = Client(boot.agent, self._secret, topology.generation)
+        self._meeting = Client(boot.meet or boot.agent, self._secret, topology.generation)
         self._store = HttpStore(self._meeting)
         self._voice = Reporter(
             Client(boot.agent, self._secret, topology.generation), rank,
@@ -400,22 +409,31 @@ class Worker:
             self._joining.abort()
 
     def _wake_training(self, inside: bool) -> None:
-        self._present.groups.abort()
+        self._present.engine.interrupt(inside)
+
+    def _outdated(self, step: int) -> None:
+        """A newer generation rules before `step` is voted on: it must not be. Where the agent gives
+        orders, the ranks of a replica come to the end of the step together."""
+        if self._orders is None:
+            raise FencedError(f"a newer generation began before step {step} was voted on")
+        self._present.engine.interrupt(False)
 
 
 class AgentMembership:
-    """What the agent wishes, as of its last answer: asked without waiting."""
+    """What the agent wishes, as of its last answer: asked without waiting, but for a ledger that
+    lies too far behind."""
 
-    def __init__(self, reporter: Reporter, generation: int, check: Callable[[], None]) -> None:
-        self._reporter, self._generation, self._check = reporter, generation, check
+    def __init__(
+        self, reporter: Reporter, generation: int, outdated: Callable[[int], None]
+    ) -> None:
+        """`outdated` ends the step, when a newer generation has been opened."""
+        self._reporter, self._generation, self._outdated = reporter, generation, outdated
         self._done = 0  # the newest request that has been passed on
 
     def wishes(self, step: int) -> Wishes:
-        """Raises FencedError when a newer generation has been opened, and HaltedError when this one
-        has been ended: this step must not be."""
-        self._check()
+        self._reporter.catch_up(step - COVERED)
         if self._reporter.fenced:
-            raise FencedError(f"a newer generation began before step {step} was voted on")
+            self._outdated(step)
         told = self._reporter.wishes
         into, self._done = (told.into if told.request > self._done else ()), told.request
         return Wishes(

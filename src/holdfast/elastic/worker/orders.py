@@ -27,6 +27,8 @@ from holdfast.wire.client import Client
 from holdfast.wire.secret import Secret
 
 PATH = "/orders"
+_INSIDE_SECONDS = 2.0
+"""Who still waits for another rank of its replica after so long is woken there, too."""
 _PAUSE = 0.1  # seconds before an agent that did not answer is asked again
 
 Interrupt = Callable[[bool], None]
@@ -166,10 +168,17 @@ class Orders:
             elif told is not None:
                 self._next = None  # a halt takes back what was ordered before
             self._changed.notify_all()
-        if told is not None:
-            self._wake(bool(told.get("inside", True)))
+        if told is None:
+            return
+        inside = bool(told.get("inside", True))
+        self._wake(inside)
+        if not inside:
+            later = threading.Timer(_INSIDE_SECONDS, self._wake, (True,))
+            later.daemon = True
+            later.start()
 
     def _wake(self, inside: bool) -> None:
+        """Nothing, when the training thread has left what was halted."""
         with self._waking:
             interrupt = self._interrupt
             if interrupt is None or not self.halted(self._generation):

@@ -1,10 +1,11 @@
 """A worker's voice: one thread, events in order.
 
-Training never waits for the agent. It drops events, progress and callables here; the thread posts
-them in batches and brings back what the agent wishes. A callable runs only after everything
-queued before it has been acknowledged as durable: that is how a snapshot is announced after the
-ledger of its steps, so that nobody ever knows of a checkpoint whose ledger might be missing. While
-it waits (a full disk), the events behind it go on to the agent, so that the run stays visible.
+Training does not wait for the agent (but see `catch_up`). It drops events, progress and callables
+here; the thread posts them in batches and brings back what the agent wishes. A callable runs only
+after everything queued before it has been acknowledged as durable: that is how a snapshot is
+announced after the ledger of its steps, so that nobody ever knows of a checkpoint whose ledger
+might be missing. While it waits (a full disk), the events behind it go on to the agent, so that
+the run stays visible.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from holdfast.policy.measured import seconds_from_json
 from holdfast.wire.client import Client, RequestError
 
 _BATCH = 500  # events in one request
+_PATIENCE = 1.0  # seconds that training waits for an agent that does not take its ledger
 _CALL_SECONDS = 1.0  # that a callable which is under way may delay the next generation
 
 
@@ -88,6 +90,7 @@ class Reporter:
         self._outcome: dict[str, Any] | None = None
         self._one_by_one = 0  # events of a refused batch that are still to be sent alone
         self._busy = False
+        self._patient = True
         self._closing = False
         self._wishes = Wishes()
         self._fenced = threading.Event()
@@ -164,6 +167,24 @@ class Reporter:
         self._thread.join(_CALL_SECONDS)
         with self._changed:
             return Untold(self._voice, self._next, tuple(self._events))
+
+    def catch_up(self, step: int) -> None:
+        """Wait until the agent has what was queued of steps up to `step`: what a process that is
+        killed has not told can be told again by others for the last few steps only. Who once waited
+        in vain does not wait again before that."""
+        if self._told(step):
+            self._patient = True
+        elif self._patient:
+            with self._changed:
+                self._patient = self._changed.wait_for(
+                    lambda: self._told(step) or self.fenced, _PATIENCE
+                )
+
+    def _told(self, step: int) -> bool:
+        try:
+            return not self._events or self._events[0][1].step > step
+        except IndexError:  # the other thread has just taken the last one
+            return True
 
     @property
     def owes_calls(self) -> bool:
