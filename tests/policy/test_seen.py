@@ -11,6 +11,7 @@ from holdfast.events import (
     RunFinished,
     RunStopped,
     StepDone,
+    WorkerHeld,
     WorkerLost,
     WorkerReady,
 )
@@ -41,6 +42,8 @@ def test_a_lost_worker_leaves_its_nodes_memory_and_silence_takes_it() -> None:
     silent = _all_seen([begun]).classes.counts
     assert lost == (PRIOR[0] + 1, *PRIOR[1:])
     assert silent == (PRIOR[0], PRIOR[1] + 1, *PRIOR[2:])
+    stopped = _all_seen([[*begun, (91, WorkerHeld(1, 3, None, "an error"))]]).classes.counts
+    assert stopped == lost
     assert _all_seen([[*begun, (91, RunStopped("SIGTERM"))]]).classes.counts == PRIOR
 
 

@@ -19,6 +19,7 @@ from holdfast.events import (
     RunFailed,
     SaveInterval,
     SettingIgnored,
+    WorkerHeld,
     to_json,
 )
 from holdfast.report.history import build, read
@@ -26,7 +27,7 @@ from holdfast.report.page import render
 from holdfast.report.summary import summary
 from holdfast.report.timeline import in_order
 from holdfast.wire.runstore import MemoryStore
-from tests.report.journals import Scribe, lossy_run
+from tests.report.journals import Scribe, lossy_run, step_done
 
 
 def stored(records: list[Record], tail: bytes = b"") -> MemoryStore:
@@ -111,6 +112,45 @@ def test_two_workers_lost_together_are_one_incident_and_a_loss_in_recovery_anoth
     assert second.losses[0].cause == "SIGSEGV"
     assert second.seconds == pytest.approx(0.25 + 0.5 + 1.0)
     assert second.generation == 2
+
+
+def test_who_is_left_goes_on_and_a_step_that_is_told_late_ends_no_incident() -> None:
+    """Rank 1 is lost after step 3, which rank 0 could tell only in the next generation."""
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 2)
+    run.at += 1.0
+    run.write(WorkerHeld(0, 3, None, "a peer was lost"), after=0.25)
+    run.lose(1, after=0.0)
+    run.open_generation()
+    run.generate(3, "worker_lost")
+    run.write(step_done(3, 1.0, {"compute": 1.0}))
+    run.steps(4, 5)
+    history = build(run.records)
+    (incident,) = history.incidents
+    assert (incident.kind, incident.generation, incident.restart_step) == ("worker_lost", 1, 3)
+    assert (incident.reached, incident.steps_lost) == (3, 0)
+    assert incident.seconds == pytest.approx(0.25 + 0.5 + 1.0)
+    assert "rank 1 lost" in incident.title
+    assert [point.step for point in history.steps] == [1, 2, 3, 4, 5]
+    assert history.time["productive"] == pytest.approx(4 * 0.625 + 1.0)
+    assert history.time["recovery"] == pytest.approx(0.25 + 0.25 + 0.5)
+    assert history.time["rework"] == 0
+
+
+def test_an_error_of_one_worker_is_an_incident_without_a_loss() -> None:
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 2)
+    run.write(WorkerHeld(1, 2, None, "ValueError: no"), after=0.25)
+    run.open_generation()
+    run.generate(2, "error")
+    run.steps(3, 4)
+    (incident,) = build(run.records).incidents
+    assert (incident.kind, incident.losses, incident.title) == ("error", (), "ValueError: no")
+    assert incident.seconds == pytest.approx(0.25 + 0.5 + 1.0)
 
 
 def test_an_agent_that_was_killed_is_an_incident_too() -> None:

@@ -14,6 +14,7 @@ from holdfast.events import (
     RunFailed,
     RunFinished,
     RunStopped,
+    WorkerHeld,
     WorkerLost,
     WorkerReady,
 )
@@ -41,7 +42,7 @@ class Seen:
             self._nodes = len(set(event.topology.get("nodes", ()))) or 1
         elif isinstance(event, WorkerReady):
             self._ready = record.time
-        elif isinstance(event, WorkerLost):
+        elif isinstance(event, WorkerLost | WorkerHeld):  # its agent said so: that one lived
             self._lost = True
         elif isinstance(event, RunStopped | RunFinished | RunFailed):
             self._ended = True

@@ -1,8 +1,8 @@
 """Incidents: what broke, what it cost, and when the run was itself again.
 
-An incident opens when a worker is lost (or when a session ends without a word) and closes with the
-first step of a newer generation. Its length is the RTO: seconds from the loss, as the agent
-noticed it, to the first new committed step; the steps done again are its RPO.
+An incident opens when a worker is lost or stops (or when a session ends without a word) and closes
+with the first step of a newer generation. Its length is the RTO: seconds from the loss, as the
+agent noticed it, to the first new committed step; the steps done again are its RPO.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from holdfast.events import (
     RunStarted,
     RunStopped,
     StepDone,
+    WorkerHeld,
     WorkerLost,
     WorkerReady,
 )
@@ -117,6 +118,8 @@ class IncidentBook:
         ended: Incident | None = None
         if isinstance(event, WorkerLost):
             self._lose(record.generation, event, elapsed)
+        elif isinstance(event, WorkerHeld):
+            self._hold(record.generation, event, elapsed)
         elif isinstance(event, NonFinite):
             self._note = f"{event.parameter} not finite on rank {event.rank}, step {event.step}"
         elif isinstance(event, RunStarted):
@@ -137,12 +140,20 @@ class IncidentBook:
             self._update(ready=elapsed)
         elif isinstance(event, StepDone):
             self._step = max(self._step, event.step)
-            if self._open is not None and record.generation == self._open.generation:
+            if self._open is not None and self._late(record.generation, event.step):
                 # A report that came in after the loss was noticed.
                 self._update(reached=max(self._open.reached, event.step))
-            ended = self._recover(record.generation, elapsed)
+            else:
+                ended = self._recover(record.generation, elapsed)
         self._last_elapsed = elapsed
         return ended
+
+    def _late(self, generation: int, step: int) -> bool:
+        """Whether a step was done before the incident: told in its generation, or in the next one,
+        by somebody who lives on."""
+        assert self._open is not None
+        again = self._open.restarted is not None and step <= (self._open.restart_step or 0)
+        return generation == self._open.generation or again
 
     def _begin(self, kind: str, generation: int, elapsed: float) -> None:
         if self._open is None:
@@ -157,13 +168,22 @@ class IncidentBook:
         self._begin("worker_lost", generation, elapsed)
         assert self._open is not None
         loss = Loss(event.rank, event.cause, event.noticed_by)
-        self._update(losses=(*self._open.losses, loss))
+        self._update(kind="worker_lost", losses=(*self._open.losses, loss))
+
+    def _hold(self, generation: int, event: WorkerHeld, elapsed: float) -> None:
+        """Somebody stopped, perhaps before it is known who is lost, if anybody is."""
+        if self._open is not None and self._open.restarted is not None:
+            self._open = None  # the generation that should have ended the incident stopped too
+        if self._open is None:
+            self._begin("held", generation, elapsed)
+            self._update(note=event.why)
 
     def _restart(self, generation: int, event: GenerationStarted, elapsed: float) -> None:
         if self._open is None and self._generation and event.reason not in ("start", "resume"):
             self._begin(event.reason, self._generation, elapsed)
         if self._open is not None and generation > self._open.generation:
-            self._update(restarted=elapsed, restart_step=event.step)
+            kind = event.reason if self._open.kind == "held" else self._open.kind
+            self._update(kind=kind, restarted=elapsed, restart_step=event.step)
         self._generation = max(self._generation, generation)
         self._step = event.step
 

@@ -65,6 +65,7 @@ class TimeLedger:
         self._session = False
         self._gap: str | None = None  # class of the open gap, None in a stretch
         self._broken = 0  # the newest generation that lost a worker
+        self._start = 0  # the step that the newest generation began from
         self._gap_evaluation = 0.0
         self._rows = array("d")  # claims of each step that still counts, _WIDTH a step
         self._steps = array("q")  # the step of each row, rising
@@ -120,7 +121,10 @@ class TimeLedger:
         if isinstance(event, WorkerLost):
             self._broken = record.generation
         if isinstance(event, StepDone):
-            late = self._gap is not None and record.generation <= self._broken
+            # Told by who did it when its generation was over, or in the next one.
+            late = self._gap is not None and (
+                record.generation <= self._broken or event.step <= self._start
+            )
             (self._late_step if late else self._step)(event)
         else:
             self._take(event)
@@ -133,6 +137,7 @@ class TimeLedger:
         elif isinstance(event, WorkerLost):
             self._open_gap("recovery", self._last_claim)
         elif isinstance(event, GenerationStarted):
+            self._start = event.step
             self._open_gap("recovery", self._last_claim)
             self._supersede(event.step)
         elif isinstance(event, _ENDS):
