@@ -20,6 +20,7 @@ import pytest
 
 from holdfast.config.run import RunConfig
 from holdfast.elastic.boot import WorkerBoot
+from holdfast.errors import NonFiniteError
 from holdfast.events import BatchFed, GenerationStarted, Record, StepDone, event_from_json
 from holdfast.layout import Layout, Topology, place
 from holdfast.spec.ledger import Entry, settled
@@ -51,8 +52,11 @@ def _work(rank: RankContext, boot: dict[str, Any], secret: str, deeds: dict[str,
 def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
     from holdfast.elastic.worker import main as worker
     from holdfast.elastic.worker.store import HttpStore
+    from holdfast.train import recover as recovering
     from holdfast.train.engine import StepEngine
 
+    agree = recovering.agree  # type: ignore[attr-defined]
+    update = StepEngine.update
     compute, wishes, ask = StepEngine.compute, worker.AgentMembership.wishes, HttpStore._ask
 
     def due(deed: str, generation: int, step: int) -> bool:
@@ -68,6 +72,8 @@ def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         if due("raise", *at):
             raise MemoryError("the test took all of it")
+        if due("not finite", *at):
+            raise NonFiniteError(self._step, rank.rank, "norm.weight")
         compute(self, batches)
 
     def wishing(self: Any, step: int) -> Any:
@@ -80,6 +86,21 @@ def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return ask(self, *args, **more)
 
+    def updating(self: StepEngine, verdict: Any) -> float:
+        if due("tear", self.groups.topology.generation, self._step):
+            self.optimizer.apply = tearing  # type: ignore[method-assign]
+        return update(self, verdict)
+
+    def tearing(*args: Any) -> None:
+        raise MemoryError("the test took all of it")
+
+    def agreeing(control: Any, *args: Any, **more: Any) -> Any:
+        if due("stand still while joining", *deeds.get("stand still while joining", [0])[:1], 0):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return agree(control, *args, **more)
+
+    recovering.agree = agreeing  # type: ignore[attr-defined]
+    StepEngine.update = updating  # type: ignore[method-assign]
     StepEngine.compute = computing  # type: ignore[method-assign]
     worker.AgentMembership.wishes = wishing  # type: ignore[method-assign]
     HttpStore._ask = asking  # type: ignore[method-assign]
@@ -310,21 +331,27 @@ def test_survivors_hold_and_go_on_without_the_lost_one(
     assert journal.fed() == whole.fed
 
 
+@pytest.mark.parametrize("deed", ["raise", "tear"])
 def test_an_exception_in_a_step_ends_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Undisturbed
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Undisturbed, deed: str
 ) -> None:
+    """In the midst of an update it costs the process its state, which the others send it."""
+    torn = deed == "tear"
+    step = FAULT if torn else FAULT - 1
+
     def script(run: Run) -> None:
         held = run.wait_held([1], 1)[0]
-        assert (held["kind"], held["applied"], held["torn"]) == ("error", FAULT - 1, False)
+        assert (held["kind"], held["applied"], held["torn"]) == ("error", FAULT - 1, torn)
         assert held["text"] == "MemoryError: the test took all of it"
         run.halt([0, 1, 2], 1)
-        held, *_ = others = run.wait_held([0, 2], 1)
-        assert {(h["applied"], h["torn"]) for h in others} == {(FAULT - 1, False)}
-        run.begin(_three(2), [0, 1, 2], FAULT - 1, came_from=[0, 1, 2], before=_three())
+        others = run.wait_held([0, 2], 1)
+        assert {(h["applied"], h["torn"]) for h in others} == {(step, False)}
+        came_from = [0, None if torn else 1, 2]
+        run.begin(_three(2), [0, 1, 2], step, came_from=came_from, before=_three())
 
     journal = _run(
         tmp_path / "run", whole.config, _three(), monkeypatch, script,
-        deeds={"raise": [1, 1, FAULT]},
+        deeds={deed: [1, 1, FAULT]},
     )  # fmt: skip
     assert journal.losses() == whole.losses
     assert journal.fed() == whole.fed
@@ -337,9 +364,10 @@ def test_a_standby_takes_a_lost_place(
         run.wait_held([0, 2], 1)
         wait_until(lambda: run.pid(3) in run.desk.asked, SECONDS, "the standby to be ready")
         run.begin(_three(2), [0, 3, 2], FAULT - 1, came_from=[0, None, 2], before=_three())
+        run.desk.give(run.pid(4), {"kind": "end"})
 
     journal = _run(
-        tmp_path / "run", whole.config, _three(), monkeypatch, script, standbys=1,
+        tmp_path / "run", whole.config, _three(), monkeypatch, script, standbys=2,
         deeds={"die": [1, 1, FAULT]}, dies=[1],
     )  # fmt: skip
     assert journal.losses() == whole.losses
@@ -384,6 +412,30 @@ def test_a_loss_while_the_next_generation_is_made(
     journal = _run(
         tmp_path / "run", whole.config, _three(), monkeypatch, script,
         deeds={"die": [1, 1, FAULT], "die while joining": [2, 2, 0]}, dies=[1, 2],
+    )  # fmt: skip
+    assert journal.losses() == whole.losses
+    assert journal.fed() == whole.fed
+
+
+def test_one_that_stands_still_while_the_next_generation_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Undisturbed
+) -> None:
+    """It has met the others, and they wait for what it says: they are woken all the same."""
+
+    def script(run: Run) -> None:
+        run.wait_held([0, 2], 1)
+        run.begin(_two(2), [0, 2], FAULT - 1, came_from=[0, 2], before=_three())
+        wait_until(lambda: _state(run.pid(2)) == "T", SECONDS, "the one that stands still")
+        run.halt([0], 2)
+        held = run.wait_held([0], 2)[0]
+        run.kill(2)
+        assert (held["kind"], held["applied"], held["torn"]) == ("halt", FAULT - 1, False)
+        alone = place(Layout(), 3, _nodes(1))
+        run.begin(alone, [0], FAULT - 1, came_from=[0], before=_three())
+
+    journal = _run(
+        tmp_path / "run", whole.config, _three(), monkeypatch, script,
+        deeds={"die": [1, 1, FAULT], "stand still while joining": [2, 2, 0]}, dies=[1, 2],
     )  # fmt: skip
     assert journal.losses() == whole.losses
     assert journal.fed() == whole.fed
@@ -443,8 +495,33 @@ def test_what_was_lost_with_a_shard_is_read_from_memory(
     assert journal.fed() == whole.fed
 
 
+def test_what_is_not_finite_or_rotten_is_said_and_ends_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Undisturbed
+) -> None:
+    def script(run: Run) -> None:
+        (held,) = run.wait_held([0], 1)
+        assert (held["kind"], held["applied"], held["torn"]) == ("non_finite", FAULT - 1, False)
+        run.mover.store.create("rotten", b"{")
+        run.begin(place(Layout(), 2, _nodes(1)), [0], 2, restore="rotten")
+        (held,) = run.wait_held([0], 2)
+        assert (held["kind"], held["torn"], held["state"]) == ("rotten", True, None)
+        assert "rotten" in held["text"]
+        run.begin(place(Layout(), 3, _nodes(1)), [0], 0)
+
+    journal = _run(
+        tmp_path / "run", whole.config, place(Layout(), 1, _nodes(1)), monkeypatch, script,
+        deeds={"not finite": [1, 0, FAULT]},
+    )  # fmt: skip
+    assert journal.losses() == whole.losses
+    assert journal.fed() == whole.fed
+
+
 def _alive(process: int) -> bool:
+    return _state(process) not in "ZX"
+
+
+def _state(process: int) -> str:
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "X"

@@ -26,6 +26,7 @@ from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
 from holdfast.elastic import exits
 from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.worker.hangup import cut_connections
 from holdfast.elastic.worker.life import live
 from holdfast.elastic.worker.log import redirect
 from holdfast.elastic.worker.orders import Before, Begin, Held, Interrupt, Orders
@@ -37,7 +38,6 @@ from holdfast.elastic.worker.warmth import warm_up
 from holdfast.errors import FencedError, HoldfastError, NonFiniteError, PeerLostError
 from holdfast.events import SettingIgnored, WorkerReady
 from holdfast.layout import Topology
-from holdfast.parallel.groups import Groups
 from holdfast.policy.classes import Classes
 from holdfast.policy.hazard import Hazard
 from holdfast.policy.save import Into
@@ -122,7 +122,6 @@ class Worker:
         self._saver: ArenaSaver | None = None
         self._voice: Reporter | None = None
         self._meeting: Client | None = None  # for the store through which groups meet
-        self._joining: Groups | None = None  # those on which a session is being built
 
     @property
     def reporter(self) -> Reporter:
@@ -305,7 +304,6 @@ class Worker:
     def _build(self) -> Session:
         config, batches = self._config, self._read()
         groups = meet(config, self._topology, self._rank, self._store, self._device, _JOINING)
-        self._joining = groups
         try:
             engine = build_engine(config, groups, self._device)
         except BaseException:
@@ -404,9 +402,14 @@ class Worker:
         return self._orders.interruptible(self.generation, interrupt)
 
     def _wake_joining(self, inside: bool) -> None:
-        self._store.abort()
-        if self._joining is not None:
-            self._joining.abort()
+        """First whoever waits for others to come; then, whoever is stuck with those who came."""
+        if not self._store.aborted:
+            self._store.abort()
+            return
+        groups = getattr(self._session, "groups", None)
+        if groups is not None:  # its inside may have been kept: not any more
+            groups.inside.broken = True
+        cut_connections(self._boot.agent)
 
     def _wake_training(self, inside: bool) -> None:
         self._present.engine.interrupt(inside)

@@ -27,12 +27,13 @@ from holdfast.wire.client import Client
 from holdfast.wire.secret import Secret
 
 PATH = "/orders"
-_INSIDE_SECONDS = 2.0
-"""Who still waits for another rank of its replica after so long is woken there, too."""
+_AGAIN_SECONDS = 2.0
+"""Who has not come back from where it was woken after so long is woken once more, by all means."""
 _PAUSE = 0.1  # seconds before an agent that did not answer is asked again
 
 Interrupt = Callable[[bool], None]
-"""Wakes the training thread, wherever it blocks: between replicas, and with True inside its own."""
+"""Wakes the training thread, wherever it blocks: between replicas, and with True inside its own.
+Called a second time when that was not enough."""
 
 
 class HaltedError(HoldfastError):
@@ -170,15 +171,13 @@ class Orders:
             self._changed.notify_all()
         if told is None:
             return
-        inside = bool(told.get("inside", True))
-        self._wake(inside)
-        if not inside:
-            later = threading.Timer(_INSIDE_SECONDS, self._wake, (True,))
-            later.daemon = True
-            later.start()
+        self._wake(bool(told.get("inside", True)))
+        again = threading.Timer(_AGAIN_SECONDS, self._wake, (True,))
+        again.daemon = True
+        again.start()
 
     def _wake(self, inside: bool) -> None:
-        """Nothing, when the training thread has left what was halted."""
+        """Does nothing when the training thread has left what was halted."""
         with self._waking:
             interrupt = self._interrupt
             if interrupt is None or not self.halted(self._generation):

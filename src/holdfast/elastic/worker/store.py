@@ -35,6 +35,7 @@ class HttpStore(Store):
         super().__init__()
         self._client = client
         self._timeout = timeout
+        self.aborted = False
         self._prefix = f"{os.getpid()}.{os.urandom(4).hex()}"
         self._numbers = itertools.count()
 
@@ -96,6 +97,7 @@ class HttpStore(Store):
 
     def abort(self) -> None:
         """End every wait, in whatever thread: it raises UnreachableError, as every later call."""
+        self.aborted = True
         self._client.abort()
 
     # --- requests -------------------------------------------------------------------------
