@@ -57,10 +57,12 @@ def train(
 
 def _train(loaded: Loaded, machine: Machine, folder: Path, *, fresh: bool, json: bool) -> int:
     from holdfast.cli.views import Views
-    from holdfast.launch.local import run
+    from holdfast.launch import cluster, local
 
-    refuse_in_use(folder)
-    dataset = ready_dataset(loaded)
+    several = bool(loaded.config.cluster.node)  # one node of several: others may be there already
+    if not several:
+        refuse_in_use(folder)
+    dataset = ready_dataset(loaded, wait=several)
     loaded = with_vocabulary(loaded, dataset.vocab_size)
     if fresh and (old := set_aside(folder)) is not None:
         say(f"the old run folder is now {old}")
@@ -73,26 +75,29 @@ def _train(loaded: Loaded, machine: Machine, folder: Path, *, fresh: bool, json:
         return 0
     describe(folder, loaded, machine, dataset.folder, dataset.version)
     with Views(loaded.config, folder, dataset.version, machine, json=json) as views:
-        code = run(
-            loaded,
-            observers=views.observers,
-            render_metrics=views.render_metrics,
-            say=views.say,
-            dataset_version=dataset.version,
-            fresh=fresh,
-        )
+        if several:
+            code = cluster.run(
+                loaded.config, observers=views.observers, render_metrics=views.render_metrics,
+                say=views.say, dataset_version=dataset.version,
+            )  # fmt: skip
+        else:
+            code = local.run(
+                loaded, observers=views.observers, render_metrics=views.render_metrics,
+                say=views.say, dataset_version=dataset.version, fresh=fresh,
+            )  # fmt: skip
     if code == 0 and finished(folder, loaded.config.train.steps) is not None:
         say(f"finished; the report: holdfast report {folder}")
     return code
 
 
-def ready_dataset(loaded: Loaded) -> Dataset:
-    """The run's dataset, prepared where it is not there, and checked against its checksums."""
+def ready_dataset(loaded: Loaded, wait: bool = False) -> Dataset:
+    """The run's dataset, prepared where it is not there, and checked against its checksums. `wait`:
+    for whoever is preparing it."""
     from holdfast.data.prepare import prepare
     from holdfast.data.verify import check
 
     with Progress() as progress:
-        dataset = prepare(loaded.config.data, progress.say, progress.show)
+        dataset = prepare(loaded.config.data, progress.say, progress.show, wait=wait)
     check(dataset)
     return dataset
 

@@ -62,3 +62,24 @@ class ClusterConfig(Section):
         description="idle processes that take the place of a lost worker at once, each of which "
         "costs memory; auto: 1 beside several workers",
     )
+    node: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9._-]*$",
+        description="what this node is called among several; left out: the machine's name",
+    )
+    places: int = Field(
+        0, ge=0, description="workers that a node has room for; 0: all of the run's"
+    )
+    min_nodes: int = Field(1, ge=1, description="with fewer the run waits")
+    gather_seconds: float = Field(
+        5.0, ge=0, description="the first generation waits so long for nodes beyond the least"
+    )
+    settle_seconds: float = Field(
+        2.0, ge=0, description="a node that came is taken in when it has been there so long"
+    )
+    beat_seconds: float = Field(
+        2.0, gt=0, description="from one heartbeat of a node to the next; after three it is lost"
+    )
+    alone_seconds: float = Field(
+        20.0, gt=0, description="less than half of the nodes wait so long before they go on alone"
+    )

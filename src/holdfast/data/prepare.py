@@ -58,8 +58,11 @@ def _quiet(what: str, done: int, total: int) -> None:
     """A progress callback that shows nothing."""
 
 
-def prepare(config: DataConfig, say: Say = print, progress: Progress | None = None) -> Dataset:
-    """The dataset of `config.folder`, prepared if it is not there yet.
+def prepare(
+    config: DataConfig, say: Say = print, progress: Progress | None = None, *, wait: bool = False
+) -> Dataset:  # fmt: skip
+    """The dataset of `config.folder`, prepared if it is not there yet. `wait`: for whoever is
+    preparing it already, as the nodes of one run do that begin together.
 
     The result depends on the sources and the settings alone: not on the number of processes,
     not on interruptions. Raises DataError for sources or a tokenizer that will not do, for a
@@ -80,7 +83,7 @@ def prepare(config: DataConfig, say: Say = print, progress: Progress | None = No
             shutil.rmtree(folder / WORK, ignore_errors=True)  # left by a kill after the manifest
             return dataset
         _make_folder(folder / WORK)
-        with _alone(folder):
+        with _alone(folder, say if wait else None):
             if not exists(folder):
                 _Preparation(config, folder, wanted, say, progress or _quiet).run()
             shutil.rmtree(folder / WORK, ignore_errors=True)
@@ -166,12 +169,18 @@ def _make_folder(folder: Path) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Hold a folder for one preparation; the kernel lets go when its process ends."""
+def _alone(folder: Path, wait: Say | None = None) -> Iterator[None]:
+    """Hold a folder for one preparation; the kernel lets go when its process ends. `wait` is told
+    that somebody else has it, who is then waited for."""
     with (folder / WORK / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if wait is not None:
+                wait(f"another process is preparing the dataset in {folder}: waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+                yield
+                return
             raise DataError(
                 "another process is preparing this dataset",
                 where=str(folder),

@@ -22,8 +22,11 @@ Say = Callable[[str], None]
 class Board:
     """Takes events of the newest generation. Lives in one event loop."""
 
-    def __init__(self, store: RunStore, observers: Sequence[Observer], say: Say) -> None:
-        self._store = store
+    def __init__(
+        self, store: RunStore, observers: Sequence[Observer], say: Say, node: str = ""
+    ) -> None:
+        """node: whose agent this is, where a run has several; each writes segments of its own."""
+        self._store, self._suffix = store, f".{node}" if node else ""
         self._observers = list(observers)
         self._say = say
         self._generation = 0
@@ -39,6 +42,7 @@ class Board:
 
     def emit(self, writer: str, event: Event) -> Record:
         """Number, stamp and show an event; `flush` stores it."""
+        writer = self._named(writer)
         if writer not in self._writers:
             # No read: an event must not be lost, nor the event loop wait, for a sick disk.
             self._writers[writer] = JournalWriter(self._store, writer, self._generation, fresh=True)
@@ -51,12 +55,17 @@ class Board:
                 self._say(f"a view of the run failed and is left out from here on: {error!r}")
         return record
 
+    def _named(self, writer: str) -> str:
+        """Ranks are the run's; whatever else writes is a node's."""
+        return writer if writer.startswith("rank") else writer + self._suffix
+
     async def flush(self, writer: str | None = None, sync: bool = False) -> bool:
         """Store what was emitted (by `writer`, or by all); whether that worked.
 
         A full disk stops neither training nor this board: the records wait for the next flush.
         """
-        chosen = [self._writers[writer]] if writer in self._writers else []
+        named = None if writer is None else self._named(writer)
+        chosen = [self._writers[named]] if named in self._writers else []
         if writer is None:
             everyone = (*self._unstored, *self._writers.values())
             chosen = [w for w in everyone if w.pending or sync]

@@ -45,6 +45,7 @@ class WorkerBoot:
     hazard: dict[str, Any] | None = None
     classes: list[float] | None = None
     orders: bool = False
+    meet: str = ""  # "host:port" where the generation's workers find each other; "": the agent's
 
     @property
     def world_size(self) -> int:

@@ -147,6 +147,8 @@ class Coordinator:
         known = self.known.get(name)
         if known is not None and body.get("held"):
             known.held = dict(body["held"])
+        if body.get("leaving"):
+            self.warned(name, float(body["leaving"]))
         self._let_go(name)
         woken = self._loop.create_future()
         self._waiting[name] = woken, doing
@@ -168,6 +170,7 @@ class Coordinator:
         due = directive(self.reign, name)
         answer: dict[str, Any] = {
             "term": term, "order": due.order.value, "generation": due.generation,
+            "outside": name not in self.reign.members and self.reign.phase is Phase.TRAINING,
         }  # fmt: skip
         if due.order is Order.START and self._begin is None:
             # The coordinator that made the generation was lost before all had begun, and what they
@@ -259,6 +262,8 @@ class Coordinator:
                 await asyncio.wait_for(self._news.wait(), RETRY_SECONDS)
         else:
             self._begin = begin
+            for one in self.known.values():
+                one.held = {}  # of the generation before
             self._set(membership.opened(self.reign, generation, names, self._now, self._rules))
 
 

@@ -87,6 +87,8 @@ class Follower:
         self.seat = Seat(name)
         self.mark = secrets.token_hex(8)
         self.coordinator: Coordinator | None = None
+        self.leaving = 0.0
+        """Seconds within which this node is to be done without; 0: it stays."""
         self.agents: dict[str, str] = {}
         """Of the newest generation: name -> address."""
         self._address, self._store, self._secret, self._work = address, store, secret, work
@@ -178,7 +180,7 @@ class Follower:
 
     def _state(self) -> dict[str, Any]:
         work = self._work
-        held = work.held if work.stage is Stage.HELD else {}
+        held = work.held if work.stage in (Stage.HELD, Stage.DONE) else {}
         return {"at": work.at, "stage": work.stage.value, "held": held}
 
     # --- following ------------------------------------------------------------------------------
@@ -205,7 +207,7 @@ class Follower:
     def _beating(self) -> dict[str, Any]:
         return {
             "name": self.seat.name, "mark": self.mark, "term": self.seat.term,
-            "doing": list(self._doing), **self._state(),
+            "doing": list(self._doing), "leaving": self.leaving, **self._state(),
         }  # fmt: skip
 
     async def _ask(self, path: str, body: dict[str, Any], wait: float = 0.0) -> None:
@@ -263,6 +265,9 @@ class Follower:
         self._set(succession.answered(self.seat, term, self._now))
         if order == JOIN_FIRST:
             await self._ask(JOIN, self._joining())
+            return
+        if self.leaving and answer.get("outside", False):
+            self.leave()  # the others work without this node
             return
         generation = int(answer["generation"])
         self._doing = (order, generation)

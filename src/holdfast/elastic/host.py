@@ -169,7 +169,7 @@ class Host:
         self._wanted = count, boot
         for _ in range(count - len(self._idle) if self.can_fork else 0):
             self._standbys += 1
-            log = self._folder / "logs" / f"standby{self._standbys}.log"
+            log = self._folder / "logs" / f"standby{self._standbys}{self.mover.suffix}.log"
             await self._fork(replace(boot, rank=STANDBY, log=str(log)), STANDBY, 0)
 
     async def _fork(self, boot: WorkerBoot, rank: int, generation: int) -> Process:
@@ -259,7 +259,7 @@ class Host:
         if self._template is not None:
             await self._template.stop()
             self._template = None
-        log = self._folder / "logs" / "template.log"
+        log = self._folder / "logs" / f"template{self.mover.suffix}.log"
         template = self._template = await Template.start(
             self._lifeline, self._entry, log, self._told, self._template_gone
         )

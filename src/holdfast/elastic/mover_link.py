@@ -65,6 +65,8 @@ class MoverLink:
         self.peer: Peer | None = None
         """How other machines' movers reach this one; None where it does not listen."""
         self._node = node
+        self.suffix = f".{node}" if node else ""
+        """Of the names of this node's logs, where several nodes share the run folder."""
         self._said: _Said | None = None
         self._safe = Safe()
         self._starting = asyncio.Lock()
@@ -107,7 +109,7 @@ class MoverLink:
             peers=None if peers is None else peers.to_json(),
         )
         self._mark = 0
-        log = self._folder / "logs" / "mover.log"
+        log = self._folder / "logs" / f"mover{self.suffix}.log"
         self._child = await start_mover(boot.to_line(), lifeline, log, gone)
         if peers is not None:
             client = MoverClient(self.socket_path, self._secret, 0)

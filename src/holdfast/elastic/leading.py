@@ -1,0 +1,169 @@
+"""What the coordinator of a run decides for a generation: its topology, who sits where, and what it
+begins from. When there is to be one, and of which nodes, is `policy.membership`'s.
+
+    plan    before the object is made: the planner places what is there; who holds a state keeps it
+    begin   once the object is made, which fences all older generations: what is restored, where the
+            state is not in the processes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.checkpoint.mover_client import Newest
+from holdfast.checkpoint.peer_settings import Peer
+from holdfast.config.run import RunConfig
+from holdfast.elastic.aftermath import Aftermath, Survivors
+from holdfast.elastic.coordinator import Known
+from holdfast.elastic.mover_link import MoverLink
+from holdfast.errors import HoldfastError, LayoutError
+from holdfast.events import Event, GenerationStarted, RestorePointFound
+from holdfast.layout import Topology
+from holdfast.plan.interface import NodePlaces, Planner, Present
+from holdfast.policy.membership import Node, Reign
+from holdfast.policy.survivors import Held
+
+
+@dataclass(frozen=True)
+class Leading:
+    """What a leader uses. meet: where the workers of a generation find each other. opened: told the
+    number of each generation whose object was made, before anybody is told of it."""
+
+    config: RunConfig
+    planner: Planner
+    mover: MoverLink
+    meet: str
+    emit: Callable[[Event], object]
+    opened: Callable[[int], None]
+
+
+class Lead:
+    """The decisions of one term. Lives in one event loop."""
+
+    def __init__(self, leading: Leading) -> None:
+        self._it = leading
+        self._survivors = Survivors(leading.config)
+        self._before: Topology | None = None  # of the generation that is over
+        self._plans: dict[int, tuple[Topology, Aftermath]] = {}
+        self._peers: dict[str, Peer] = {}
+        self.tried: dict[str, str] = {}
+        """Keys of checkpoints that proved rotten, and why."""
+
+    def found(self, value: Mapping[str, Any]) -> None:
+        """The object of the newest generation, at the beginning of a term."""
+        if value.get("topology"):
+            self._before = Topology.from_json(value["topology"])
+            self._survivors.opened(self._before)
+
+    def fits(self, nodes: Sequence[Node]) -> tuple[str, ...]:
+        """Which nodes a generation would use; () where it cannot be."""
+        if not nodes or sum(node.places for node in nodes) < 1:
+            return ()
+        try:
+            plan = self._it.planner(self._it.config, self._places(nodes), 1, self._present(()))
+        except LayoutError:
+            return ()
+        return tuple(dict.fromkeys(plan.topology.nodes))
+
+    def full(self, nodes: Sequence[Node]) -> bool:
+        """Whether more nodes would not be used."""
+        wanted = self._it.config.layout.workers
+        return bool(wanted) and sum(node.places for node in nodes) >= wanted
+
+    # --- one generation -------------------------------------------------------------------------
+    async def plan(
+        self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
+    ) -> dict[str, Any]:
+        """What its object says. Raises HoldfastError where no plan is possible."""
+        nodes = [node for name in sorted(names) if (node := reign.node(name)) is not None]
+        self._peers = {
+            name: Peer.from_json(row)
+            for name, one in known.items()
+            if reign.node(name) is not None and (row := one.told.get("peer"))
+        }
+        keys, held = _holdings(known, {node.name for node in reign.nodes})
+        lost = self._lost(held)
+        present = self._present(lost)
+        planned = self._it.planner(self._it.config, self._places(nodes), generation, present)
+        after = self._survivors.plan(planned.topology, held)
+        self._plans = {generation: (planned.topology, after)}
+        seats = [None if key is None else keys[key][1] for key in after.seats.processes]
+        came_from = None if after.came_from is None else list(after.came_from)
+        return {
+            "topology": planned.topology.to_json(), "seats": seats, "came_from": came_from,
+            "before": after.told_before(),
+        }  # fmt: skip
+
+    async def begin(self, generation: int, value: dict[str, Any]) -> dict[str, Any]:
+        """What its nodes begin from."""
+        topology, after = self._plans[generation]
+        self._it.opened(generation)
+        here = set(topology.nodes)
+        machines = [peer for name, peer in self._peers.items() if name in here]
+        sources = [peer for name, peer in self._peers.items() if name not in here]
+        newest: Newest | None = None
+        if after.live is not None:
+            step, rung = after.live.step, after.rung(in_memory=False)
+        else:
+            newest = await self._it.mover.choose(generation, self.tried, [*machines, *sources])
+            step, rung = newest.step, after.rung(in_memory=not newest.durable)
+        self._tell(topology, value, newest, step, rung)
+        self._survivors.opened(topology)
+        self._before = topology
+        return {
+            "step": step, "newest": None if newest is None else newest.to_json(),
+            "machines": [peer.to_json() for peer in machines],
+            "sources": [peer.to_json() for peer in sources], "meet": self._it.meet,
+        }  # fmt: skip
+
+    def _tell(
+        self, topology: Topology, value: Mapping[str, Any], newest: Newest | None, step: int,
+        rung: int,
+    ) -> None:  # fmt: skip
+        if newest is not None and newest.key is not None:
+            self._it.emit(RestorePointFound(
+                newest.key, newest.durable, newest.seconds, step=step))  # fmt: skip
+        first = topology.generation == 1 or self._before is None
+        self._it.emit(GenerationStarted(
+            topology.to_json(), str(value["reason"]), None if newest is None else newest.key,
+            -1 if first else rung, value["came_from"], step=step,
+        ))  # fmt: skip
+
+    # --- what the planner is told ---------------------------------------------------------------
+    def _places(self, nodes: Sequence[Node]) -> list[NodePlaces]:
+        return [NodePlaces(node.name, node.places) for node in nodes]
+
+    def _present(self, lost: Sequence[int]) -> Present | None:
+        return None if self._before is None else Present(self._before, frozenset(lost))
+
+    def _lost(self, held: Mapping[int, Held]) -> list[int]:
+        """Ranks of the generation before whose state is gone."""
+        before = self._before
+        if before is None:
+            return []
+        there = {
+            one.state[1] for one in held.values()
+            if one.state is not None and one.state[0] == before.generation
+        }  # fmt: skip
+        return [rank for rank in range(before.world_size) if rank not in there]
+
+
+def _holdings(
+    known: Mapping[str, Known], alive: set[str]
+) -> tuple[dict[int, tuple[str, int]], dict[int, Held]]:
+    """Processes of different nodes may have one number: here each gets its own. By that: (node,
+    process), and what it holds."""
+    keys: dict[int, tuple[str, int]] = {}
+    held: dict[int, Held] = {}
+    for name in sorted(alive & known.keys()):
+        for pid, one in sorted(dict(known[name].held.get("processes", {})).items()):
+            key = len(keys) + 1
+            keys[key] = (name, int(pid))
+            held[key] = Held.from_json(one)
+    return keys, held
+
+
+class NoPlanError(HoldfastError):
+    """Nothing can be run on the nodes that are there."""
