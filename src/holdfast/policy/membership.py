@@ -22,6 +22,7 @@ know of each other cannot both go on. The other half, who may be coordinator, is
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -121,6 +122,18 @@ class Node:
     stage: Stage = Stage.IDLE
     until: float = inf  # it said that it will be gone by then
     banned: bool = False  # sick: not taken again in this term
+    expected: bool = False  # it has to speak, or be lost, before a next generation is made
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Two nodes that reach the coordinator, and not each other. until: when it is tried again;
+    wait: for how long it was not."""
+
+    one: str
+    other: str
+    until: float
+    wait: float
 
 
 Fits = Callable[[Sequence[Node]], Sequence[str]]
@@ -132,13 +145,15 @@ class Rules:
     """Seconds. lost_after: silence after which a node is gone. gather: how long the first
     generation waits for more nodes, while those that are there are not all that would be used.
     settle: how long a newcomer has been there before a generation is ended for it. patience: how
-    long too few nodes are waited for."""
+    long too few nodes are waited for. apart: how long two that do not reach each other are kept
+    apart; twice as long each further time."""
 
     fits: Fits
     lost_after: float = 6.0
     gather: float = 5.0
     settle: float = 2.0
     patience: float = inf
+    apart: float = 60.0
     full: Callable[[Sequence[Node]], bool] = lambda nodes: False
     """Whether more nodes than these would not be used."""
 
@@ -163,6 +178,7 @@ class Reign:
     gentle: bool = False  # the change can wait for the end of a step
     wanted: frozenset[str] = frozenset()
     lost: tuple[tuple[str, str], ...] = ()
+    apart: tuple[Apart, ...] = ()
     verdict: str = ""  # why it ended without being done
 
     def __post_init__(self) -> None:
@@ -192,7 +208,10 @@ def begin(
 ) -> Reign:
     """A term begins; `generation` is the newest in the run store, with its nodes as they stand
     there. They have as long as anybody to be heard."""
-    expected = tuple(replace(node, came=now, heard=now, at=0, stage=Stage.IDLE) for node in members)
+    expected = tuple(
+        replace(node, came=now, heard=now, at=0, stage=Stage.IDLE, expected=True)
+        for node in members
+    )
     return Reign(
         term,
         Phase.STARTING if generation else Phase.GATHERING,
@@ -263,7 +282,7 @@ def _heard(reign: Reign, report: Report, now: float) -> Reign:
         return _become(reign, Phase.FENCED, now)
     if at < node.at:  # held up on the way: what it says is older than what is known
         return reign.put(replace(node, heard=now))
-    reign = reign.put(replace(node, heard=now, at=at, stage=stage))
+    reign = reign.put(replace(node, heard=now, at=at, stage=stage, expected=False))
     current = at == reign.generation and report.name in reign.members
     if current and stage in (Stage.BROKEN, Stage.HELD):
         return halt(reign, "worker_lost" if stage is Stage.BROKEN else "halted", now)
@@ -284,7 +303,7 @@ def warned(reign: Reign, name: str, until: float, now: float, rules: Rules) -> R
     if node is None:
         return reign
     reign = reign.put(replace(node, until=min(node.until, until)))
-    if name in reign.members and _without(reign, rules):
+    if name in reign.members and _without(reign, now, rules):
         reign = halt(reign, "notice", now, gentle=True)
     return _go_on(reign, now, rules)
 
@@ -295,8 +314,26 @@ def ban(reign: Reign, name: str, reason: str, now: float, rules: Rules) -> Reign
     if node is None:
         return reign
     reign = reign.put(replace(node, banned=True))
-    if name in reign.members and _without(reign, rules):
+    if name in reign.members and _without(reign, now, rules):
         reign = halt(reign, reason, now)
+    return _go_on(reign, now, rules)
+
+
+def parted(reign: Reign, one: str, other: str, now: float, rules: Rules) -> Reign:
+    """Workers of two nodes cannot reach each other, though both nodes are heard: no generation has
+    both, until it is tried again."""
+    known = reign.node(one) is not None and reign.node(other) is not None
+    if reign.phase in OVER or one == other or not known:
+        return reign
+    pair = {one, other}
+    old = next((a for a in reign.apart if {a.one, a.other} == pair), None)
+    if old is not None and now < old.until:
+        return reign
+    wait = rules.apart if old is None else 2 * old.wait
+    rest = (a for a in reign.apart if a is not old)
+    reign = replace(reign, apart=(*rest, Apart(min(pair), max(pair), now + wait, wait)))
+    if pair <= reign.members:
+        reign = halt(reign, "link_cut", now)
     return _go_on(reign, now, rules)
 
 
@@ -307,7 +344,15 @@ def halt(reign: Reign, reason: str, now: float, *, gentle: bool = False) -> Reig
         return replace(reign, gentle=reign.gentle and gentle)
     if reign.phase not in (Phase.STARTING, Phase.TRAINING):
         return reign
-    return replace(_become(reign, Phase.HALTING, now), reason=reason, gentle=gentle)
+    # Who has not begun it may have been told to, or be dead: it is asked before it is counted on.
+    nodes = tuple(
+        replace(node, expected=True)
+        if node.name in reign.members and node.at != reign.generation
+        else node
+        for node in reign.nodes
+    )
+    halting = _become(reign, Phase.HALTING, now)
+    return replace(halting, nodes=nodes, reason=reason, gentle=gentle)
 
 
 def opened(
@@ -323,7 +368,7 @@ def opened(
         lost=(), gentle=False,
     )  # fmt: skip
     if any(started.node(name) is None for name in names):
-        started = halt(started, "node_lost", now)
+        started = replace(_become(started, Phase.HALTING, now), reason="node_lost")
     return _go_on(started, now, rules)
 
 
@@ -370,6 +415,7 @@ def deadline(reign: Reign, rules: Rules, now: float) -> float:
         times += [reign.since + rules.gather, reign.since + rules.patience]
     if reign.phase is Phase.TRAINING:
         times += [n.came + rules.settle for n in reign.nodes if n.name not in reign.members]
+        times += [pair.until for pair in reign.apart]
     return min((time for time in times if time > now), default=inf)
 
 
@@ -377,17 +423,33 @@ def deadline(reign: Reign, rules: Rules, now: float) -> float:
 def usable(reign: Reign) -> tuple[Node, ...]:
     """The nodes that a next generation may be made of. One that still holds an older generation's
     work has to let go of it first."""
-    return tuple(node for node in reign.nodes if _stays(node) and node.stage in LET_GO)
+    return tuple(node for node in reign.nodes if _stays(node) and _free(node))
+
+
+def _free(node: Node) -> bool:
+    """Whether it is known that nobody works there."""
+    return node.stage in LET_GO and not node.expected
 
 
 def _stays(node: Node) -> bool:
     return node.until == inf and not node.banned
 
 
-def _without(reign: Reign, rules: Rules) -> bool:
+def _without(reign: Reign, now: float, rules: Rules) -> bool:
     """Whether those who stay would be enough. Where they are not, a node that will be gone is
     better than none."""
-    return bool(rules.fits([node for node in reign.nodes if _stays(node)]))
+    return bool(_fitting(reign, [node for node in reign.nodes if _stays(node)], now, rules))
+
+
+def _fitting(reign: Reign, nodes: Sequence[Node], now: float, rules: Rules) -> frozenset[str]:
+    """Which of these nodes a generation would use. Of two that do not reach each other one is left
+    out: whoever misses the most others, then who is no member, then the last by name."""
+    pairs = [(pair.one, pair.other) for pair in reign.apart if now < pair.until]
+    left = {node.name for node in nodes}
+    while pairs := [(one, other) for one, other in pairs if one in left and other in left]:
+        missed = Counter(name for pair in pairs for name in pair)
+        left.remove(max(missed, key=lambda name: (missed[name], name not in reign.members, name)))
+    return frozenset(rules.fits([node for node in nodes if node.name in left]))
 
 
 def _go_on(reign: Reign, now: float, rules: Rules) -> Reign:
@@ -414,9 +476,8 @@ def _all(reign: Reign, stage: Stage) -> bool:
 
 
 def _halted(reign: Reign) -> bool:
-    """Whether nobody works in the generation any more. Who never began it cannot begin it now."""
-    left = [n for n in reign.nodes if n.name in reign.members and n.at == reign.generation]
-    return all(node.stage in LET_GO for node in left)
+    """Whether nobody works in the generation any more, nor in one before it."""
+    return all(_free(node) for node in reign.nodes if node.name in reign.members)
 
 
 def _grow(reign: Reign, now: float, rules: Rules) -> Reign:
@@ -427,15 +488,14 @@ def _grow(reign: Reign, now: float, rules: Rules) -> Reign:
     ]
     if not outside:
         return reign
-    used = set(rules.fits([*inside, *outside]))
-    if used <= reign.members:
+    if _fitting(reign, [*inside, *outside], now, rules) <= reign.members:
         return reign
     return halt(reign, "node_joined", now, gentle=True)
 
 
 def _next(reign: Reign, now: float, rules: Rules) -> Reign:
     """Nobody works: the next generation, of what is there."""
-    names = frozenset(rules.fits(usable(reign)))
+    names = _fitting(reign, usable(reign), now, rules)
     if names:
         if reign.phase is not Phase.OPENING:
             reign = _become(reign, Phase.OPENING, now)
@@ -446,7 +506,9 @@ def _next(reign: Reign, now: float, rules: Rules) -> Reign:
 def _gather(reign: Reign, now: float, rules: Rules) -> Reign:
     nodes = usable(reign)
     waited = now - reign.since
-    if rules.fits(nodes) and (reign.generation or rules.full(nodes) or waited >= rules.gather):
+    if _fitting(reign, nodes, now, rules) and (
+        reign.generation or rules.full(nodes) or waited >= rules.gather
+    ):
         return _next(reign, now, rules)
     if waited >= rules.patience:
         return done(reign, f"too few nodes for {waited:.0f} s", now)
@@ -455,7 +517,8 @@ def _gather(reign: Reign, now: float, rules: Rules) -> Reign:
 
 def _lose(reign: Reign, node: Node, cause: str, now: float) -> Reign:
     rest = tuple(other for other in reign.nodes if other.name != node.name)
-    reign = replace(reign, nodes=rest, names=())
+    apart = tuple(pair for pair in reign.apart if node.name not in (pair.one, pair.other))
+    reign = replace(reign, nodes=rest, names=(), apart=apart)
     if node.name not in reign.members:
         return reign
     if node.stage is Stage.DONE and node.at == reign.generation:  # it had nothing left to do

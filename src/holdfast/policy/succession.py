@@ -16,7 +16,9 @@ here are about *when* to claim, so about how much is disturbed, never about whet
 - who reaches a majority of the last generation's agents, all of which miss the coordinator, claims
   at once, the lowest name first (the others a little later each, in case the first one dies);
 - agents that are known to be dead (their machine answers that nobody listens) count for nobody;
-- a smaller rest waits longer, and anew whenever the run store shows that others go on.
+- so does who has never heard the coordinator of the newest term: it may be the one who is cut off;
+- a smaller rest waits longer, twice as long each further time, and anew whenever the run store
+  shows that others go on.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+
+MOST_DOUBLINGS = 6
+"""Of the wait of less than a majority."""
 
 
 class Standing(StrEnum):
@@ -73,7 +78,9 @@ class Seat:
     coordinator listens, "" where that is not known or it is this one. at: the generation that it
     holds. seen: the newest that it found in the run store while silent. members: the agents of the
     newest generation that it took part in. since: when its coordinator last answered, or the
-    present state began.
+    present state began. led: the newest term whose coordinator has answered it. dead: that of the
+    newest term is. sign: the last that the run store showed of what others do. tries: how often it
+    claimed with less than a majority, since another led it.
     """
 
     name: str
@@ -84,6 +91,10 @@ class Seat:
     seen: int = 0
     members: tuple[str, ...] = ()
     since: float = 0.0
+    led: int = 0
+    dead: bool = False
+    sign: str = ""
+    tries: int = 0
 
 
 def found(seat: Seat, term: int, holder: str, now: float) -> Seat:
@@ -92,7 +103,8 @@ def found(seat: Seat, term: int, holder: str, now: float) -> Seat:
         return seat
     if term < seat.term or (term == seat.term and seat.standing is Standing.REIGNING):
         return seat
-    known = replace(seat, term=term, holder=holder)
+    dead = seat.dead and (term, holder) == (seat.term, seat.holder)
+    known = replace(seat, term=term, holder=holder, dead=dead)
     if term > seat.term and seat.standing is not Standing.SEEKING:
         known = _become(known, Standing.SEEKING, now)
     if known.standing is Standing.SEEKING and not holder:
@@ -106,7 +118,7 @@ def answered(seat: Seat, term: int, now: float) -> Seat:
         return seat
     if seat.standing is not Standing.FOLLOWING:
         seat = _become(seat, Standing.FOLLOWING, now)
-    return replace(seat, term=term, since=now)
+    return replace(seat, term=term, since=now, led=term, dead=False, tries=0)
 
 
 def refused(seat: Seat, now: float) -> Seat:
@@ -118,6 +130,8 @@ def refused(seat: Seat, now: float) -> Seat:
 
 def unanswered(seat: Seat, dead: bool, now: float, patience: Patience) -> Seat:
     """The coordinator did not answer. dead: its machine did, that nobody listens there."""
+    if seat.standing in (Standing.SEEKING, Standing.FOLLOWING, Standing.SILENT):
+        seat = replace(seat, dead=dead)
     if seat.standing is Standing.SEEKING:
         return _become(seat, Standing.SILENT, now)
     if seat.standing is Standing.FOLLOWING and (dead or now - seat.since >= patience.silence):
@@ -126,32 +140,44 @@ def unanswered(seat: Seat, dead: bool, now: float, patience: Patience) -> Seat:
 
 
 def asked(
-    seat: Seat, peers: Mapping[str, Peer], newest_generation: int, now: float, patience: Patience
-) -> Seat:
-    """What the others said, while silent, and the newest generation in the run store."""
+    seat: Seat, peers: Mapping[str, Peer], newest_generation: int, now: float, patience: Patience,
+    sign: str = "",
+) -> Seat:  # fmt: skip
+    """What the others said, while silent, and the newest generation in the run store. sign:
+    whatever else shows there that others go on, such as where their journal ends."""
     if seat.standing is not Standing.SILENT:
         return seat
-    if newest_generation > max(seat.at, seat.seen):
+    newer, moved = newest_generation > max(seat.at, seat.seen), sign != seat.sign
+    seat = replace(seat, sign=sign, seen=max(seat.seen, newest_generation))
+    if newer or moved:
         # Others go on. That their coordinator cannot be reached from here is no reason to disturb
         # them.
-        return replace(seat, since=now, seen=newest_generation)
+        return replace(seat, since=now)
     if Peer.HEARS in peers.values():
         return replace(seat, since=now)
     if may_claim(seat, peers, now, patience):
-        return _become(seat, Standing.CLAIMING, now)
+        tries = seat.tries + (_place(seat, peers) is None)
+        return replace(_become(seat, Standing.CLAIMING, now), tries=tries)
     return seat
 
 
 def may_claim(seat: Seat, peers: Mapping[str, Peer], now: float, patience: Patience) -> bool:
     """Whether this agent should open the next term now."""
+    place = _place(seat, peers)
+    alone = patience.alone * 2 ** min(seat.tries, MOST_DOUBLINGS)
+    return now - seat.since >= (alone if place is None else place * patience.turn)
+
+
+def _place(seat: Seat, peers: Mapping[str, Peer]) -> int | None:
+    """How many of those who may claim at once come before this agent; None where it may not."""
     said = {**peers, seat.name: Peer.MISSES}
     misses = sorted(name for name in seat.members if said.get(name) is Peer.MISSES)
     alive = [name for name in seat.members if said.get(name) is not Peer.DEAD]
-    waited = now - seat.since
+    if not seat.dead and seat.led < seat.term:
+        return None
     if 2 * len(misses) > len(alive) or not alive:
-        place = misses.index(seat.name) if seat.name in misses else len(misses)
-        return waited >= place * patience.turn
-    return waited >= patience.alone
+        return misses.index(seat.name) if seat.name in misses else len(misses)
+    return None
 
 
 def claimed(seat: Seat, term: int, made: bool, now: float) -> Seat:
@@ -159,7 +185,8 @@ def claimed(seat: Seat, term: int, made: bool, now: float) -> Seat:
     if seat.standing is not Standing.CLAIMING:
         return seat
     if made:
-        return replace(_become(seat, Standing.REIGNING, now), term=term, holder="")
+        reigns = _become(seat, Standing.REIGNING, now)
+        return replace(reigns, term=term, holder="", led=term, dead=False)
     return _become(seat, Standing.SEEKING, now)
 
 
