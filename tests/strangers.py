@@ -126,7 +126,10 @@ class Stranger:
 
     def _truncated(self) -> bytes:
         data = self._fresh()
-        return data[: self._random.randrange(len(data))]
+        head = len(data.partition(b"\r\n\r\n")[0])
+        ends = [head, head + 1, head + 2, head + 3, head + 4, len(data) - 1]  # and anywhere else
+        at = self._random.choice([*ends, *(self._random.randrange(len(data)) for _ in ends)])
+        return data[: min(at, len(data) - 1)]
 
     def _spliced(self) -> bytes:
         one, two = self._random.choice(self._recorded), self._guessed()

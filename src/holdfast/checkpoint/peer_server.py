@@ -244,7 +244,7 @@ class _Handler(BaseHTTPRequestHandler):
         if proof is None:
             return
         body = self.rfile.read(length)
-        if body and sha256(body) != digest:
+        if len(body) != length or (body and sha256(body) != digest):
             self._refuse(UNKNOWN, "wrong proof")
             return
         self._serve(proof, body)

@@ -113,7 +113,7 @@ class Guard:
                     body = await request.body()
             except (ClientDisconnect, TimeoutError):
                 return self._stranger(400, "slow")
-            if body and sha256(body) != digest:
+            if len(body) != length or (body and sha256(body) != digest):
                 return self._stranger(401, "wrong proof")
             status, value = await self._answer(path, handler, proof.generation, body)
             return self._signed(proof, status, value)
