@@ -8,6 +8,8 @@ Three things are shown for every step up to the last committed one:
    exchanged has other tokens than its place calls for;
 3. the samples that those positions lead to, counted one by one, occur once in each epoch.
 
+A microbatch that was skipped is shown with its reason; nothing of it may have been fed.
+
 Only the effective lineage counts: what a lost generation fed beyond the step from which the
 next one began was undone with it (`spec/lineage.py`).
 """
@@ -20,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.data.batch import Batches
+from holdfast.data.batch import Batches, fed_hash
 from holdfast.events import BatchFed, CheckpointCommitted, Record, RunFinished, RunStarted
 from holdfast.spec import ledger, lineage
 from holdfast.spec.ledger import Entry
@@ -111,7 +113,7 @@ def audit(records: Iterable[Record], batches: Batches, last_step: int | None = N
     bounds = {n: (batches.schedule.position(n), batches.schedule.position(n + 1)) for n in steps}
     inside = [
         e for n, found in steps.items() for e in found
-        if bounds[n][0] <= e.start < e.stop <= bounds[n][1]
+        if bounds[n][0] <= e.start < e.stop <= bounds[n][1] and not e.skipped
     ]  # fmt: skip
     result.epochs = _epochs(inside, batches)
     for use in result.epochs:
@@ -151,15 +153,26 @@ def _audit_step(step: int, entries: list[Entry], fed: dict[int, list[Entry]], ba
         note("repeated", low, f"positions {low} to {high - 1} were fed more than once (ranks "
              f"{', '.join(map(str, ranks))})")  # fmt: skip
     for entry in sorted(entries, key=lambda e: (e.start, e.rank)):
-        if entry.skipped:
-            held = result.skipped.get(entry.skipped, 0)
-            result.skipped[entry.skipped] = held + entry.stop - entry.start
-        elif not start <= entry.start < entry.stop <= stop:
+        if not start <= entry.start < entry.stop <= stop:
             text = f"step {step}, microbatch {entry.microbatch} (rank {entry.rank}): "
             text += f"positions {entry.start} to {entry.stop - 1} are not of this step"
             result.problems.append(Problem("outside", step, entry.microbatch, text))
+        elif entry.skipped:
+            _audit_skipped(entry, start, batches, result)
         else:
             _audit_tokens(entry, fed, batches, result)
+
+
+def _audit_skipped(entry: Entry, first: int, batches: Batches, result: AuditResult) -> None:
+    """Was nothing learned from what is called skipped?"""
+    held = result.skipped.get(entry.skipped, 0)
+    result.skipped[entry.skipped] = held + entry.stop - entry.start
+    blank = batches.blank(entry.stop - entry.start)
+    if entry.hash and entry.hash != fed_hash(blank.inputs, blank.targets):
+        where = (entry.start - first) // batches.microbatch_size
+        text = f"step {entry.step}, microbatch {where} (rank {entry.rank}): the ledger calls it "
+        text += f"skipped ({entry.skipped}), but tokens were fed"
+        result.problems.append(Problem("wrong", entry.step, where, text))
 
 
 def _audit_tokens(

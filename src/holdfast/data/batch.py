@@ -11,6 +11,10 @@ tokens and targets its last S:
 
 The last window of a stream is padded with the end token and masked there. Which window stands
 at which position of the run is `spec/order.py`'s to say.
+
+A microbatch that is skipped (`spec/skips.py`) keeps its positions, but is not read, as it may be
+what cannot be read: end tokens are fed in its place, and every target is masked. So its loss and
+its gradient are exactly zero, whatever it would have done.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from holdfast.data.baselines import MAX_TOKENS, Counts, bits_per_byte
 from holdfast.data.dataset import Dataset, Stream
 from holdfast.errors import ConfigError, DataError
 from holdfast.spec.order import BatchSchedule, SampleOrder
+from holdfast.spec.skips import Skips
 
 MASKED = -100  # torch's cross entropy leaves such targets out
 
@@ -69,8 +74,12 @@ class Validation:
 class Batches:
     """Every batch of a run, by step number."""
 
-    def __init__(self, dataset: Dataset, data: DataConfig, train: TrainConfig, seed: int):
+    def __init__(
+        self, dataset: Dataset, data: DataConfig, train: TrainConfig, seed: int,
+        skips: Skips | None = None,
+    ):  # fmt: skip
         self.dataset = dataset
+        self.skips = skips or Skips()
         self.sequence_length = data.sequence_length
         self.microbatch_size = train.microbatch_size
         self.document_attention = data.attention == "document"
@@ -111,14 +120,23 @@ class Batches:
         own inputs and targets."""
         start, stop = self.positions(step, index, part, parts)
         source, _, sample = self.order.places(start, stop)
-        batch = self._gather(self._streams, source, sample)
+        why = self.skips.reason(step, index)
+        batch = self.blank(stop - start) if why else self._gather(self._streams, source, sample)
         used = set(source.tolist())
         name = self.dataset.source_names[used.pop()] if len(used) == 1 else ""
         entry = {
             "microbatch": index, "source": name, "start": start, "stop": stop,
-            "hash": fed_hash(batch.inputs, batch.targets), "skipped": "",
+            "hash": fed_hash(batch.inputs, batch.targets), "skipped": why,
         }  # fmt: skip
         return Microbatch(batch.inputs, batch.targets, batch.documents, [entry], batch.tokens)
+
+    def blank(self, samples: int) -> Microbatch:
+        """What is fed for samples that are skipped: end tokens, of which none is a target."""
+        shape = (samples, self.sequence_length)
+        inputs = np.full(shape, self.dataset.end, dtype=np.int64)
+        targets = np.full(shape, MASKED, dtype=np.int64)
+        documents = np.zeros(shape, dtype=np.int32) if self.document_attention else None
+        return Microbatch(inputs, targets, documents, [], 0)
 
     def hash_of(self, start: int, stop: int) -> str:
         """The ledger hash that feeding positions [start, stop) must give."""
