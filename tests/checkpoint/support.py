@@ -104,8 +104,10 @@ class Mover:
         folder: Path | str,
         secret: Secret | None = None,
         peers: Mapping[str, Any] | None = None,
+        socket: str | None = None,
         **settings: Any,
     ) -> None:
+        """socket: where one listened that has ended."""
         self.store: Any = open_store(folder)
         self.secret = secret or Secret(secrets.token_bytes(32))
         self.private = tempfile.mkdtemp(prefix="hf-")
@@ -116,7 +118,7 @@ class Mover:
             "dataset_version": "d",
         }
         boot = MoverBoot(
-            str(folder), f"{self.private}/mover.sock", Settings(**(options | settings)),
+            str(folder), socket or f"{self.private}/mover.sock", Settings(**(options | settings)),
             self.secret.hex(), peers=None if peers is None else dict(peers),
         )  # fmt: skip
         self.process = subprocess.Popen(

@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,7 +35,9 @@ import torch
 from holdfast.checkpoint.arena import Arena, SlotHeader, digest, slot_capacity
 from holdfast.checkpoint.blob import header, total_size
 from holdfast.checkpoint.mover_client import MoverClient, MoverGoneError
+from holdfast.checkpoint.pieces import Captured as Captured
 from holdfast.checkpoint.pieces import Copy, Cost, Listener, Piece, Span, cut, move
+from holdfast.checkpoint.pieces import Skipped as Skipped
 from holdfast.errors import CheckpointError, FencedError, HoldfastError
 from holdfast.layout import Topology
 from holdfast.policy.save import Into
@@ -44,28 +46,14 @@ from holdfast.spec.manifest import Placed, placed
 from holdfast.spec.ownership import owned_boxes
 from holdfast.spec.state import StateTable, local_boxes
 
+WAIT_SLICE = 2.0
+"""Seconds of one question for a free slot: a mover that is stopped answers none."""
+
 TORCH_DTYPE = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """The copy is made; training was blocked for `seconds`."""
-
-    step: int
-    seconds: float
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """No copy was made, or it will not be saved; training goes on."""
-
-    step: int
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +106,7 @@ class Capturer:
         fd = mover.arena(self._rank, slot_capacity(self._length), slots)
         try:
             self._arena = Arena(fd)
+            self._file = os.fstat(fd).st_ino
         finally:
             os.close(fd)
         self._memory = torch.frombuffer(self._arena.memory, dtype=torch.uint8)
@@ -142,6 +131,20 @@ class Capturer:
         """Whether a capture begun now would find a free slot. Once it would, it stays so until
         one is begun."""
         return self._arena.free_slot() is not None
+
+    def connected(self) -> bool:
+        """Whether the mover still has the arena: one that took its place makes another one. Raises
+        as `MoverClient.arena` does. May be asked by any thread."""
+        fd = self._mover.arena(self._rank, self._arena.capacity, self._arena.slots)
+        try:
+            return os.fstat(fd).st_ino == self._file
+        finally:
+            os.close(fd)
+
+    def unheard(self, steps: Sequence[int]) -> None:
+        """Tell the mover of durable saves that the one before it had taken over."""
+        if not self._mirror:
+            self._mover.unheard(self._rank, steps)
 
     # --- copying ----------------------------------------------------------------------------
     def begin(self, step: int, wait: float = 0.0) -> Copy | Skipped:
@@ -294,10 +297,17 @@ class Capturer:
         except MoverGoneError as error:
             return str(error)
 
+    def ended(self, step: int, wait: float) -> tuple[bool, str | None]:
+        """As `MoverClient.ended`."""
+        return self._mover.ended(step, wait)
+
     def _wait(self, seconds: float) -> int | None:
-        """The mover says when a slot is given back."""
+        """The mover says when a slot is given back. One that is stopped is not waited for."""
+        end = time.monotonic() + seconds
         try:
-            self._mover.wait_free(self._rank, seconds)
+            while (left := end - time.monotonic()) > 0:
+                if self._mover.wait_free(self._rank, min(left, WAIT_SLICE)):
+                    break
         except MoverGoneError:
             return None
         return self._arena.free_slot()

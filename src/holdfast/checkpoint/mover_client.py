@@ -25,6 +25,9 @@ from holdfast.spec.state import StateTable
 from holdfast.wire.secret import Secret
 
 ANSWER_SECONDS = 30.0
+QUICK_SECONDS = 10.0
+"""For what a worker asks while it trains, or is about to end: a mover that is stopped must not
+hold it up, and a busy one answers within a second."""
 CHOOSE_SECONDS = 600.0
 """For looking through memory, peers and the run store; a mover that dies is noticed at once."""
 READ_SECONDS = 6 * 3600.0
@@ -229,20 +232,21 @@ class MoverClient:
             "rank": rank, "step": step, "slot": slot, "sequence": sequence, "meta": dict(meta),
             "durable": durable, "copied": copied, "uploaded": uploaded,
         }  # fmt: skip
-        self._call("captured", body)
+        self._call("captured", body, QUICK_SECONDS)
 
     def skipped(self, rank: int, step: int, reason: str) -> None:
         """This rank has no snapshot of `step`, which others may have handed over."""
-        self._call("skipped", {"rank": rank, "step": step, "reason": reason})
+        self._call("skipped", {"rank": rank, "step": step, "reason": reason},
+                   QUICK_SECONDS)  # fmt: skip
 
     def unheard(self, rank: int, steps: Sequence[int]) -> None:
         """This rank had handed these durable saves over to a mover that has ended since."""
-        self._call("unheard", {"rank": rank, "steps": list(steps)})
+        self._call("unheard", {"rank": rank, "steps": list(steps)}, QUICK_SECONDS)
 
     def wait_free(self, rank: int, timeout: float) -> bool:
         """Whether a slot of the rank's arena became free within `timeout` seconds."""
         body = {"rank": rank, "wait": timeout}
-        return bool(self._call("wait_free", body, timeout + ANSWER_SECONDS)["free"])
+        return bool(self._call("wait_free", body, timeout + QUICK_SECONDS)["free"])
 
     def settle(
         self, step: int, timeout: float, alive: Callable[[], None] = lambda: None
@@ -255,11 +259,17 @@ class MoverClient:
         while True:
             alive()
             wait = max(0.0, min(end - time.monotonic(), SETTLE_SLICE))
-            body = self._call("settle", {"step": step, "wait": wait}, wait + ANSWER_SECONDS)
-            if body["ended"]:
-                return None if body["reason"] is None else str(body["reason"])
+            ended, reason = self.ended(step, wait)
+            if ended:
+                return reason
             if time.monotonic() >= end:
                 return f"not committed after {timeout:g} s"
+
+    def ended(self, step: int, wait: float) -> tuple[bool, str | None]:
+        """Whether the save of `step` has ended within `wait` seconds, and why it is not committed,
+        None where it is."""
+        body = self._call("settle", {"step": step, "wait": wait}, wait + QUICK_SECONDS)
+        return bool(body["ended"]), None if body["reason"] is None else str(body["reason"])
 
     # --- the exchange -----------------------------------------------------------------------
     def _call(

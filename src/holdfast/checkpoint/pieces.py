@@ -83,6 +83,23 @@ class Cost:
     error: Exception | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The copy is made; training was blocked for `seconds`."""
+
+    step: int
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """No copy was made, or it will not be saved; training goes on."""
+
+    step: int
+    reason: str
+
+
 Listener = Callable[[Cost], None]
 
 

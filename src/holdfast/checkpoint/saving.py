@@ -231,14 +231,20 @@ class Saves:
 
     def unheard(self, save: Save, rank: int) -> None:
         """A rank had handed a save over to the mover before this one."""
-        if self._store.list(part_key(*save, writer_name(rank))):
-            return  # it had come so far that somebody may be committing it: it is taken up
-        try:
-            self._store.size(commit_key(*save))
-        except MissingKeyError:
-            self.fail(save, HoldfastError("the mover that was saving it ended"))
-        else:
+        found = [p for key in restore.listing(self._store) if (p := parse_commit_key(key))]
+        committed = [step for step, generation in found if generation == save[0]]
+        if save[1] in committed:
             self._outcomes.learn(save, commit_key(*save))
+            return
+        if save[1] < max(committed, default=0):
+            return  # it may be gone by retention
+        stored = self._store.list(part_key(*save, writer_name(rank)))
+        if stored and not self.together.alone:
+            return  # the leader may be committing it: it is taken up
+        if stored and self._plan is not None:
+            self._commit_theirs(self._plan, save)
+        if not self._outcomes.committed(save):
+            self.fail(save, HoldfastError("the mover that was saving it ended"))
 
     def _commit_theirs(self, plan: Plan, save: Save) -> None:
         try:
