@@ -1,0 +1,92 @@
+"""A run on several nodes from outside: nodes are lost and come back, the one that leads, too, and
+the curve is that of the run that nobody disturbed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.events import GenerationStarted
+from tests.cli.support import apart, write_run_file
+from tests.nodes import Nodes, nodes_of
+
+STEPS = 150
+SETTINGS = (
+    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
+    "checkpoint.every_steps=20", "layout.workers=3",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_run_file(tmp_path_factory.mktemp("nodes"))
+    prepared = apart("data", "prepare", path)
+    assert prepared.code == 0, prepared.err
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run_file: Path) -> dict[int, float]:
+    folder = run_file.parent / "alone"
+    settings = [s for s in SETTINGS if "workers" not in s]
+    done = apart("train", run_file, f"folder={folder}", *settings, "layout.workers=1", deadline=180)
+    assert done.code == 0, done.err
+    return Nodes(run_file, folder).losses()
+
+
+def _same_run(nodes: Nodes, undisturbed: dict[int, float]) -> None:
+    losses = nodes.losses()
+    assert sorted(losses) == list(range(1, STEPS + 1)), nodes.story()
+    assert losses == undisturbed
+    audit = apart("data", "audit", nodes.folder)
+    assert audit.code == 0, audit.out
+    assert "none missing, none twice" in audit.out
+
+
+def test_a_node_is_killed_and_the_others_go_on(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    with nodes_of(run_file, tmp_path / "run", *SETTINGS, "cluster.min_nodes=2") as nodes:
+        nodes.start("a", "b", "c")
+        nodes.wait_step(20, nodes={"a", "b", "c"})
+        lost = next(name for name in "abc" if name != nodes.leader)
+        nodes.kill(lost)
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        assert nodes.nodes(nodes.newest) == {"a", "b", "c"} - {lost}
+        assert _live(nodes)[-1] is True
+        _same_run(nodes, undisturbed)
+
+
+def test_too_few_nodes_wait_with_what_they_hold(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    with nodes_of(run_file, tmp_path / "run", *SETTINGS, "cluster.min_nodes=3") as nodes:
+        nodes.start("a", "b", "c")
+        nodes.wait_step(20)
+        lost = next(name for name in "abc" if name != nodes.leader)
+        nodes.kill(lost)
+        nodes.start(lost)
+        nodes.wait_step(30, nodes.newest, {"a", "b", "c"})
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        assert _live(nodes) == [False, True]  # two of three held the state meanwhile
+        _same_run(nodes, undisturbed)
+
+
+def test_the_leading_node_is_killed(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    with nodes_of(run_file, tmp_path / "run", *SETTINGS, "cluster.min_nodes=2") as nodes:
+        nodes.start("a", "b", "c")
+        nodes.wait_step(20, nodes={"a", "b", "c"})
+        first = nodes.leader
+        nodes.kill(first)
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        assert nodes.leader != first
+        assert nodes.nodes(nodes.newest) == {"a", "b", "c"} - {first}
+        _same_run(nodes, undisturbed)
+
+
+def _live(nodes: Nodes) -> list[bool]:
+    """Of every generation, whether it began from what the processes held."""
+    return [event.came_from is not None for event in nodes.events(GenerationStarted)]
