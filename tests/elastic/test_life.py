@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.checkpoint.restore import newest_verified
 from holdfast.config.run import RunConfig
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.errors import NonFiniteError
@@ -26,6 +27,7 @@ from holdfast.layout import Layout, Topology, place
 from holdfast.spec.ledger import Entry, settled
 from holdfast.spec.lineage import split
 from holdfast.spec.state import state_table
+from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
 from tests.checkpoint.support import Mover
 from tests.data.corpus import data_config, make, text_folder, text_source
@@ -33,7 +35,7 @@ from tests.elastic import control as control_server
 from tests.elastic.control import Control, Desk, controlling
 from tests.ranks import RankContext, rank_values, wait_until
 
-STEPS, FAULT = 12, 4
+STEPS, FAULT = 8, 4
 SECONDS = 60.0
 
 
@@ -87,6 +89,8 @@ def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
         return ask(self, *args, **more)
 
     def updating(self: StepEngine, verdict: Any) -> float:
+        if due("die in the update", self.groups.topology.generation, self._step):
+            os.kill(os.getpid(), signal.SIGKILL)
         if due("tear", self.groups.topology.generation, self._step):
             self.optimizer.apply = tearing  # type: ignore[method-assign]
         return update(self, verdict)
@@ -177,9 +181,9 @@ class Run:
         wait_until(all_hold, SECONDS, f"processes {numbers} to hold in {generation}")
         return [self.desk.held[pid] for pid in pids]
 
-    def halt(self, numbers: Sequence[int], generation: int) -> None:
+    def halt(self, numbers: Sequence[int], generation: int, *, inside: bool = True) -> None:
         for number in numbers:
-            orders = {"kind": "halt", "inside": True, "generation": generation}
+            orders = {"kind": "halt", "inside": inside, "generation": generation}
             self.desk.give(self.pid(number), orders)
 
     def begin(
@@ -493,6 +497,52 @@ def test_what_was_lost_with_a_shard_is_read_from_memory(
     losses = journal.losses()
     assert losses == pytest.approx(whole.losses, rel=1e-10)
     assert journal.fed() == whole.fed
+
+
+def test_what_lies_inside_a_whole_replica_outlives_the_loss_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Undisturbed
+) -> None:
+    """Its ranks compute in lockstep, and are woken between the replicas only."""
+    layout = Layout(dp_replicate=2, dp_shard=2)
+
+    def script(run: Run) -> None:
+        run.wait_held([2], 1)
+        run.halt([0, 1], 1, inside=False)
+        held = run.wait_held([0, 1], 1)
+        assert {(h["applied"], h["torn"]) for h in held} == {(FAULT - 1, False)}
+        after = place(Layout(dp_shard=2), 2, _nodes(2))
+        before = place(layout, 1, _nodes(4))
+        run.begin(after, [0, 1], FAULT - 1, came_from=[0, 1], before=before)
+        run.desk.give(run.pid(2), {"kind": "end"})
+
+    journal = _run(
+        tmp_path / "run", whole.config, place(layout, 1, _nodes(4)), monkeypatch, script,
+        deeds={"die": [1, 3, FAULT]}, dies=[3],
+    )  # fmt: skip
+    said = (tmp_path / "run" / "ranks" / "rank0.log").read_text()
+    assert "goes on from step" in said
+    assert "build" not in said
+    assert journal.losses() == pytest.approx(whole.losses, rel=1e-10)
+    assert journal.fed() == whole.fed
+
+
+def test_a_loss_in_the_last_step_leaves_a_checkpoint_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: Undisturbed
+) -> None:
+    def script(run: Run) -> None:
+        held = run.wait_held([0, 2], 1)
+        assert {(h["applied"], h["torn"]) for h in held} == {(STEPS, False)}
+        run.begin(_two(2), [0, 2], STEPS, came_from=[0, 2], before=_three())
+
+    journal = _run(
+        tmp_path / "run", whole.config, _three(), monkeypatch, script,
+        deeds={"die in the update": [1, 1, STEPS]}, dies=[1],
+    )  # fmt: skip
+    assert journal.losses() == whole.losses
+    assert journal.fed() == whole.fed
+    newest = newest_verified(FolderStore(tmp_path / "run" / "run"), lambda *_: None)
+    assert newest is not None
+    assert (newest.commit.step, newest.commit.generation) == (STEPS, 2)
 
 
 def test_what_is_not_finite_or_rotten_is_said_and_ends_no_process(

@@ -36,7 +36,7 @@ from holdfast.elastic.worker.saver import ArenaSaver, where_there_is_room, while
 from holdfast.elastic.worker.store import HttpStore
 from holdfast.elastic.worker.warmth import warm_up
 from holdfast.errors import FencedError, HoldfastError, NonFiniteError, PeerLostError
-from holdfast.events import SettingIgnored, WorkerReady
+from holdfast.events import Evaluated, SettingIgnored, WorkerReady
 from holdfast.layout import Topology
 from holdfast.policy.classes import Classes
 from holdfast.policy.hazard import Hazard
@@ -59,8 +59,9 @@ _LAST_WORDS = 2.0
 """Seconds that a worker tries to be heard before it ends."""
 
 _ANNOUNCING = 0.5
-"""Seconds that a worker which stops waits for snapshots to be announced: the next generation
-begins when all have stopped, and the mover refuses what is announced later."""
+"""Seconds that a worker which stops waits for snapshots to be announced, where no other replica has
+its state: the next generation begins when all have stopped, and the mover refuses what is announced
+later."""
 
 _JOINING = 1800.0  # seconds that bound every wait in a group; a halt ends them before
 _LAST_SLOT, _SETTLING = 60.0, 600.0  # seconds for the last save, as in `train.runner`
@@ -203,7 +204,7 @@ class Worker:
         engine = getattr(self._session, "engine", None)
         if engine is not None and not orderly:
             engine.interrupt(True)
-        if self._voice is not None and self._voice.owes_calls:
+        if self._voice is not None and self._voice.owes_calls and len(self._topology.replicas) == 1:
             self._voice.flush(_ANNOUNCING)
 
     def held(self, kind: str, text: str) -> Held:
@@ -293,9 +294,16 @@ class Worker:
 
     def _save_last(self) -> Outcome:
         """The last step was applied, and who was to save it was interrupted: it is saved now."""
-        saver, step, verdict = self._saver, self.step, self._verdict
+        saver, step, verdict, session = self._saver, self.step, self._verdict, self._present
         assert saver is not None
-        saver.capture(step, self._present.engine.state(), _LAST_SLOT, True)
+        saver.capture(step, session.engine.state(), _LAST_SLOT, True)
+        begun = time.monotonic()
+        with self._interruptible(self._wake_training):
+            found = session.evaluator.run(lambda: self.reporter.progress(step, "evaluate"))
+        if found is not None and self._rank == 0:
+            seconds = time.monotonic() - begun
+            event = Evaluated(found.loss, found.bits_per_byte, found.tokens, seconds, step=step)
+            self.reporter.emit(event)
         known = {} if verdict is None else {"loss": verdict.mean_loss, "tokens": verdict.tokens}
         saver.announce(step, known, Into(True, None, True))
         return Outcome("finished", step, saver.settle(step, _SETTLING))

@@ -82,6 +82,14 @@ class HttpStore(Store):
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
+    def gather(
+        self, key: str, value: bytes, keys: Sequence[str], timeout: timedelta | None = None
+    ) -> list[bytes]:
+        """Set a key and wait for all of `keys`, in one request: their values."""
+        arguments = {"key": key, "value": _encode(value)}
+        answer = self._until_ready("gather", list(keys), timeout or self._timeout, arguments)
+        return [_decode(found) for found in answer["values"]]
+
     def has_extended_api(self) -> bool:
         return True
 
@@ -102,15 +110,21 @@ class HttpStore(Store):
 
     # --- requests -------------------------------------------------------------------------
     def _poll(self, keys: list[str], timeout: timedelta) -> bytes | None:
-        """Wait for all keys; the first one's value. Each request waits at most LONGEST_POLL."""
+        """Wait for all keys; the first one's value."""
+        value = self._until_ready("wait", keys, timeout, {})["value"]
+        return None if value is None else _decode(value)
+
+    def _until_ready(
+        self, op: str, keys: list[str], timeout: timedelta, arguments: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The answer when all keys are there. Each request waits at most LONGEST_POLL."""
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
             left = max(0.0, deadline - time.monotonic())
             poll = min(left, LONGEST_POLL)
-            answer = self._ask("wait", poll + 10.0, keys=keys, timeout=poll)
+            answer = self._ask(op, poll + 10.0, keys=keys, timeout=poll, **arguments)
             if answer["ready"]:
-                value = answer["value"]
-                return None if value is None else _decode(value)
+                return answer
             if left <= LONGEST_POLL and time.monotonic() >= deadline:
                 raise DistStoreError(
                     f"wait timeout after {timeout.total_seconds():g} s, keys: {', '.join(keys)}"
