@@ -3,11 +3,12 @@ the curve is that of the run that nobody disturbed."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
 
-from holdfast.events import GenerationStarted
+from holdfast.events import GenerationStarted, StepDone
 from tests.cli.support import apart, write_run_file
 from tests.nodes import Nodes, nodes_of
 
@@ -85,6 +86,21 @@ def test_the_leading_node_is_killed(
         assert nodes.leader != first
         assert nodes.nodes(nodes.newest) == {"a", "b", "c"} - {first}
         _same_run(nodes, undisturbed)
+
+
+def test_a_node_that_is_told_to_go_leaves_and_the_others_go_on(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    with nodes_of(run_file, tmp_path / "run", *SETTINGS, "cluster.min_nodes=2") as nodes:
+        nodes.start("a", "b", "c")
+        nodes.wait_step(20, nodes={"a", "b", "c"})
+        goes = nodes.leader  # even if it leads
+        nodes.signal(goes, signal.SIGTERM)
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        assert nodes.nodes(nodes.newest) == {"a", "b", "c"} - {goes}
+        _same_run(nodes, undisturbed)
+        done = [step.step for step in nodes.events(StepDone)]
+        assert len(done) == len(set(done)), "a step was done twice"
 
 
 def _live(nodes: Nodes) -> list[bool]:

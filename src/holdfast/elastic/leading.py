@@ -48,6 +48,8 @@ class Lead:
         self._before: Topology | None = None  # of the generation that is over
         self._plans: dict[int, tuple[Topology, Aftermath]] = {}
         self._peers: dict[str, Peer] = {}
+        self.reached = 0
+        """The newest step that a generation has begun from."""
         self.tried: dict[str, str] = {}
         """Keys of checkpoints that proved rotten, and why."""
 
@@ -84,6 +86,7 @@ class Lead:
             if reign.node(name) is not None and (row := one.told.get("peer"))
         }
         keys, held = _holdings(known, {node.name for node in reign.nodes})
+        self.reached = max([self.reached, *(one.applied for one in held.values())])
         lost = self._lost(held)
         present = self._present(lost)
         planned = self._it.planner(self._it.config, self._places(nodes), generation, present)
@@ -109,6 +112,7 @@ class Lead:
         else:
             newest = await self._it.mover.choose(generation, self.tried, [*machines, *sources])
             step, rung = newest.step, after.rung(in_memory=not newest.durable)
+        self.reached = max(self.reached, step)
         self._tell(topology, value, newest, step, rung)
         self._survivors.opened(topology)
         self._before = topology

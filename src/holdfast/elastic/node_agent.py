@@ -33,6 +33,7 @@ from holdfast.elastic.mover_link import MoverLink
 from holdfast.elastic.opening import mover_settings
 from holdfast.elastic.reigning import reign_over
 from holdfast.elastic.rendezvous import Rendezvous
+from holdfast.elastic.standing_in import Told
 from holdfast.elastic.station import Station, Surroundings
 from holdfast.elastic.verdict import Failed, Finished, Left, Verdict
 from holdfast.elastic.watching import counting_refusals, watch_progress
@@ -41,11 +42,13 @@ from holdfast.events import Event, RunFailed, RunFinished, RunStarted, RunStoppe
 from holdfast.plan.interface import Planner
 from holdfast.policy.hazard import Hazard
 from holdfast.policy.membership import Phase, Reign, Rules
+from holdfast.policy.restart import Restarts, give_up
 from holdfast.policy.seen import Seen
 from holdfast.policy.succession import Patience
 from holdfast.policy.survivors import Held
 from holdfast.wire import lifeline
 from holdfast.wire.auth import Verifier
+from holdfast.wire.journal import Follower as JournalFollower
 from holdfast.wire.runstore import RunStore
 from holdfast.wire.secret import Secret
 from holdfast.wire.server import Guard, Listener, address_of, bind
@@ -87,6 +90,8 @@ class NodeAgent:
         self._session = False  # whether this session's beginning is in the journal
         self._stop: str | None = None
         self._outcome: Verdict | None = None
+        self._restarts = Restarts()
+        self._journal, self._told = JournalFollower(joining.store), Told(joining.config)
         self._lead: Lead | None = None
         self._term: Term | None = None
 
@@ -225,11 +230,40 @@ class NodeAgent:
                 if self._follower.coordinator is not None:
                     self._follower.coordinator.done(str(sentence))
                 raise FencedError("the run has failed")
-        return await self._lead.plan(reign, generation, names, known)
+        value = await self._lead.plan(reign, generation, names, known)
+        if reign.reason in ("worker_lost", "halted") and (sentence := self._hopeless(known)):
+            if self._follower.coordinator is not None:
+                self._follower.coordinator.done(sentence)
+            raise FencedError("the run has failed")
+        return value
+
+    def _hopeless(self, known: Mapping[str, Known]) -> str | None:
+        """Why it makes no sense to go on, as a sentence, after one more loss of a worker."""
+        assert self._lead is not None
+        self._restarts = self._restarts.after_loss(self._lead.reached)
+        causes = [str(one.held["cause"]) for one in known.values() if one.held.get("cause")]
+        limit = self._it.config.cluster.max_restarts_without_progress
+        return give_up(self._restarts, limit, causes[0] if causes else "not known")
 
     def _changed(self, old: Reign, new: Reign) -> None:
         if new.phase is Phase.ENDED and self._opened:
             self._write_end(new.verdict)
+        if new.phase is Phase.TRAINING and old.phase is not Phase.TRAINING:
+            self._standing_in = asyncio.create_task(self._stand_in())
+
+    async def _stand_in(self) -> None:
+        """Every worker of the generation has told what it had to tell: what is missing then of the
+        steps that it stands after was to be told by those who are gone."""
+        await self._board.flush()
+        try:
+            for record in await asyncio.to_thread(self._journal.new):
+                self._told.observe(record.event)
+            missing = self._told.missing()
+            for event in await asyncio.to_thread(self._told.made, missing) if missing else ():
+                self._board.emit("agent", event)
+        except HoldfastError as error:
+            self._say(f"the ledger of a lost node could not be made again: {error}")
+        self._told.settled()
 
     def _write_end(self, verdict: str) -> None:
         match self._outcome:
@@ -319,6 +353,7 @@ class NodeAgent:
         stored = True
         if events or sync:
             stored = await self._board.flush(f"rank{int(body['rank'])}", sync)
+        self._station.stored()
         stop = self._stop is not None and self._alone
         return {"stop": stop, "generation": number, "stored": stored,
                 "pause": self._station.pausing}  # fmt: skip

@@ -74,6 +74,7 @@ class Station:
         self._outcome: dict[str, Any] = {}
         self._task: asyncio.Task[None] | None = None
         self._meet = ""
+        self._all_ready = False
 
     # --- what the coordinator hears -------------------------------------------------------------
     @property
@@ -89,7 +90,7 @@ class Station:
 
     # --- orders ---------------------------------------------------------------------------------
     def start(self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]) -> None:
-        self.at = generation
+        self.at, self._all_ready = generation, False
         self._become(Stage.BUILDING)
         self._replace_task(self._run(generation, value, begin))
 
@@ -165,6 +166,14 @@ class Station:
         return [pid if (pid := seats[rank]) in living else None for rank in ranks]
 
     def _ready(self) -> None:
+        self._all_ready = True
+
+    def stored(self) -> None:
+        """What the workers have told so far is in the journal: whoever hears that this node works
+        finds there what it had still to tell of older generations."""
+        if not self._all_ready or self.stage is not Stage.BUILDING:
+            return
+        self._all_ready = False
         self._become(Stage.WORKING)
         if count := standbys(self._around.config):
             self._spared = asyncio.create_task(self._host.standby(count, self._spare))
