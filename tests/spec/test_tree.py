@@ -14,6 +14,7 @@ from holdfast.spec.tree import (
     count_pieces,
     counter,
     deal,
+    elsewhere,
     pieces,
 )
 
@@ -180,6 +181,29 @@ def test_pieces_are_counted_by_arithmetic(leaves: int, data: st.DataObject) -> N
     stop = data.draw(st.integers(start, leaves))
     share = tuple(range(start, stop))
     assert count_pieces(leaves, start, stop) == len(pieces(ReductionTree(leaves), share))
+
+
+@given(_dealt(), st.data())
+def test_leaves_are_computed_elsewhere(dealt, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
+    leaves, shares = dealt
+    owner = {leaf: index for index, share in enumerate(shares) for leaf in share}
+    moved = data.draw(st.sets(st.sampled_from(range(leaves)), max_size=4))
+    found = elsewhere(shares, {leaf: owner[leaf] for leaf in moved})
+    check_dealing(leaves, found)
+    if len(shares) == 1:
+        assert found == shares
+        return
+    for leaf in moved:
+        assert leaf not in found[owner[leaf]]
+    if all(len(share) > 4 for share in shares):
+        assert [len(share) for share in found] == [len(share) for share in shares]
+
+
+def test_leaves_change_places() -> None:
+    shares = ((0, 1, 2), (3, 4, 5))
+    assert elsewhere(shares, {1: 0}) == ((0, 2, 3), (1, 4, 5))
+    assert elsewhere(shares, {1: 1}) == shares, "it is not there anyway"
+    assert elsewhere(((0,), (1,)), {0: 0, 1: 1}) == ((1,), (0,))
 
 
 def test_more_replicas_than_microbatches_leaves_some_idle() -> None:

@@ -181,4 +181,4 @@ def _bytes(local: LocalTensor, box: Box) -> memoryview:
     for dim, (start, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
         part = part.narrow(dim, start - local.offsets[dim], length)
     host = part.detach().contiguous().cpu()
-    return memoryview(host.reshape(-1).view(torch.uint8).numpy())
+    return host.reshape(-1).view(torch.uint8).numpy().data
