@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from holdfast.elastic.members import Members
@@ -229,6 +231,53 @@ def test_an_older_generation_learns_that_it_is_fenced() -> None:
         wait_until(lambda: reporter.fenced, 60, "the fence")
         assert not reporter.flush(10)
     assert [e.step for e in desk.events] == [1]
+
+
+def test_what_was_not_told_is_told_once_in_the_next_generation() -> None:
+    """The first batch is taken, but its answer does not come before the generation is over: the
+    numbers say so. What concerns steps that are done again is left out."""
+    desk, answering = Desk(), threading.Event()
+
+    async def report(generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        answer = await desk.report(generation, body)
+        await asyncio.to_thread(answering.wait, 60)
+        return answer
+
+    with controlling(report) as control:
+        with reporting(control.address) as reporter:
+            reporter.emit(_step(1))
+            wait_until(lambda: desk.events, 60, "the first batch")
+            reporter.emit(_step(2))
+            untold = reporter.leave()
+        assert [(number, event.step) for number, event in untold.events] == [(0, 1), (1, 2)]
+        answering.set()
+        control.begin(2)
+        more = replace(untold, next=4, events=(*untold.events, (2, _step(3)), (3, _step(2))))
+        second = Reporter(
+            Client(control.address, SECRET, 2), 0, heartbeat=0.01, untold=more.until(2)
+        )
+        second.start()
+        second.emit(_step(4))
+        assert second.close(60)
+    assert [event.step for event in desk.events] == [1, 2, 2, 4]
+
+
+def test_training_waits_for_a_ledger_that_lies_behind_but_not_again_and_again() -> None:
+    answering = threading.Event()
+
+    async def report(generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.to_thread(answering.wait, 60)
+        return {"stop": False, "generation": generation, "stored": True}
+
+    with controlling(report) as control, reporting(control.address) as reporter:
+        reporter.emit(_step(5))
+        reporter.catch_up(4)  # nothing is owed of these steps
+        reporter.catch_up(5)
+        assert not reporter._patient  # it was waited for in vain, and is not any more
+        answering.set()
+        wait_until(lambda: reporter._told(5), 60, "the ledger")
+        reporter.catch_up(5)
+        assert reporter._patient
 
 
 def test_the_outcome_is_told_before_flush_returns() -> None:

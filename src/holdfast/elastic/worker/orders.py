@@ -88,6 +88,7 @@ class Orders:
         self._client = Client(agent, secret)
         self._held: Held | None = None
         self._seen = 0
+        self._closed = False
         self._over: float = 0  # generations up to this one have been ended
         self._next: Begin | End | None = None
         self._waking = threading.Lock()  # held while an interrupt runs
@@ -97,6 +98,15 @@ class Orders:
 
     def start(self) -> None:
         self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more."""
+        with self._changed:
+            self._closed = True
+            client = self._client
+            self._changed.notify_all()
+        client.abort()
+        self._thread.join()
 
     # --- what the training thread asks ----------------------------------------------------
     def halted(self, generation: int) -> bool:
@@ -142,18 +152,22 @@ class Orders:
 
     # --- the other thread -----------------------------------------------------------------
     def _run(self) -> None:
-        while True:
+        while not self._closed:
             with self._changed:
                 client, held, seen = self._client, self._held, self._seen
             body = {"process": self._process, "seen": seen, "held": held and asdict(held)}
             try:
                 self._take(client.post(PATH, body, LONGEST_POLL + 10.0))
             except HoldfastError:
-                with self._changed:  # a new question is asked at once, the same one after a pause
-                    self._changed.wait_for(lambda own=client: self._client is not own, _PAUSE)  # type: ignore[misc]
+                self._pause(client)
             except Exception as error:  # our own bug, or an answer of another version
                 print(f"orders: {type(error).__name__}: {error}", flush=True)
                 threading.Event().wait(_PAUSE)
+
+    def _pause(self, asked: Client) -> None:
+        """A new question is asked at once, the same one after a pause."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._client is not asked, _PAUSE)
 
     def _take(self, answer: dict[str, Any]) -> None:
         number, told = int(answer["number"]), answer["orders"]

@@ -146,7 +146,7 @@ class Reporter:
         with self._changed:
             while self._waiting or self._busy:
                 left = end - time.monotonic()
-                if left <= 0 or self.fenced:
+                if left <= 0 or self.fenced or self._closing:
                     return False
                 self._changed.wait(left)
         return not self.fenced

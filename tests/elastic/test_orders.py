@@ -1,0 +1,118 @@
+"""The question that stays open: a halt wakes whoever blocks, and orders count once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.worker.orders import Begin, End, HaltedError, Held, Orders
+from holdfast.layout import Layout, place
+from holdfast.wire.client import Client, UnreachableError
+from tests.elastic.control import SECRET, Desk, controlling
+from tests.ranks import wait_until
+
+SECONDS = 60.0
+
+
+@contextmanager
+def asking() -> Iterator[tuple[Orders, Desk]]:
+    desk = Desk()
+    with controlling(desk=desk) as control:
+        orders = Orders(control.address, SECRET, 7)
+        orders.start()
+        wait_until(lambda: 7 in desk.asked, SECONDS, "the first question")
+        yield orders, desk
+        orders.close()
+
+
+def _begin(generation: int, **more: Any) -> dict[str, Any]:
+    topology = place(Layout(), generation, ("node0",))
+    boot = WorkerBoot({}, topology.to_json(), generation, 0, 1, "h:1", "", "", "", None, 0, "", "")
+    told = {"topology": topology.to_json(), "step": 3}
+    return {"kind": "begin", "boot": boot.to_json(), "came_from": [None], "before": told, **more}
+
+
+def _halt(generation: int, inside: bool = True) -> dict[str, Any]:
+    return {"kind": "halt", "inside": inside, "generation": generation}
+
+
+def test_a_halt_wakes_who_blocks_and_one_of_the_past_does_not() -> None:
+    woken: list[bool] = []
+    wake = threading.Event()
+
+    def interrupt(inside: bool) -> None:
+        woken.append(inside)
+        wake.set()
+
+    with asking() as (orders, desk), orders.interruptible(2, interrupt):
+        desk.give(7, _halt(1))
+        wait_until(lambda: orders.halted(1), SECONDS, "the older halt")
+        assert not orders.halted(2)
+        assert woken == []
+        desk.give(7, _halt(2, inside=False))
+        assert wake.wait(SECONDS)
+        # Who does not come back is woken by all means.
+        wait_until(lambda: woken == [False, True], SECONDS, "the second attempt")
+    with pytest.raises(HaltedError):
+        orders.check(2)
+    with pytest.raises(HaltedError), orders.interruptible(2, interrupt):
+        pytest.fail("a generation that is over was entered")
+    orders.check(3)
+
+
+def test_what_is_held_is_told_at_once_and_orders_count_once() -> None:
+    with asking() as (orders, desk):
+        desk.give(7, _begin(2))
+        first = orders.next(None)
+        assert isinstance(first, Begin)
+        assert (first.boot.generation, first.came_from) == (2, (None,))
+        assert first.before is not None
+        assert first.before.step == 3
+        answer: list[Begin | End] = []
+        held = Held(2, 0, 5, None, False, "peer", "somebody is gone", (2, 0))
+        waiting = threading.Thread(target=lambda: answer.append(orders.next(held)))
+        waiting.start()
+        wait_until(lambda: 7 in desk.held, SECONDS, "what is held")
+        assert desk.held[7]["applied"] == 5
+        assert answer == []
+        desk.give(7, {"kind": "end"})
+        waiting.join(SECONDS)
+        assert answer == [End()]
+
+
+def test_a_halt_takes_back_what_was_ordered_before_it() -> None:
+    with asking() as (orders, desk):
+        desk.give(7, _begin(2))
+        wait_until(lambda: orders.halted(1), SECONDS, "the order")
+        desk.give(7, _halt(2))
+        wait_until(lambda: orders.halted(2), SECONDS, "the halt")
+        desk.give(7, _begin(3))
+        found = orders.next(None)
+        assert isinstance(found, Begin)
+        assert found.boot.generation == 3
+
+
+def test_a_client_that_is_aborted_ends_what_waits() -> None:
+    desk, errors = Desk(), list[BaseException]()
+    with controlling(desk=desk) as control:
+        client = Client(control.address, SECRET)
+
+        def ask() -> None:
+            try:
+                client.post("/orders", {"process": 9, "seen": 0, "held": None}, SECONDS)
+            except UnreachableError as error:
+                errors.append(error)
+
+        waiting = threading.Thread(target=ask)
+        waiting.start()
+        wait_until(lambda: 9 in desk.asked, SECONDS, "the question")
+        client.abort()
+        waiting.join(SECONDS)
+        assert len(errors) == 1
+        with pytest.raises(UnreachableError):
+            client.post("/orders", {"process": 9, "seen": 0, "held": None}, SECONDS)
