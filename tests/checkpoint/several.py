@@ -31,9 +31,11 @@ Start = Callable[..., Mover]
 class Nodes:
     """Movers by the name of their node. What an agent tells its mover is said here to each."""
 
-    def __init__(self, start: Start, *names: str, mover: Mapping[str, Any] | None = None) -> None:
-        """mover: settings of every mover."""
-        self._start, self._mover = start, dict(mover or {})
+    def __init__(
+        self, start: Start, *names: str, mover: Mapping[str, Any] | None = None, every: int = 1
+    ) -> None:
+        """mover: settings of every mover. every: the steps whose snapshots are copied."""
+        self._start, self._mover, self._every = start, dict(mover or {}), every
         self.movers: dict[str, Mover] = {}
         self.peers: dict[str, Peer] = {}
         self.ranks: dict[int, Rank] = {}
@@ -42,8 +44,8 @@ class Nodes:
         for name in names:
             self.add(name)
 
-    def add(self, name: str, **settings: Any) -> Mover:
-        told = PeerSettings(Machine(name), room=1 << 28, **settings)
+    def add(self, name: str) -> Mover:
+        told = PeerSettings(Machine(name), room=1 << 28, every_steps=self._every)
         mover = self._start(secret=SECRET, peers=told.to_json(), **self._mover)
         address = str(mover.client(1).status()["peers"]["address"])
         self.movers[name], self.peers[name] = mover, Peer(Machine(name), address)

@@ -32,7 +32,7 @@ from xxhash import xxh3_128_hexdigest
 
 from holdfast.checkpoint.arena import Arena, digest, slot_capacity
 from holdfast.checkpoint.blob import parse_header
-from holdfast.checkpoint.peer_wire import COPY, PeerClient
+from holdfast.checkpoint.peer_wire import COPY, RESTORE, PeerClient
 from holdfast.checkpoint.snapshots import MemoryFile, Shelf, Snapshot
 from holdfast.errors import CorruptError, FencedError, HoldfastError
 from holdfast.layout import Topology
@@ -74,6 +74,8 @@ class _Offer:
     run: str
     source: str  # "host:port" of who offers
     ranks: frozenset[int]  # that the offerer sends here, in this generation
+    authority: int  # the generation in which it is offered: the part's own, or a newer one
+    urgent: bool  # whoever offers is about to go: its budget for copies does not bind it
 
     @property
     def name(self) -> _Name:
@@ -84,7 +86,8 @@ class _Offer:
         """Raises CorruptError, FencedError, KeyError, TypeError, ValueError."""
         stored = str(value["part"]).encode()
         part = Part.from_bytes(stored, "an offer's part manifest")
-        if part.generation != generation:
+        urgent = bool(value.get("urgent", False))
+        if part.generation > generation or (part.generation < generation and not urgent):
             raise FencedError(f"generation {generation} offers a part of {part.generation}")
         if part.blob.key != blob_key(part.generation, part.step, part.writer) or part.rank < 0:
             raise CorruptError(f"{part.blob.key} is not the blob of rank {part.rank}")
@@ -93,7 +96,10 @@ class _Offer:
         ranks = frozenset(int(rank) for rank in value["ranks"])
         if part.rank not in ranks:
             raise ValueError(f"rank {part.rank} is not among the ranks that are announced")
-        return _Offer(part, stored, str(value["run"]), str(value["source"]), ranks)
+        return _Offer(
+            part, stored, str(value["run"]), str(value["source"]), ranks, generation,
+            urgent,
+        )  # fmt: skip
 
 
 class Keeper:
@@ -131,6 +137,7 @@ class Keeper:
         TypeError, CorruptError.
         """
         offered = _Offer.from_json(generation, body)
+        generation = offered.part.generation
         if not self._opened(generation, body.get("plan")):
             return {"state": PLAN}
         if self._mirrored(offered):
@@ -231,7 +238,7 @@ class Keeper:
         memory: MemoryFile | None = None
         try:
             client = PeerClient(
-                offered.source, self._secret, part.generation, offered.run,
+                offered.source, self._secret, offered.authority, offered.run,
                 timeout=SILENCE_SECONDS, aim=self._aim_at(offered.source),
             )  # fmt: skip
             with self._lock:
@@ -243,7 +250,8 @@ class Keeper:
             view = memory.arena.data(slot, part.blob.size)
             try:
                 again = self._broken.get(part.rank) == offered.name
-                self._spared[offered.name] = self._fill(part, view, client, again)
+                use = RESTORE if offered.urgent else COPY
+                self._spared[offered.name] = self._fill(part, view, client, again, use)
                 head = bytes(view[: part.blob.data_start])
             finally:
                 view.release()
@@ -262,7 +270,7 @@ class Keeper:
             if client is not None:
                 client.close()
 
-    def _fill(self, part: Part, view: memoryview, client: PeerClient, again: bool) -> int:
+    def _fill(self, part: Part, view: memoryview, client: PeerClient, again: bool, use: str) -> int:
         """Every extent of the blob, from what lies here or over the network, and checked; bytes
         that lay here. `again`: the slot may hold some of them, from a pull that broke off."""
         here = self._extents_here(part)
@@ -283,7 +291,7 @@ class Keeper:
             run = _run(missing, at, room)
             at += len(run)
             begun = self._clock()
-            self._read(part, run, view, client)
+            self._read(part, run, view, client, use)
             took = self._clock() - begun
             if took < QUICK_SECONDS:
                 room = min(READ_BYTES, 2 * max(room, run[0].length))
@@ -292,12 +300,12 @@ class Keeper:
         return spared
 
     def _read(
-        self, part: Part, run: Sequence[Extent], view: memoryview, client: PeerClient
+        self, part: Part, run: Sequence[Extent], view: memoryview, client: PeerClient, use: str
     ) -> None:
         """Extents that follow one another, in one request; those that came wrong, once more."""
         for attempt in range(ATTEMPTS):
             start, stop = run[0].offset, run[-1].offset + run[-1].length
-            client.read_into(part.blob.key, start, view[start:stop], COPY)
+            client.read_into(part.blob.key, start, view[start:stop], use)
             self.pulled += stop - start
             wrong = [e for e in run if not _right(view[e.offset : e.offset + e.length], e.xxh3)]
             if not wrong:

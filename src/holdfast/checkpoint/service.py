@@ -127,6 +127,7 @@ class Service:
         self._given_up: set[int] = set()  # steps of this generation that lack a rank for good
         self._kept_back: set[Save] = set()  # what does not go into the bucket
         self._choice: Choice | None = None
+        self._chosen_for = 0  # the generation that it was made for
         self._told: Commit | None = None  # what another mover chose
         self._looking = threading.Lock()
         self._hashing = 0
@@ -181,7 +182,7 @@ class Service:
 
     def _make_durable(self, generation: int, start: int | None, begun: str | None) -> None:
         """What a generation begins from, where only memory holds it: chosen here, or `begun`."""
-        choice = self._choice
+        choice = self._choice if self._chosen_for == generation else None
         if choice is not None and not choice.durable and choice.commit.step == start:
             begun = choice.key
         at = parse_commit_key(begun or "")
@@ -196,6 +197,13 @@ class Service:
     def leads(self) -> bool:
         """Whether this mover commits, and no other."""
         return self._saves.together.leads
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Of this node, in the generation that is served."""
+        with self._change:
+            plan = self._plan
+        return frozenset() if plan is None else self._saves.together.ours(plan)
 
     @property
     def together(self) -> Together:
@@ -447,6 +455,7 @@ class Service:
             ),
         )  # fmt: skip
         self._choice = choice = chooser.newest(tried)
+        self._chosen_for = generation
         answer: dict[str, Any] = {"key": None, "step": 0, "generation": 0, "meta": {}}
         if choice is not None:
             commit = choice.commit
