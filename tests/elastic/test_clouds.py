@@ -153,7 +153,8 @@ def test_azure_is_told_when_the_run_has_left(service: Metadata) -> None:
     source.acknowledge()
     service.events = [
         _event("Preempt", "all", Resources=["vm-1", "vm-2"]), _event("Freeze", "pause"),
-        _event("Terminate", "other", Resources=["vm-2"]), _event("Preempt", "mine"),
+        _event("Terminate", "other", Resources=["vm-2"]),
+        _event("Preempt", "mine", Resources=["VM-1"]),  # names are told in either case
         _event("Reboot", "begun", EventStatus="Started"),
     ]  # fmt: skip
     assert source.ask() is not None

@@ -248,7 +248,7 @@ class Azure(Source):
         with self._lock:
             self._own = tuple(
                 str(event.get("EventId")) for event, w in found
-                if w.meaning is not Meaning.PAUSE and event["Resources"] == [self._name]
+                if w.meaning is not Meaning.PAUSE and len(event["Resources"]) == 1
                 and event.get("EventStatus") == "Scheduled"
             )  # fmt: skip
         return worst([w for _, w in found])
@@ -265,7 +265,9 @@ class Azure(Source):
         if not isinstance(event, dict) or event.get("EventStatus") == "Completed":
             return None
         kind, mine = str(event.get("EventType")), event.get("Resources")
-        if kind not in AZURE or not isinstance(mine, list) or self._name not in mine:
+        if kind not in AZURE or not isinstance(mine, list):
+            return None
+        if self._name.casefold() not in {str(name).casefold() for name in mine}:
             return None
         at = str(event.get("NotBefore") or "")
         begun = event.get("EventStatus") == "Started"

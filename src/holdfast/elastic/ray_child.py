@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -21,6 +22,10 @@ import psutil
 
 def main(address: str, node: str, every: float) -> None:
     threading.Thread(target=_end_with_agent, daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # sent to every process of a job, they are the agent's
     try:
         state = _connected(address)
         own = node or _own_node(state.node_table())
