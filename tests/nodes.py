@@ -41,6 +41,11 @@ class Nodes:
                 *self.settings,
             )  # fmt: skip
 
+    def join(self, *names: str) -> None:
+        """As `start`, by the run folder alone."""
+        for name in names:
+            self.agents[name] = start("join", self.folder, *QUICK, "--node", name)
+
     def kill(self, name: str) -> None:
         """The agent; its children end with it."""
         agent = self.agents.pop(name)

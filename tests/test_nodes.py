@@ -67,8 +67,8 @@ def test_too_few_nodes_wait_with_what_they_hold(
         nodes.wait_step(20)
         lost = next(name for name in "abc" if name != nodes.leader)
         nodes.kill(lost)
-        nodes.start(lost)
-        nodes.wait_step(30, nodes.newest, {"a", "b", "c"})
+        nodes.join("d")  # a stranger to the run file
+        nodes.wait_step(30, nodes.newest, {"a", "b", "c", "d"} - {lost})
         assert set(nodes.end().values()) == {0}, nodes.story()
         assert _live(nodes) == [False, True]  # two of three held the state meanwhile
         _same_run(nodes, undisturbed)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("init", "write a run file to start from"),
     "train": ("train", "train, or go on training, what a run file describes"),
+    "join": ("join", "take part in a run on several machines"),
     "watch": ("watch", "follow a run from another terminal"),
     "notice": ("notice", "tell a run that machines are about to go"),
     "report": ("report", "write one HTML page about a run"),

@@ -1,0 +1,83 @@
+"""`holdfast join`: another machine takes part in a run."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.cli.call import app as make_app
+from holdfast.cli.call import crash_log_in
+from holdfast.cli.runs import RESOLVED, read_resolved
+from holdfast.cli.views import Views
+from holdfast.config.load import Loaded, resolve
+from holdfast.errors import RunFolderError
+
+app = make_app("Take part in a run on several machines.")
+
+
+@app.command()
+def join(
+    folder: Annotated[Path, typer.Argument(help="the run folder, on a disk that all nodes share")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="of this node alone: cluster.key=value, device=...")
+    ] = None,
+    node: Annotated[
+        str, typer.Option(help="what this node is called; left out: the machine's name")
+    ] = "",
+    json: Annotated[
+        bool, typer.Option("--json", help="print the journal as JSON lines instead of a view")
+    ] = False,
+) -> int:
+    """Take part in the run of a run folder, as one node of several, until it is over.
+
+    The run folder and the secret in it are all that is needed: whoever leads is found there, and
+    where nobody does, this node leads. A node that is told to go (Ctrl-C, SIGTERM) leaves a run
+    that goes on without it; the same command takes it in again.
+
+    \b
+    Example:
+      holdfast train run.yaml cluster.node=first cluster.places=1     on one machine
+      holdfast join runs/my-run --node second cluster.places=1        on another one
+    """
+    import yaml
+
+    from holdfast.data.dataset import Dataset
+    from holdfast.launch import cluster
+    from holdfast.plan.hardware import this_machine
+
+    stored = read_resolved(folder)
+    if stored is None:
+        raise RunFolderError(
+            "no run has been started here", where=str(folder),
+            remedy="start one with: holdfast train RUN_FILE cluster.node=NAME",
+        )  # fmt: skip
+    name = node or platform.node() or "localhost"
+    given = [f"cluster.node={name}", f"folder={folder}", *_own(overrides or [])]
+    if dataset := stored.get("dataset", {}).get("folder"):
+        given.append(f"data.folder={dataset}")
+    loaded: Loaded = resolve(yaml.safe_dump(stored["config"]), str(folder / RESOLVED), given)
+    version = Dataset.open(loaded.config.data.folder).version
+    with (
+        crash_log_in(folder),
+        Views(loaded.config, folder, version, this_machine(), json=json) as views,
+    ):
+        return cluster.run(
+            loaded.config, observers=views.observers, render_metrics=views.render_metrics,
+            say=views.say, dataset_version=version,
+        )  # fmt: skip
+
+
+def _own(overrides: list[str]) -> list[str]:
+    """Raises RunFolderError for one that is the whole run's: all nodes have to agree on it."""
+    for override in overrides:
+        key = override.partition("=")[0]
+        if not key.startswith("cluster.") and key not in ("device", "checkpoint.peer_interface",
+                                                          "checkpoint.peer_advertise"):  # fmt: skip
+            raise RunFolderError(
+                f"{key} is the whole run's, and cannot be another for one node", where=override,
+                remedy="give cluster.* or device here, and the rest to holdfast train",
+            )  # fmt: skip
+    return overrides
