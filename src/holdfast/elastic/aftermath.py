@@ -56,7 +56,6 @@ class Survivors:
     """Remembers the topologies by which states are laid out."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._last_step = config.train.steps
         self._table = state_table(config.model, config.train.precision)
         self._topologies: dict[int, Topology] = {}
 
@@ -76,9 +75,6 @@ class Survivors:
             holding = {rank: held[pid] for rank, pid in processes.items()}
             found = standpoint(before, self._table, holding)
             if isinstance(found, Standpoint):
-                if found.step >= self._last_step:
-                    why = "the last step is done: what counts is what was saved of it"
-                    break
                 living = _all_of(before, processes, held)
                 return Aftermath(seats(before, new, living, found.ranks), found, "", before)
             why = found

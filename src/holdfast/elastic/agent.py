@@ -395,12 +395,13 @@ class Agent:
         return newest
 
     async def _populate(self, topology: Topology, newest: Newest, plan: Aftermath) -> Generation:
-        """Give an opened generation its workers; with no step left to do, it is finished."""
+        """Give an opened generation its workers, unless no step is left to do."""
         step = newest.step
         current = self._current = Generation(
-            topology, step, self._config.cluster, self._board, self._say, self._ready, self._voices
-        )
-        if step >= self._config.train.steps:
+            topology, step, self._config.cluster, self._board, self._say, self._ready,
+            self._voices, again=self._told.again,
+        )  # fmt: skip
+        if step >= self._config.train.steps and plan.live is None:  # else they have to save it
             current.decide(await self._nothing_to_do(topology.generation, newest))
             return current
         told = boots(

@@ -48,9 +48,11 @@ class Generation:
         ready: Callable[[], None],
         voices: dict[str, int],
         node: str = "",
+        again: Callable[[Event], bool] = lambda event: False,
     ) -> None:
         """`ready` is called once, when every worker is about to compute its first step. Of the
-        workers, those of `node` count, where one is named: others have agents of their own."""
+        workers, those of `node` count, where one is named: others have agents of their own. `again`
+        says of an event that it was told before."""
         self._loop = asyncio.get_running_loop()
         self.number = topology.generation
         self.step = start_step  # the newest step that a worker reported done
@@ -63,7 +65,7 @@ class Generation:
         self._cluster = cluster
         self._board = board
         self._say = say
-        self._ready = ready
+        self._ready, self._again = ready, again
         self._non_finite: NonFinite | None = None
 
     # --- beginning and end ----------------------------------------------------------------
@@ -127,6 +129,8 @@ class Generation:
                 self.decide(Lost("rot", f"worker {member.rank}: {said}", said))
             case "error":
                 self.decide(Lost("error", cause, ranks=frozenset({member.rank})))
+            case "paused":
+                return  # it was asked to, with all the others
             case _:
                 # Whoever really died is told in the same moment; only if nobody is, does this
                 # worker's word stand.
@@ -198,7 +202,7 @@ class Generation:
     def report(self, body: dict[str, Any]) -> list[Event]:
         """Take a worker's report; the events in it that are new. Raises KeyError, ValueError."""
         rank = int(body["rank"])
-        events = self.members.report(body, self._loop.time())
+        events = [e for e in self.members.report(body, self._loop.time()) if not self._again(e)]
         for event in events:
             match event:
                 case StepDone():
