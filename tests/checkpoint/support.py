@@ -60,8 +60,9 @@ class Workers:
     """All ranks of a generation in this process: local tensors, and a Capturer for each."""
 
     def __init__(
-        self, client: MoverClient, topo: Topology, table: StateTable = TABLE, slots: int = 2
-    ) -> None:
+        self, client: MoverClient, topo: Topology, table: StateTable = TABLE, slots: int = 2,
+        let_go: bool = False,
+    ) -> None:  # fmt: skip
         self.topology, self.table = topo, table
         self.tensors: list[dict[str, torch.Tensor]] = []
         self.capturers: list[Capturer] = []
@@ -71,7 +72,7 @@ class Workers:
             local = {b.name: torch.zeros(b.lengths, dtype=dtypes[b.name]) for b in self.boxes[rank]}
             self.tensors.append(local)
             self.capturers.append(
-                Capturer(client, topo, table, rank, local, run="test", slots=slots)
+                Capturer(client, topo, table, rank, local, run="test", slots=slots, let_go=let_go)
             )
 
     def compute(self, step: int) -> None:

@@ -280,6 +280,28 @@ def test_memory_is_used_again_only_when_nobody_else_can_write_there(start: Start
         read_everything(checkpoint, 2, topology())
 
 
+def test_a_worker_that_stays_gets_its_memory_again_once_it_has_let_go(start: Start) -> None:
+    """The same process captures in the next generation: into the same memory, where the newest
+    snapshot of the one before stays until there is one of this."""
+    mover = start()
+    first = mover.begin(topology())
+    old = Workers(first, topology())
+    remember(old, first, 1)
+    old.capturers[0].close()
+    client, newest = next_generation(mover, topology(generation=2))
+    new = Workers(client, topology(generation=2), let_go=True)
+    new.compute(2)
+    assert isinstance(new.capturers[0].capture(2), Captured)
+    new.compute(3)
+    assert isinstance(new.capturers[0].capture(3), Skipped), "the other slot is still needed"
+    with opened(mover, client, newest.key) as checkpoint:
+        read_everything(checkpoint, 1, topology())
+    assert new.capturers[0].announce(2, {}, durable=False) is None
+    events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 2)
+    new.compute(3)
+    assert isinstance(new.capturers[0].capture(3, wait=60), Captured)
+
+
 def test_extents_are_read_once_and_only_where_a_box_lies(start: Start) -> None:
     """Four writers, three readers: bytes read per byte needed."""
     mover = start(extent_bytes=128)

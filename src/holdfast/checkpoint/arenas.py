@@ -67,12 +67,14 @@ class Arenas:
         self._allocating = threading.Lock()
 
     def get(
-        self, generation: int, rank: int, blob_bytes: int, slots: int, process: int | None = None
-    ) -> int:
+        self, generation: int, rank: int, blob_bytes: int, slots: int,
+        process: int | None = None, let_go: bool = False,
+    ) -> int:  # fmt: skip
         """The descriptor of a rank's arena, made at the first request; the caller closes it.
 
         A worker that asks again gets the same memory, so a slot being saved stays safe. `process`
-        is the one that asks, and will write there.
+        is the one that asks, and will write there. let_go: it writes no more into what it was given
+        in older generations, so that it may be given that again.
         """
         with self._change:
             plan = self._current(generation)
@@ -84,7 +86,7 @@ class Arenas:
             self._current(generation)
             found = self.ranks.get(rank)
             if found is None:
-                memory = self._reusable(rank, blob_bytes, slots)
+                memory = self._reusable(rank, blob_bytes, slots, process if let_go else None)
                 if memory is None:
                     self._making.add((generation, rank))
                 else:
@@ -130,12 +132,13 @@ class Arenas:
         self._change.notify_all()
         return head, tensors
 
-    def _reusable(self, rank: int, capacity: int, slots: int) -> MemoryFile | None:
-        """The memory of an older generation, all of whose writers have ended: its pages are there
-        already, and the slot of the newest complete snapshot stays held."""
+    def _reusable(self, rank: int, capacity: int, slots: int, but: int | None) -> MemoryFile | None:
+        """The memory of an older generation, all of whose writers have ended, `but` one that has
+        let go of it: its pages are there already, and the slot of the newest complete snapshot
+        stays held."""
         for memory in self._shelf.memory_of(rank):
             fits = memory.arena.capacity == capacity and memory.arena.slots == slots
-            if fits and memory.deserted and not self._is_hashing():
+            if fits and memory.deserted_but(but) and not self._is_hashing():
                 for slot in range(slots):  # captured, and its worker died before it said so
                     if not self._shelf.keeps(memory, slot):
                         memory.arena.release(slot)

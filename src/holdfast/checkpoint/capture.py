@@ -85,11 +85,14 @@ class Capturer:
         run: str,
         slots: int = 2,
         part: int | None = None,
+        let_go: bool = False,
     ) -> None:
         """Ask the mover for an arena and lay the views out.
 
         part: the rank whose share is captured, where that is another one's, of which this rank
         holds every box too (`policy.mirrors`): for memory alone.
+        let_go: every capturer that this process had in older generations is closed, so that their
+        memory may be used again.
         Raises CheckpointError when a tensor does not have the shape or dtype that the table and
         the topology give it on this rank.
         """
@@ -103,7 +106,7 @@ class Capturer:
         self._head = header(self._placed)
         self._layout = digest(self._head)
         self._length = total_size(self._head, self._placed)
-        fd = mover.arena(self._rank, slot_capacity(self._length), slots)
+        fd = mover.arena(self._rank, slot_capacity(self._length), slots, let_go)
         try:
             self._arena = Arena(fd)
             self._file = os.fstat(fd).st_ino

@@ -189,9 +189,10 @@ class MoverClient:
         return self._call("status", {})
 
     # --- the workers' calls -----------------------------------------------------------------
-    def arena(self, rank: int, blob_bytes: int, slots: int) -> int:
-        """The descriptor of an arena made for this rank; the caller closes it."""
-        body = {"rank": rank, "blob_bytes": blob_bytes, "slots": slots}
+    def arena(self, rank: int, blob_bytes: int, slots: int, let_go: bool = False) -> int:
+        """The descriptor of an arena made for this rank; the caller closes it. let_go: this process
+        writes no more into those that it had of the rank in older generations."""
+        body = {"rank": rank, "blob_bytes": blob_bytes, "slots": slots, "let_go": let_go}
         _, fds = self._exchange("arena", body, 4 * ANSWER_SECONDS)
         if len(fds) != 1:
             raise MoverGoneError("the mover sent no arena")

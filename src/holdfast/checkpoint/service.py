@@ -221,14 +221,11 @@ class Service:
 
     # --- arenas -----------------------------------------------------------------------------
     def arena(
-        self, generation: int, rank: int, blob_bytes: int, slots: int, process: int | None = None
-    ) -> int:
-        """The descriptor of a rank's arena, made at the first request; the caller closes it.
-
-        A worker that asks again gets the same memory, so a slot being saved stays safe. `process`
-        is the one that asks, and will write there.
-        """
-        return self._arenas.get(generation, rank, blob_bytes, slots, process)
+        self, generation: int, rank: int, blob_bytes: int, slots: int,
+        process: int | None = None, let_go: bool = False,
+    ) -> int:  # fmt: skip
+        """As `Arenas.get`."""
+        return self._arenas.get(generation, rank, blob_bytes, slots, process, let_go)
 
     def spare(self, keys: Callable[[], Collection[str]]) -> None:
         """Checkpoints that retention leaves alone for now, asked each time."""

@@ -83,7 +83,12 @@ class MemoryFile:
     def deserted(self) -> bool:
         """Whether every process that could write there is known to have ended. Only then may
         somebody else: two writers in one slot would make a snapshot of neither."""
-        return not self._unknown and all(writer.ended for writer in self._writers)
+        return self.deserted_but(None)
+
+    def deserted_but(self, process: int | None) -> bool:
+        """The same, but for one that says that it writes there no more."""
+        others = (writer for writer in self._writers if writer.number != process)
+        return not self._unknown and all(writer.ended for writer in others)
 
     @property
     def nbytes(self) -> int:
