@@ -38,6 +38,7 @@ from holdfast.elastic.worker.warmth import warm_up
 from holdfast.errors import FencedError, HoldfastError, NonFiniteError, PeerLostError
 from holdfast.events import Evaluated, SettingIgnored, WorkerReady
 from holdfast.layout import Topology
+from holdfast.plan.places import dealer_of
 from holdfast.policy.classes import Classes
 from holdfast.policy.hazard import Hazard
 from holdfast.policy.save import Into
@@ -45,6 +46,7 @@ from holdfast.policy.tiers import BUCKET, DISK, PEERS
 from holdfast.spec.state import state_table
 from holdfast.train.build import Session, build_engine, meet, session_of
 from holdfast.train.cadence import Known
+from holdfast.train.engine import Dealer
 from holdfast.train.memory import keep_freed_memory
 from holdfast.train.missing import COVERED
 from holdfast.train.precision import same_products_on_any_threads
@@ -263,12 +265,12 @@ class Worker:
             if self._session is not None:
                 found = recover(
                     self._session, topology, rank, self._store, order.came_from, step=self.step,
-                    before=before,
+                    before=before, dealer=self._dealer(topology),
                 )  # fmt: skip
             else:
                 found = join(
                     self._config, self._read(), topology, rank, self._store, self._device, before,
-                    order.came_from,
+                    order.came_from, dealer=self._dealer(topology),
                 )  # fmt: skip
             self._found(found)
             self._equip(begun)
@@ -313,12 +315,17 @@ class Worker:
         config, batches = self._config, self._read()
         groups = meet(config, self._topology, self._rank, self._store, self._device, _JOINING)
         try:
-            engine = build_engine(config, groups, self._device)
+            dealer = self._dealer(self._topology)
+            engine = build_engine(config, groups, self._device, dealer=dealer)
         except BaseException:
             groups.abort()
             groups.close()
             raise
         return session_of(config, engine, batches, self._device)
+
+    def _dealer(self, topology: Topology) -> Dealer:
+        """By the weights of the replicas, which need not be alike."""
+        return dealer_of(topology, self._config.layout.schedule)
 
     def _read(self) -> Batches:
         """The data, opened once."""
