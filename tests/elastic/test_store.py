@@ -51,6 +51,43 @@ def test_process_groups_and_a_mesh_meet_through_it() -> None:
     assert values == [[1111.0, rows[r], columns[r]] for r in range(4)]
 
 
+def bare_groups(rank: RankContext, address: str) -> list[Any]:
+    """Two groups, in one request each; a value that never comes ends in time."""
+    import pytest
+    import torch
+    from torch.distributed import DistStoreError  # type: ignore[attr-defined]
+
+    from holdfast.parallel.transport import Peers, exchange
+
+    store = _store(address)
+    asked: list[str] = []
+    plain = store._ask
+
+    def ask(op: str, *arguments: Any, **more: Any) -> Any:
+        asked.append(op)
+        return plain(op, *arguments, **more)
+
+    store._ask = ask
+    size = rank.world_size
+    groups = [Peers(store, name, rank.rank, size, seconds=60) for name in ("g1/a", "g1/b")]
+    said = [
+        int(record)
+        for peers in groups
+        for record in exchange(peers, torch.tensor([rank.rank]), [1] * size, 1)
+    ]
+    if rank.rank == 0:
+        with pytest.raises(DistStoreError):
+            store.gather("mine", b"1", ["mine", "never"], timedelta(milliseconds=50))
+        asked.pop()
+    return [said, asked]
+
+
+def test_a_group_meets_in_one_request_of_each_rank() -> None:
+    with controlling() as control:
+        values = rank_values(bare_groups, 3, {"address": control.address})
+    assert values == [[[0, 1, 2, 0, 1, 2], ["gather", "gather"]]] * 3
+
+
 def same_answers(rank: RankContext, address: str) -> None:
     """Every operation in turn, on torch's HashStore and on ours."""
     import torch.distributed as dist

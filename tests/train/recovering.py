@@ -4,6 +4,7 @@ Each process is a `Survivor`: a session over synthetic batches, with the numbers
 it has applied. `Deadly` makes one rank die at a point:
 
     forward   of its second microbatch        backward   of the first block, in its last one
+    late      as forward, but when all others have computed what was theirs
     whole     holding the whole gradient      told N     its vote has reached N ranks only
     voted     before its update               applied    after it
 """
@@ -79,7 +80,7 @@ class Survivor:
         self.events: list[list[Any]] = []
         self.session: Session | None = None
         self.step = 0
-        self.fed = 0  # microbatches computed
+        self.computed: dict[int, int] = {}  # microbatches, by step
 
     @property
     def engine(self) -> StepEngine:
@@ -91,6 +92,7 @@ class Survivor:
         engine = build_engine(self.config, groups, CPU)
         engine.initialise(self.config.seed)
         self.session = session_of(self.config, engine, DATA, CPU)
+        self._count()
 
     def train(self, last: int) -> None:
         """Steps up to `last`. Raises PeerLostError."""
@@ -101,10 +103,24 @@ class Survivor:
         engine, place = self.engine, self.engine.groups.coordinate
         parts = engine.groups.degree("dp_shard")
         share = engine.begin(step)
-        engine.compute([cast(Any, DATA).microbatch(step, j, place.dp_shard, parts) for j in share])
+        batches = [cast(Any, DATA).microbatch(step, j, place.dp_shard, parts) for j in share]
+        engine.compute(batches)
+        self.rank.mark(f"computed {step}")
         verdict = engine.reduce()
         engine.apply(verdict)
         self._applied(step, verdict)
+
+    def _count(self) -> None:
+        """Note how many microbatches are given to the model."""
+        executor: Any = self.engine.executor
+        plain = type(executor).train
+
+        def train(leaves: Sequence[int], *arguments: Any) -> Any:
+            step = self.engine.step
+            self.computed[step] = self.computed.get(step, 0) + len(leaves)
+            return plain(executor, leaves, *arguments)
+
+        executor.train = train
 
     def _applied(self, step: int, verdict: Verdict) -> None:
         assert step == self.step + 1
@@ -133,7 +149,7 @@ class Survivor:
 
     def join(
         self, topology: Topology, before: Topology, came_from: Sequence[int | None], me: int
-    ) -> None:
+    ) -> Recovered:
         self.me = me
         found = join(
             self.config, DATA, topology, self.me, self.rank.store(), CPU, before, came_from,
@@ -141,9 +157,11 @@ class Survivor:
         )  # fmt: skip
         self.step = found.step
         self._entered(found)
+        return found
 
     def _entered(self, found: Recovered) -> None:
         self.session = found.session
+        self._count()
         if found.step > self.step:
             assert found.verdict is not None
             self._applied(found.step, found.verdict)
@@ -155,6 +173,7 @@ class Survivor:
         out = {
             "curve": self.curve, "digest": digest(self.engine), "place": at.mesh_rank,
             "replica": at.replica, "events": self.events,
+            "computed": self.computed,
         }  # fmt: skip
         self.engine.close()
         return out
@@ -176,6 +195,8 @@ class Deadly:
         self.survivor, self.victim, self.step = survivor, victim, step
         self.when, _, told = when.partition(" ")
         self.told = int(told or 0)
+        topology = survivor.engine.groups.topology
+        self.doomed = topology.replica_of(victim).ranks
         rank = survivor.rank
         if rank.rank != victim:
             self._replace("meet", self._marked)
@@ -213,6 +234,19 @@ class Deadly:
 
     def _forward(self) -> None:
         self.survivor.engine.objective.register_forward_pre_hook(self._count(2))
+
+    def _late(self) -> None:
+        share = self.survivor.engine.share(self.step)
+        rank, die = self.survivor.rank, self._count(min(2, len(share)))
+
+        def wait(*_: Any) -> None:
+            if self.survivor.engine.step == self.step:
+                for other in range(self.survivor.engine.groups.topology.world_size):
+                    if other not in self.doomed:
+                        rank.wait_mark(f"computed {self.step}", other)
+            die()
+
+        self.survivor.engine.objective.register_forward_pre_hook(wait)
 
     def _backward(self) -> None:
         decoder = cast(NextToken, self.survivor.engine.objective).decoder

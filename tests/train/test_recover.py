@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import PeerLostError
+from holdfast.spec.tree import deal
 from holdfast.train import recover as recover_module
 from tests.ranks import RankContext, rank_values, run_ranks
 from tests.train.layouts import case
@@ -45,9 +46,8 @@ def _survive(
     made = Survivor(rank, name, microbatches)
     before, topology = topology_for(name, 1), topology_for(after, 2)
     if rank.rank >= before.world_size:
-        kept = False
         rank.wait_mark("lost", next(r for r in came_from if r is not None))
-        made.join(topology, before, came_from, came_from.index(None))
+        recovered = made.join(topology, before, came_from, came_from.index(None))
     else:
         made.begin(before)
         Deadly(made, victim, DIES, when)
@@ -55,9 +55,9 @@ def _survive(
         if rank.rank not in came_from:  # of no use without the one that was lost
             return {}
         rank.mark("lost")
-        kept = made.recover(topology, came_from).kept_inside
+        recovered = made.recover(topology, came_from)
     made.train(LAST)
-    return {**made.result(), "kept": kept}
+    return {**made.result(), "kept": recovered.kept_inside, "stayed": recovered.computed}
 
 
 def survivors(
@@ -159,6 +159,87 @@ def test_unlike_replicas() -> None:
         assert value["kept"]
         for step, numbers in value["curve"].items():
             assert numbers == pytest.approx(alone["curve"][step], rel=1e-10)
+
+
+# --- what was computed stays ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("microbatches", [5, 8, 12])
+@pytest.mark.parametrize("victim", [1, 3])
+def test_only_the_lost_ones_microbatches_are_computed_again(victim: int, microbatches: int) -> None:
+    """All others had computed theirs, which lie in every kind of partial sums."""
+    left = [rank for rank in range(4) if rank != victim]
+    share = len(deal(microbatches, 4)[victim])
+    found = survivors("dp4", victim, "late", "dp3", left, microbatches)
+    (alone,) = undisturbed("one", microbatches)
+    for value in found:
+        assert value["stayed"] == microbatches - share
+        assert value["curve"] == alone["curve"]
+        assert value["digest"] == alone["digest"]
+    assert sum(value["computed"][str(DIES)] for value in found) == microbatches
+
+
+@pytest.mark.parametrize(
+    ("name", "replica", "after"),
+    [
+        ("dp3-shard2", "shard2", "dp2-shard2"), ("pp2-dp3", "pp2", "pp2-dp2"),
+        ("dp2-tp2", "tp2", "tp2"), ("zero1.2-dp2", "zero1.2", "zero1.2"),
+    ],
+)  # fmt: skip
+def test_what_replicas_of_several_ranks_have_computed_stays(
+    name: str, replica: str, after: str
+) -> None:
+    """The last replica is lost, by its last rank; the other ranks of it have to leave."""
+    size, left = case(name).world_size, list(range(case(after).world_size))
+    found = survivors(name, size - 1, "late", after, left)
+    for value in found:
+        assert value["kept"]
+        assert value["stayed"] == 6 - 6 // len(case(name).replicas)
+    _whole_replicas(found, replica, "late")
+
+
+def test_a_newcomer_computes_what_the_lost_one_was_to() -> None:
+    found = survivors("dp3", 1, "late", "dp3", [0, None, 2])
+    for value in found:
+        assert value["stayed"] == 4
+        assert value["computed"][str(DIES)] == 2
+    _whole_replicas(found, "one", "late")
+
+
+def _between_two_microbatches(rank: RankContext, stop: int) -> list[Any]:
+    """Rank 0 is interrupted after its microbatch `stop` of 6, and goes on, alone."""
+    made = Survivor(rank, "dp2", 12)
+    made.begin(topology_for("dp2", 1))
+    made.train(2)
+    rank.barrier("trained")
+    if rank.rank == 1:
+        rank.wait_mark("interrupted", 0)
+        return []
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == stop:
+            made.engine.interrupt(False)
+
+    hook = made.engine.objective.register_forward_pre_hook(count)
+    made.lose(3)
+    rank.mark("interrupted")
+    hook.remove()
+    stayed = made.recover(topology_for("one", 2), [0]).computed
+    made.train(LAST)
+    return [stayed, made.result()]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
+def test_who_computes_alone_stops_between_two_microbatches(stop: int) -> None:
+    """The first of two siblings lies outside of every buffer meanwhile."""
+    stayed, value = rank_values(_between_two_microbatches, 2, {"stop": stop})[0]
+    (alone,) = undisturbed("one", 12)
+    assert stayed == stop
+    assert value["curve"] == alone["curve"]
+    assert value["digest"] == alone["digest"]
 
 
 # --- more than one fault --------------------------------------------------------------------

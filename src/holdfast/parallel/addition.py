@@ -7,12 +7,13 @@ additions over all pieces that arrive at an owner, to be carried out for each bu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from holdfast.spec.cells import Member
+from holdfast.spec.resume import Computed
 from holdfast.spec.tree import Node, ReductionTree, Shares, Turn, check_dealing, counter, pieces
 
 
@@ -38,9 +39,11 @@ class Plan:
 
 
 def make_plan(
-    leaves: int, shares: Shares, members: Sequence[Member], me: int, fast: bool, pairs: bool
-) -> Plan:
+    leaves: int, shares: Shares, members: Sequence[Member], me: int, fast: bool, pairs: bool,
+    computed: Computed = (),
+) -> Plan:  # fmt: skip
     """The plan of member number `me`. fast: no tree, each replica sums its share in sequence.
+    computed: what each replica has of its share when the step begins; those pieces come first.
 
     Raises ValueError when the dealing does not give out every leaf once.
     """
@@ -52,8 +55,17 @@ def make_plan(
         share, last = tuple(sorted(share)), len(share) - 1
         turns = tuple(Turn(j, False, 0, 0, i > 0, 0, i == last) for i, j in enumerate(share))
         return Plan(tree, {t.leaf: t for t in turns}, tuple(() for _ in members))
-    turns = counter(tree, share, pairs)
-    of_replica = [pieces(tree, share) for share in shares]
+    known = computed or tuple(() for _ in shares)
+    rests = [
+        tuple(leaf for leaf in share if leaf not in done)
+        for share, done in zip(shares, map(frozenset, known), strict=True)
+    ]
+    first = len(pieces(tree, known[own.replica])) if own.contributes else 0
+    rest = rests[own.replica] if own.contributes else ()
+    turns = tuple(replace(t, piece=t.piece + first) for t in counter(tree, rest, pairs))
+    of_replica = [
+        pieces(tree, done) + pieces(tree, rest) for done, rest in zip(known, rests, strict=True)
+    ]
     held = tuple(of_replica[m.replica] if m.contributes else () for m in members)
     additions, whole = _additions(tree, members, held)
     return Plan(tree, {t.leaf: t for t in turns}, held, additions, whole)

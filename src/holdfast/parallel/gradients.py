@@ -28,6 +28,7 @@ from holdfast.parallel.reducer import Reducer, Slot, Team
 from holdfast.parallel.transport import Peers
 from holdfast.spec.boxes import Box
 from holdfast.spec.cells import Cell
+from holdfast.spec.resume import Computed, standing
 from holdfast.spec.tree import Shares
 
 Cells = Sequence[tuple[Cell, Team]]
@@ -97,20 +98,58 @@ class Feeder:
         self._due: list[list[int]] = []  # slices that a bucket waits for, by cell and bucket
         self._peers = list({id(r.peers): r.peers for r in self.reducers}.values())
         self._patient = False
+        self._done: list[int] = []  # leaves of the step that is open
+        self._open_leaf: int | None = None
 
     # --- a step ---------------------------------------------------------------------------
-    def begin(self, leaves: int, shares: Shares) -> None:
-        """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`.
+    def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
+        """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`; or go on
+        with one that was `keep`-ed, of which the replicas have `computed` something.
 
         The step before must have been voted on: its sends are forgotten here, once for all
         cells. Raises PeerLostError when a peer is known to be gone, unless it is patient.
         """
         self._error = None
+        self._done, self._open_leaf = [], None
+        if self._moved:
+            self._views.clear()
         for peers in self._peers:
             peers.forget_sends()
         for reducer in self.reducers:
-            reducer.begin(leaves, shares)
+            reducer.begin(leaves, shares, computed)
         self._spread()
+
+    @property
+    def computed(self) -> tuple[int, ...]:
+        """The leaves of the open step that were computed and can be kept: none where one was
+        interrupted in its midst, or a sum has taken the place of what was computed."""
+        kept = self._open_leaf is None and not self.summed and not self._moved and not self._fast
+        return tuple(self._done) if kept else ()
+
+    @property
+    def summed(self) -> bool:
+        """Whether something of the open step was summed."""
+        return any(reducer.summed for reducer in self.reducers)
+
+    def keep(self, share: Sequence[int]) -> None:
+        """Let what was `computed` of the share that was begun be part of the step begun next."""
+        for reducer in self.reducers:
+            reducer.join()
+        held = self._done and self._contributing and self.reducers[self._contributing[0]].hold
+        if held:
+            leaves = self.reducers[self._contributing[0]].plan.tree.leaves
+            _, slot = standing(leaves, share, self._done)[-1]
+            self._flush(self._seen(slot))
+        for cell in self._contributing:
+            self.reducers[cell].keep(share, self._done)
+
+    @property
+    def _moved(self) -> bool:
+        return any(reducer.moved for reducer in self.reducers)
+
+    def _flush(self, target: list[list[Tensor]]) -> None:
+        """Move a leaf that is held where it was computed into its place in a slot."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Return when `gradients` hold the whole sum. Raises PeerLostError when they cannot."""
@@ -197,18 +236,29 @@ class Feeder:
         """The gradients that come now belong to `leaf`. Returns the slot they go to, which is the
         same in all cells; None where they are to stay in `.grad`."""
         slot: Slot = (0, 0)
+        self._open_leaf = leaf
         for cell in self._contributing:
             slot = self.reducers[cell].start_leaf(leaf)
         if self._contributing and self.reducers[self._contributing[0]].hold:
             return None
+        self._target = self._seen(slot)
+        self._due = [[b.last - b.first for b in r.layout.buckets] for r in self.reducers]
+        return slot
+
+    def _seen(self, slot: Slot) -> list[list[Tensor]]:
+        """Every parameter's slices of a slot."""
         if slot not in self._views:
             self._views[slot] = [
                 [self._slice(patch, self.reducers[patch.cell].slot(slot)) for patch in patches]
                 for patches in self.patches
             ]
-        self._target = self._views[slot]
-        self._due = [[b.last - b.first for b in r.layout.buckets] for r in self.reducers]
-        return slot
+        return self._views[slot]
+
+    def _close(self) -> None:
+        """All gradients of the leaf have come."""
+        if self._open_leaf is not None:
+            self._done.append(self._open_leaf)
+            self._open_leaf = None
 
     @property
     def accumulate(self) -> bool:

@@ -21,6 +21,10 @@ its own over all of them; the owner sums tree by tree and then adds the parts in
 members that receive own chunks and get sums; only those that contribute have pieces. Where a
 part lives in some replicas only, its tree has gaps, and what there is of it is added in its order.
 
+A step that was interrupted before anything of it was summed may go on among other members: the
+partial sums that this one holds are then pieces of their own (`keep`). A sum of another owner is
+received only once all pieces of that bucket have come here, so that nothing is overwritten before.
+
 Why no send is ever waited for, and why buffers may still be reused: a piece arrived if the
 result came back; a result arrived if its receiver voted. A contributor that does not receive
 learns from the vote alone: its piece arrived if the owner voted, because an owner votes after it
@@ -32,7 +36,7 @@ the next `begin`, once for all reducers that share the peers. See `transport.py`
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -46,6 +50,7 @@ from holdfast.parallel.timeline import REDUCE, Recorder
 from holdfast.parallel.torch_compat import Work, is_peer_loss
 from holdfast.parallel.transport import Peers
 from holdfast.spec.cells import Member
+from holdfast.spec.resume import Computed, standing
 from holdfast.spec.tree import Shares, Turn
 
 FIRST_TAG = 16  # lower tags are free for small exchanges in the same group
@@ -113,6 +118,8 @@ class Reducer:
     fast: the backend's own all-reduce instead of the tree, where the team is all of its peers and
         each of them contributes and receives; any other team keeps the tree.
     failed: told of the first error of a step, so that other reducers of this rank stop too.
+    summed: something of this step was summed here, or received; what was computed is lost.
+    moved: slots do not lie where they do in other steps, because a step goes on.
     patient: `begin` raises nothing either: other ranks compute in lockstep with this one, and must
         not wait for it until all of them come to `finish`.
     A bare `Peers` is a team with one member per replica.
@@ -125,35 +132,43 @@ class Reducer:
         self.team = team if isinstance(team, Team) else Team.of(team)
         self.layout, self.peers, self.pairs = layout, self.team.peers, pairs
         self.fast, self._failed = fast and self.team.plain, failed
-        self.patient = False
+        self.patient = self.summed = self.moved = False
+        self._spare: list[Tensor] = []  # buffers of slots that are not used now
         self.gradient = torch.zeros(layout.size, dtype=dtype, device=device)
         self._slots: dict[Slot, Tensor] = {(0, 0): self.gradient}
         self._plan: Plan | None = None
-        self._dealt: tuple[int, Shares] | None = None
+        self._dealt: tuple[int, Shares, Computed] | None = None
         self._turn: Turn | None = None
         self._round: Round | None = None
         self._error: Exception | None = None
         self._arrivals = torch.empty(0, dtype=dtype)
+        self._kept = 0  # pieces that were there when the step began
 
-    def begin(self, leaves: int, shares: Shares) -> None:
-        """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`.
+    def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
+        """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`; or go on
+        with one of which the replicas have `computed` something, which `keep` has kept.
 
         The step before must have been voted on and its sends forgotten.
         Raises PeerLostError when a peer is known to be gone, unless it is `patient`.
         """
-        self._error = None
-        if self._dealt != (leaves, shares):
+        self._error, self.summed = None, False
+        if self._dealt != (leaves, shares, computed):
             self._plan = make_plan(
-                leaves, shares, self.team.members, self.team.me, self.fast, self.pairs
+                leaves, shares, self.team.members, self.team.me, self.fast, self.pairs, computed
             )
-            self._dealt = leaves, shares
+            self._dealt = leaves, shares, computed
             self._check_tags(self._plan)
-        if len(self.team.members) == 1:
+        if not computed:
+            self._restore()
+        if len(self.team.members) == 1 and len(self.plan.pieces[0]) <= 1:
             return
         if self.fast and not self.plan.turns:
             self.gradient.zero_()
         try:
             self._round = Round(self, self.plan)
+            for index in range(len(self.layout.buckets)):
+                for ordinal in range(self._kept if computed else 0):
+                    self._round.piece_ready(index, ordinal)
         except RuntimeError as error:
             self.fail(error)
             if not self.patient:
@@ -166,6 +181,24 @@ class Reducer:
         self.team, self.peers = team, team.peers
         self.fast = fast and team.plain
         self._dealt = None
+
+    def keep(self, share: Sequence[int], done: Sequence[int]) -> None:
+        """Of the share that was begun, the leaves of `done` have been computed: let their partial
+        sums be the first pieces of the step that is begun next. Nothing may be `summed`."""
+        self.join()
+        held = standing(self.plan.tree.leaves, share, done)
+        buffers = [self.slot(slot) for _, slot in held]
+        used = {id(buffer) for buffer in buffers}
+        self._spare += [b for b in self._slots.values() if id(b) not in used]
+        self._slots = {(ordinal, 0): buffer for ordinal, buffer in enumerate(buffers)}
+        self._kept, self.moved = len(held), True
+
+    def _restore(self) -> None:
+        """The slots of a step that begins at its beginning: the first is the gradient itself."""
+        if self.moved:
+            self._spare += [b for b in self._slots.values() if b is not self.gradient]
+            self._slots = {(0, 0): self.gradient}
+            self._kept, self.moved = 0, False
 
     @property
     def plan(self) -> Plan:
@@ -191,7 +224,8 @@ class Reducer:
     def slot(self, slot: Slot) -> Tensor:
         """The flat buffer of a slot. Made on first use and kept for later steps."""
         if slot not in self._slots:
-            self._slots[slot] = torch.zeros_like(self.gradient)
+            spare = self._spare.pop() if self._spare else None
+            self._slots[slot] = torch.zeros_like(self.gradient) if spare is None else spare
         return self._slots[slot]
 
     def done(self, index: int) -> None:
@@ -312,7 +346,7 @@ class Round:
         return (0, 0) if number is None else self._buckets[index].chunk(number, len(self._owners))
 
     def _post_receives(self) -> None:
-        """One receive for each piece of my chunks, and one for each chunk that others own."""
+        """One receive for each piece of my chunks."""
         team, plan = self._team, self._plan
         mine = [self._chunk(index, team.me) for index in range(len(self._buckets))]
         firsts = [sum(len(p) for p in plan.pieces[:member]) for member in range(len(plan.pieces))]
@@ -329,12 +363,17 @@ class Round:
                     if start < stop:
                         work = self._peers.receive(into, peer, self._tag(index, ordinal))
                         self._pieces[index].append((firsts[member] + ordinal, into, work))
-                begin, end = self._chunk(index, member)
-                if begin < end:
-                    into = self._reducer.gradient[begin:end]
-                    tag = self._tag(index, plan.stride - 1)
-                    self._results.append(self._peers.receive(into, peer, tag))
             at += stop - start
+
+    def _expect(self, index: int) -> None:
+        """All pieces of a bucket have come: the others' sums of it may overwrite mine."""
+        self._reducer.summed = True
+        for member in self._team.others:
+            start, stop = self._chunk(index, member)
+            if start < stop:
+                into = self._reducer.gradient[start:stop]
+                peer, tag = self._team.positions[member], self._tag(index, self._plan.stride - 1)
+                self._results.append(self._peers.receive(into, peer, tag))
 
     def _run(self, work: object) -> None:
         try:
@@ -353,23 +392,28 @@ class Round:
         team, plan = self._team, self._plan
         own, first = len(plan.pieces[team.me]), sum(len(p) for p in plan.pieces[: team.me])
         receivers = [team.positions[m] for m in team.others if m in self._owners]
+        unowned: list[int] = []  # buckets of which I have no chunk, so that I do not see them come
         for index in range(len(self._buckets)):
             if not self._await_own(index, own):
                 return
             start, stop = self._chunk(index, team.me)
             if start == stop:
+                unowned.append(index)
                 continue
             with self._span(f"bucket {index}"):
                 sources: dict[int, Tensor] = {}
                 for source, tensor, work in self._pieces[index]:
                     work.wait()
                     sources[source] = tensor
+                self._expect(index)
                 for ordinal in range(own):
                     sources[first + ordinal] = self._reducer.slot((ordinal, 0))[start:stop]
                 total = self._reducer.gradient[start:stop]
                 add_up(plan, sources, total)
                 for peer in receivers:
                     self._peers.send(total, peer, self._tag(index, plan.stride - 1))
+        for index in unowned:
+            self._expect(index)
         with self._span("sums of the others"):
             for work in self._results:
                 work.wait()
@@ -385,6 +429,7 @@ class Round:
         for index, bucket in enumerate(self._buckets):
             if not self._await_own(index, expected):
                 return
+            self._reducer.summed = True
             works.append(self._peers.all_reduce(_part(self._reducer.gradient, bucket)))
         for work in works:
             work.wait()

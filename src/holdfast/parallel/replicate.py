@@ -18,6 +18,7 @@ from torch import Tensor
 
 from holdfast.parallel.gradients import Cells, Feeder
 from holdfast.spec.boxes import Box
+from holdfast.spec.resume import Computed
 from holdfast.spec.tree import Shares
 
 
@@ -51,13 +52,13 @@ class ReplicatedGradients(Feeder):
                 self._hook(index)
             )
 
-    def begin(self, leaves: int, shares: Shares) -> None:
+    def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
         """Start a step, see `Feeder.begin`. One that was given up between two sibling leaves left
         the first in `.grad`, where it would be added to this step's."""
         self._listening = False
         for parameter in self._parameters:
             parameter.grad = None
-        super().begin(leaves, shares)
+        super().begin(leaves, shares, computed)
 
     def start_leaf(self, leaf: int) -> None:
         """The next backward pass belongs to `leaf`."""
@@ -67,11 +68,20 @@ class ReplicatedGradients(Feeder):
 
     def end_leaf(self) -> None:
         """The backward pass is over. Parameters without a gradient count as zero."""
-        if not self._listening:
-            return
-        self._listening = False
-        for index in self._missing:
-            self._arrived(index, self._parameters[index])
+        if self._listening:
+            self._listening = False
+            for index in self._missing:
+                self._arrived(index, self._parameters[index])
+        self._close()
+
+    def _flush(self, target: list[list[Tensor]]) -> None:
+        for index, parameter in enumerate(self._parameters):
+            gradient, parameter.grad = parameter.grad, None
+            for patch, place in zip(self.patches[index], target[index], strict=True):
+                if gradient is None:
+                    place.zero_()
+                else:
+                    place.copy_(patch.of(gradient))
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         """It must not keep this object alive. torch holds the hooks of a tensor where the garbage

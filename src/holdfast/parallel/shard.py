@@ -116,6 +116,8 @@ class ShardedGradients(Feeder):
         """The backward pass is over: drop FSDP2's own gradients."""
         if self._missing and self._slot is not None:
             self.fail(RuntimeError(f"units {sorted(self._missing)} gave no gradient"))
+        else:
+            self._close()
         self._slot = None
         for parameter in self._parameters:
             parameter.grad = None

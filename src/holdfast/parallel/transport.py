@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import PeerLostError
+from holdfast.parallel.gathered import gathered
 from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_group
 from holdfast.parallel.traffic import Traffic
 
@@ -55,7 +56,10 @@ class Peers:
         if size == 1:
             return
         try:
-            self._group = gloo_group(store, name, rank, size, interface=interface, seconds=seconds)
+            self._store = gathered(store, rank, size, seconds)  # torch keeps its C++ half only
+            self._group = gloo_group(
+                self._store, name, rank, size, interface=interface, seconds=seconds
+            )
         except RuntimeError as error:
             raise PeerLostError(f"rank {rank} of {size} could not join {name}: {error}") from error
 

@@ -97,7 +97,7 @@ def resolve(holdings: Sequence[Holding], *, counted: bool = True) -> Resolution:
         behind = frozenset(range(len(holdings))) - appliers
         return Resolution(newest + 1, appliers, behind, True)
     appliers = frozenset(i for i, h in have.items() if h.applied == newest - 1 and h.whole)
-    behind = frozenset(range(len(holdings))) - appliers - at_newest.keys()
+    behind = frozenset(range(len(holdings))) - appliers - frozenset(at_newest)
     goes_on = not any(h.summed or h.whole for h in at_newest.values())
     return Resolution(newest, appliers, behind, goes_on)
 

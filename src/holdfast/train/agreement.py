@@ -22,6 +22,7 @@ from holdfast.layout import Replica, Topology
 from holdfast.parallel.norm import combine
 from holdfast.parallel.transport import Peers, exchange
 from holdfast.policy.commit import Holding, Resolution, Stage, resolve
+from holdfast.spec.resume import Computed
 from holdfast.train.engine import StepEngine
 from holdfast.train.vote import VERDICT_WORDS, Verdict, Wishes, verdict_of, verdict_words
 
@@ -29,6 +30,7 @@ CameFrom = Sequence[int | None]
 
 _TAG = 10
 _STAGES = tuple(Stage)
+_BITS = 62  # of a mask, in one word
 _SUMMED, _INTACT, _VERDICT, _COUNTED = 1, 2, 4, 8
 
 
@@ -38,7 +40,8 @@ class Said:
 
     intact: what lies inside its replica can be used. verdict: of step `verdict_step`, the newest
     that it knows. tokens, loss: of the step whose whole gradient it holds, if they are `counted`
-    and finite; squares: of what it answers for in that gradient.
+    and finite; squares: of what it answers for in that gradient. computed: the microbatches that
+    it has computed of a step of which it has not `summed` anything.
     """
 
     holding: Holding
@@ -49,6 +52,7 @@ class Said:
     tokens: int = 0
     loss: float = 0.0
     squares: float = 0.0
+    computed: tuple[int, ...] = ()
 
 
 NOTHING = Said(Holding(None))
@@ -70,6 +74,7 @@ def said_by(engine: StepEngine, step: int) -> Said:
         tokens=account.tokens if whole and account is not None else 0,
         loss=account.loss if whole and account is not None else 0.0,
         squares=engine.squares() if whole else 0.0,
+        computed=engine.computed,
     )  # fmt: skip
 
 
@@ -79,26 +84,29 @@ class Agreement:
 
     verdict: of the step that all are at, where anybody knows it. came_from: as told, without those
     who have no state after all. kept: the replicas of the new topology whose inside stays.
+    computed: what each of them has of the next step, which goes on; empty where it begins anew.
     """
 
     resolution: Resolution
     verdict: Verdict | None
     came_from: tuple[int | None, ...]
     kept: frozenset[int]
+    computed: Computed = ()
 
 
 def agree(
-    control: Peers, said: Said, topology: Topology, before: Topology, came_from: CameFrom
-) -> Agreement:
+    control: Peers, said: Said, topology: Topology, before: Topology, came_from: CameFrom,
+    most: int,
+) -> Agreement:  # fmt: skip
     """Exchange what everybody says over `control`, and draw the conclusions.
 
-    before: the topology that the state of all who have one is spread by. came_from: see
-    `spec.moves.transfers`. Raises LayoutError, on every rank alike, where they were told of
-    different rebuilds or nobody has a state, and PeerLostError.
+    most: microbatches that any step has. before: the topology that the state of all who have one
+    is spread by. came_from: see `spec.moves.transfers`. Raises LayoutError, on every rank alike,
+    where they were told of different rebuilds or nobody has a state, and PeerLostError.
     """
     order = [rank for replica in topology.replicas for rank in replica.ranks]
     plan = _digest(topology, before, came_from)
-    record = torch.tensor([*plan, *_encode(said)], dtype=torch.int64)
+    record = torch.tensor([*plan, *_encode(said, most)], dtype=torch.int64)
     answers = exchange(control, record, [len(record)] * control.size, _TAG)
     words = dict(zip(order, (answer.tolist() for answer in answers), strict=True))
     if any(words[rank][: len(plan)] != list(plan) for rank in order):
@@ -133,7 +141,25 @@ def conclude(
     kept = frozenset(
         replica.index for replica in topology.replicas if _stays(replica, before, stayed, said)
     )
-    return Agreement(found, known, stayed, kept)
+    computed = _computed(found, kept, topology, before, said)
+    return Agreement(found, known, stayed, kept, computed)
+
+
+def _computed(
+    found: Resolution, kept: frozenset[int], topology: Topology, before: Topology,
+    said: Sequence[Said],
+) -> Computed:  # fmt: skip
+    """What stays of the step that is open. Where other kinds of replicas take part the cells are
+    cut otherwise, and buffers are made anew."""
+    if not found.goes_on or set(before.kinds) != set(topology.kinds):
+        return ()
+    out: list[tuple[int, ...]] = []
+    for replica in topology.replicas:
+        sets = {said[rank].computed for rank in replica.ranks}
+        here = replica.index in kept and len(sets) == 1
+        here = here and all(said[r].holding.applied == found.step for r in replica.ranks)
+        out.append(sets.pop() if here else ())
+    return tuple(out) if any(out) else ()
 
 
 def _stays(replica: Replica, before: Topology, came_from: CameFrom, said: Sequence[Said]) -> bool:
@@ -177,22 +203,28 @@ def _digest(topology: Topology, before: Topology, came_from: CameFrom) -> tuple[
     return int(digest[:15], 16), int(digest[15:30], 16)
 
 
-def _encode(said: Said) -> list[int]:
-    """int64 words; floats as their bits."""
+def _encode(said: Said, most: int) -> list[int]:
+    """int64 words; floats as their bits, and `most` bits that say what is computed."""
     flags = _SUMMED * said.holding.summed | _INTACT * said.intact
     flags |= _VERDICT * (said.verdict is not None) | _COUNTED * said.counted
     verdict = [0] * VERDICT_WORDS if said.verdict is None else verdict_words(said.verdict)
     applied = -1 if said.holding.applied is None else said.holding.applied
     numbers = struct.unpack("2q", struct.pack("2d", said.loss, said.squares))
     stage = _STAGES.index(said.holding.stage)
-    return [applied, stage, flags, said.tokens, *numbers, said.verdict_step, *verdict]
+    bits = sum(1 << leaf for leaf in said.computed)
+    mask = [bits >> at & (1 << _BITS) - 1 for at in range(0, most, _BITS)]
+    return [applied, stage, flags, said.tokens, *numbers, said.verdict_step, *verdict, *mask]
 
 
 def _decode(words: Sequence[int]) -> Said:
-    applied, stage, flags, tokens, loss, squares, step, *verdict = words
+    applied, stage, flags, tokens, loss, squares, step, *rest = words
+    verdict, mask = rest[:VERDICT_WORDS], rest[VERDICT_WORDS:]
+    computed = tuple(
+        _BITS * at + bit for at, word in enumerate(mask) for bit in range(_BITS) if word >> bit & 1
+    )
     numbers = struct.unpack("2d", struct.pack("2q", loss, squares))
     return Said(
         Holding(None if applied < 0 else applied, _STAGES[stage], bool(flags & _SUMMED)),
         bool(flags & _INTACT), verdict_of(verdict) if flags & _VERDICT else None, step,
-        bool(flags & _COUNTED), tokens, *numbers,
+        bool(flags & _COUNTED), tokens, numbers[0], numbers[1], computed,
     )  # fmt: skip

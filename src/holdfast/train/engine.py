@@ -31,6 +31,7 @@ from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.policy.commit import Stage, advance
 from holdfast.spec.order import BatchSchedule
 from holdfast.spec.rates import learning_rate
+from holdfast.spec.resume import Computed
 from holdfast.spec.tree import Shares, deal
 from holdfast.train.diagnose import find_non_finite
 from holdfast.train.execute import Executor, Inputs, Listener
@@ -54,7 +55,15 @@ class Gradients(Listener, Protocol):
 
     patient: bool
 
-    def begin(self, leaves: int, shares: Shares) -> None: ...
+    @property
+    def computed(self) -> tuple[int, ...]: ...
+
+    @property
+    def summed(self) -> bool: ...
+
+    def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None: ...
+
+    def keep(self, share: Sequence[int]) -> None: ...
 
     def fail(self, error: Exception) -> None: ...
 
@@ -68,6 +77,15 @@ class Gradients(Listener, Protocol):
 Feed = Callable[[Groups, Gradients | None], Gradients]
 """What sums the gradients of a model over the groups of a generation: the one there is, if it may
 stay as it is, else a new one."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A step that goes on: how it is dealt now, and what each replica has of it."""
+
+    step: int
+    shares: Shares
+    computed: Computed
 
 
 @dataclass(frozen=True)
@@ -126,6 +144,8 @@ class StepEngine:
         self._shares: Shares = ()
         self.batches: list[Microbatch] = []  # of the step that is open, or was last
         self._accounts: Accounts | None = None
+        self._losses: dict[int, Tensor] = {}  # of my share, where this rank is told them
+        self._resumed: Resumed | None = None
         self._stopping = False
         self._placed()
 
@@ -145,8 +165,19 @@ class StepEngine:
 
     def shares(self, step: int) -> Shares:
         """Who computes which microbatch of a step, replica by replica, each in rising order."""
-        dealt = self.dealer(self.leaves(step), self.groups.replicas)
-        return tuple(tuple(sorted(share)) for share in dealt)
+        return self.dealing()(step)
+
+    def dealing(self) -> Callable[[int], Shares]:
+        """`shares`, as they are among the present replicas."""
+        dealer, leaves, resumed = self.dealer, self.leaves, self._resumed
+        replicas = self.groups.replicas
+
+        def shares(step: int) -> Shares:
+            if resumed is not None and resumed.step == step:
+                return resumed.shares
+            return tuple(tuple(sorted(share)) for share in dealer(leaves(step), replicas))
+
+        return shares
 
     def share(self, step: int) -> tuple[int, ...]:
         """The microbatches of a step that this rank's replica computes."""
@@ -159,8 +190,11 @@ class StepEngine:
         self._step, self._shares = step, self.shares(step)
         self.since = self.since or step
         self.batches, self._accounts = [], None
+        computed = self._computed(step)
+        if not computed:
+            self._losses = {}
         try:
-            self._gradients.begin(self.leaves(step), self._shares)
+            self._gradients.begin(self.leaves(step), self._shares, computed)
         except PeerLostError:
             self.groups.abort()
             raise
@@ -169,11 +203,19 @@ class StepEngine:
         return self._shares[self.groups.coordinate.replica]
 
     def compute(self, batches: Sequence[Microbatch]) -> None:
-        """Forward and backward of my share, in its order. Raises PeerLostError."""
-        share = self._shares[self.groups.coordinate.replica]
+        """Forward and backward of my share, in its order, but for what was computed of it before
+        the step went on. Raises PeerLostError."""
+        replica = self.groups.coordinate.replica
+        share, computed = self._shares[replica], self._computed(self._step)
         self.batches = list(batches)
+        todo = [
+            (leaf, batch)
+            for leaf, batch in zip(share, self.batches, strict=True)
+            if not computed or leaf not in computed[replica]
+        ]
+        leaves, losses = [leaf for leaf, _ in todo], list[Tensor]()
         try:
-            losses = self.executor.train(share, self.batches, self._gradients)
+            self.executor.train(leaves, [batch for _, batch in todo], self._gradients, losses)
             if self._device.type != "cpu":  # else its work would count as the next phase's
                 torch.accelerator.synchronize(self._device)
         except Exception as error:
@@ -182,8 +224,10 @@ class StepEngine:
             if isinstance(error, RuntimeError) and is_peer_loss(error):
                 raise PeerLostError(f"a peer was lost in step {self._step}: {error}") from error
             raise
+        finally:
+            self._losses.update(zip(leaves, losses, strict=False))
         tokens = sum(batch.tokens for batch in self.batches)
-        told = [float(loss) for loss in losses] if self._speaks else []
+        told = [float(self._losses[leaf]) for leaf in share] if self._speaks else []
         self._accounts = Accounts(self.groups, self._shares, tokens, told)
 
     def reduce(self, wishes: Wishes | None = None) -> Verdict:
@@ -276,7 +320,25 @@ class StepEngine:
     @property
     def summed(self) -> bool:
         """Whether something of the open step was summed into what this rank computed of it."""
-        return self.stage is not Stage.APPLIED and self._step > (self.applied or 0)
+        return self.stage is not Stage.APPLIED and self._gradients.summed
+
+    @property
+    def computed(self) -> tuple[int, ...]:
+        """The microbatches of the open step that this rank has computed, and can keep."""
+        return self._gradients.computed if self.stage is Stage.COMPUTING else ()
+
+    def keep(self) -> None:
+        """Let them be part of the step that is begun next; call before `regroup`."""
+        self._gradients.keep(self._shares[self.groups.coordinate.replica])
+
+    def resume(self, step: int, shares: Shares, computed: Computed) -> None:
+        """When `step` begins it goes on: dealt so, with what the replicas have `computed`, which
+        those of this one have kept."""
+        self._resumed = Resumed(step, shares, computed)
+
+    def _computed(self, step: int) -> Computed:
+        resumed = self._resumed
+        return resumed.computed if resumed is not None and resumed.step == step else ()
 
     def squares(self) -> float:
         """Of the whole gradient, what this rank answers for."""
@@ -299,7 +361,7 @@ class StepEngine:
         self._gradients = self._feed(groups, self._gradients)
         self.optimizer.read(self._gradients.gradients())
         self.groups, self.dealer = groups, dealer
-        self.since, self._stopping = 0, False
+        self.since, self._stopping, self._resumed = 0, False, None
         self._placed()
 
     def stands_at(self, step: int) -> None:

@@ -56,9 +56,11 @@ class Executor(Protocol):
     """Runs the passes of this rank's part of a replica."""
 
     def train(
-        self, leaves: Sequence[int], batches: Sequence[Inputs], listener: Listener
-    ) -> list[Tensor]:
-        """Forward and backward of each; the loss sums, in order, or none but on a last stage."""
+        self, leaves: Sequence[int], batches: Sequence[Inputs], listener: Listener,
+        losses: list[Tensor] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Forward and backward of each; the loss sums, in order, or none but on a last stage.
+        losses: they are put in there as they come, and stay there when this is interrupted."""
         ...
 
     def evaluate(self, batches: Sequence[Inputs], alive: Callable[[], None]) -> list[Tensor]:
@@ -73,9 +75,10 @@ class WholeExecutor:
         self._objective, self._recorder = objective, recorder
 
     def train(
-        self, leaves: Sequence[int], batches: Sequence[Inputs], listener: Listener
-    ) -> list[Tensor]:
-        losses = []
+        self, leaves: Sequence[int], batches: Sequence[Inputs], listener: Listener,
+        losses: list[Tensor] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        losses = [] if losses is None else losses
         for leaf, batch in zip(leaves, batches, strict=True):
             listener.start_leaf(leaf)
             with self._span(f"F{leaf}"):
@@ -121,11 +124,13 @@ class PipelinedExecutor:
         return build(name, self._stages, microbatches)
 
     def train(
-        self, leaves: Sequence[int], batches: Sequence[Inputs], listener: Listener
-    ) -> list[Tensor]:
+        self, leaves: Sequence[int], batches: Sequence[Inputs], listener: Listener,
+        losses: list[Tensor] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
         if not batches:
             return []
         work = _Work(self, leaves, batches, listener)
+        work.losses = work.losses if losses is None else losses
         self._interpreter.run(self.table(len(batches)), work)
         return work.losses
 

@@ -38,12 +38,11 @@ class Past:
 
     @staticmethod
     def of(engine: StepEngine) -> Past:
-        groups, dealer, leaves = engine.groups, engine.dealer, engine.leaves
-        replicas = groups.replicas
+        groups = engine.groups
         entries = [entry for batch in engine.batches for entry in getattr(batch, "entries", ())]
         return Past(
-            groups.topology, groups.rank, groups.feeds,
-            lambda step: dealer(leaves(step), replicas), engine.since, engine.step, entries,
+            groups.topology, groups.rank, groups.feeds, engine.dealing(), engine.since, engine.step,
+            entries,
         )  # fmt: skip
 
 

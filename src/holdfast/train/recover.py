@@ -5,6 +5,8 @@
     apply      who lags behind applies that step with the gradient that it holds
     groups     a replica that is as it was keeps everything inside it: model, mesh, FSDP's state,
                buffers. New are the groups between replicas. Any other rank builds its engine anew
+    next step  if nothing of it was summed anywhere, what was computed of it stays, and only the
+               lost ones' microbatches are dealt anew (`spec/resume.py`)
     move       what somebody lacks is sent by those who have it (`parallel/reshard.py`)
 
 Nothing is taken from a session before the agreement, and where the inside stays nothing is taken
@@ -33,6 +35,7 @@ from holdfast.parallel.traffic import Traffic
 from holdfast.parallel.transport import Peers
 from holdfast.policy.commit import Resolution
 from holdfast.spec.moves import Moves, transfers
+from holdfast.spec.resume import deal_rest
 from holdfast.spec.state import state_table
 from holdfast.spec.tree import deal
 from holdfast.train.agreement import NOTHING, Agreement, Said, agree, said_by
@@ -48,6 +51,7 @@ class Recovered:
 
     step: its state is that after this step. events: what the journal would otherwise miss of it.
     resolution: what was decided, by new rank; verdict: of `step`, where anybody still knew it.
+    computed: microbatches of the next step that need not be computed again, by all replicas.
     kept_inside: the model and all that lies inside the replica were not touched.
     phases: seconds.
     """
@@ -58,6 +62,7 @@ class Recovered:
     resolution: Resolution
     verdict: Verdict | None
     kept_inside: bool
+    computed: int
     phases: dict[str, float]
 
 
@@ -92,6 +97,8 @@ def recover(
             _catch_up(engine, found, kept)
             entry.lap("apply")
         if kept:
+            if found.computed and found.computed[topology.coordinate(rank).replica]:
+                engine.keep()
             groups = complete(
                 joining, topology, rank, session.device, control, old.recorder, old.inside
             )
@@ -180,7 +187,10 @@ class _Entry:
         """Come together, agree, and plan who sends what to whom."""
         control = join_control(self.joining, self.topology, self.rank, self.device)
         self.lap("control")
-        found = agree(control, said, self.topology, self.before, came_from)
+        train = self.config.train
+        largest = max([train.batch_size, *(stage.batch_size for stage in train.batch_warmup)])
+        most = largest // train.microbatch_size
+        found = agree(control, said, self.topology, self.before, came_from, most)
         self.lap("agree")
         if len(found.kept) < len(self.topology.replicas):
             table = state_table(self.config.model, self.config.train.precision)
@@ -212,6 +222,11 @@ class _Entry:
                 engine.parameters.refresh()
             self.lap("move")
         engine.stands_at(step)
+        if found.computed:
+            leaves = engine.leaves(step + 1)
+            base = self.dealer(leaves, len(self.topology.replicas))
+            shares = deal_rest(leaves, found.computed, base)
+            engine.resume(step + 1, shares, found.computed)
 
     def recovered(
         self, session: Session, past: Past | None, found: Agreement, kept: bool
@@ -220,5 +235,5 @@ class _Entry:
         self.lap("events")
         return Recovered(
             session, found.resolution.step, events, found.resolution, found.verdict, kept,
-            self.phases,
+            sum(map(len, found.computed)), self.phases,
         )  # fmt: skip

@@ -1,0 +1,74 @@
+"""A group's rendezvous in one request a rank.
+
+To connect a group of n, gloo stores one key and then asks for n, twice each: 2n + 1 trips. The keys
+are known beforehand (they end in the rank), so a store that can `gather` (put mine, wait for all)
+is asked once, and gloo is answered from what came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+Gather = Callable[[str, bytes, Sequence[str], timedelta], list[bytes]]
+"""(my key, my value, everybody's keys, how long to wait) -> everybody's values."""
+
+
+class Gathered(Store):
+    """What gloo needs of a store while `size` ranks connect one group.
+
+    Keep a reference for as long as torch uses it. Raises what `gather` raises.
+    """
+
+    def __init__(self, gather: Gather, rank: int, size: int, seconds: float) -> None:
+        super().__init__()
+        self._gather, self._rank, self._size = gather, rank, size
+        self._timeout = timedelta(seconds=seconds)
+        self._mine: dict[str, bytes] = {}
+        self._known: dict[str, bytes] = {}
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Kept here until somebody else's value is asked for."""
+        self._mine[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        if key not in self._known:
+            self._meet(key)
+        return self._known[key]
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._known for key in keys)
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout
+
+    def clone(self) -> Gathered:
+        return self
+
+    def _meet(self, key: str) -> None:
+        """Everybody's values of the round of keys that `key` is one of."""
+        base = key.rpartition("/")[0]
+        keys = [f"{base}/{rank}" for rank in range(self._size)]
+        mine = keys[self._rank]
+        values = self._gather(mine, self._mine[mine], keys, self._timeout)
+        self._known.update(zip(keys, values, strict=True))
+
+
+def gathered(store: Store, rank: int, size: int, seconds: float) -> Any:
+    """The store to connect a group by: the given one, if it cannot gather."""
+    gather: Gather | None = getattr(store, "gather", None)
+    return store if gather is None else Gathered(gather, rank, size, seconds)
