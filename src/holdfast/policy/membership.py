@@ -278,8 +278,10 @@ def _heard(reign: Reign, report: Report, now: float) -> Reign:
     node, at, stage = reign.node(report.name), report.at, report.stage
     if node is None or node.mark != report.mark or reign.phase in OVER:
         return reign
-    if at > reign.generation:  # made by a coordinator of a newer term
-        return _become(reign, Phase.FENCED, now)
+    if at > reign.generation:
+        # Made by another coordinator: an older one, before it knew of us, or a newer one. Whether
+        # there is a newer term the run store says when the next is made.
+        reign = replace(halt(reign, "overtaken", now), generation=at)
     if at < node.at:  # held up on the way: what it says is older than what is known
         return reign.put(replace(node, heard=now))
     reign = reign.put(replace(node, heard=now, at=at, stage=stage, expected=False))
@@ -367,7 +369,8 @@ def opened(
         wanted=frozenset(),
         lost=(), gentle=False,
     )  # fmt: skip
-    if any(started.node(name) is None for name in names):
+    there = {node.name for node in reign.nodes if node.came <= reign.since}
+    if not names <= there:  # lost, or another process of that name by now
         started = replace(_become(started, Phase.HALTING, now), reason="node_lost")
     return _go_on(started, now, rules)
 
@@ -499,7 +502,7 @@ def _next(reign: Reign, now: float, rules: Rules) -> Reign:
     if names:
         if reign.phase is not Phase.OPENING:
             reign = _become(reign, Phase.OPENING, now)
-        return replace(reign, wanted=names)
+        return replace(reign, wanted=names, since=now)
     return replace(_become(reign, Phase.GATHERING, now), wanted=frozenset())
 
 
