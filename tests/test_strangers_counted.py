@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -179,3 +182,48 @@ def test_an_ipv6_address_is_that_alone() -> None:
         assert bound.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) == 1
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), 10)
+
+
+FEW = """
+import asyncio, json, resource, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
+from holdfast.elastic import health
+from holdfast.wire.auth import Verifier
+from holdfast.wire.secret import Secret
+from holdfast.wire.server import Guard, Listener, address_of, bind
+
+async def echo(generation, body):
+    return body
+
+async def main():
+    secret = Secret(b"c" * 32)
+    guard = Guard({"/echo": echo}, secret, Verifier(secret, time.time), lambda: 1)
+    bound = [bind("127.0.0.1", 0, "x"), bind("127.0.0.1", 0, "x")]
+    print(json.dumps([address_of(b) for b in bound]), flush=True)
+    everybody = health.application(lambda: {}, lambda: b"")
+    await asyncio.gather(*(Listener(a, b).serve() for a, b in
+                           zip((guard.application, everybody), bound)))
+
+asyncio.run(main())
+"""
+
+
+def test_a_crowd_does_not_take_every_descriptor() -> None:
+    """Many times more connections at both listeners than there are descriptors, all at once: our
+    own is served, and nothing is written about it."""
+    with ExitStack() as stack:
+        process = stack.enter_context(subprocess.Popen(
+            [sys.executable, "-c", FEW], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ))  # fmt: skip
+        stack.callback(process.kill)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        addresses = json.loads(process.stdout.readline())
+        for _ in range(300):
+            for address in addresses:
+                stack.enter_context(_connect(address))
+        client = Client(addresses[0], SECRET, 1)
+        stack.callback(client.close)
+        assert client.post("/echo", {"x": 1}, 60.0) == {"x": 1}
+        process.kill()
+        assert process.stderr.read() == ""

@@ -26,6 +26,9 @@ STRANGERS = 256
 """Connections without a proof beyond these make way, once they are GRACE_SECONDS old: a crowd of
 our own that comes at once needs less to prove itself."""
 GRACE_SECONDS = 1.0
+BATCH = 64
+QUEUE = 2048
+"""Connections that the kernel keeps until they are accepted."""
 HEAD_BYTES = 16 << 10
 """A request's head at most; ours have less than one KiB."""
 _KEY = "holdfast.connection"
@@ -48,8 +51,10 @@ class Doors:
         self.open = listener == HEALTH
         """Whether a whole request is enough, and nobody proves anything."""
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self._strangers = strangers
-        self._most = max(strangers, soft * 3 // 4) if soft > 0 else 1 << 20
+        self._most = soft // 4 if soft > 0 else 1 << 20  # an agent has two listeners
+        self.batch = max(1, min(BATCH, self._most // 4))
+        """Connections accepted at a time, so that those too many are gone before the next ones."""
+        self._strangers = min(strangers, self._most)
         self._waiting: dict[_Connection, float] = {}
 
     @property

@@ -35,7 +35,7 @@ from holdfast.wire.auth import (
     stated,
 )
 from holdfast.wire.client import OUTSIDE
-from holdfast.wire.doors import HEAD_BYTES, Doors, proven
+from holdfast.wire.doors import HEAD_BYTES, QUEUE, Doors, proven
 from holdfast.wire.refusals import CONTROL, Reason, Refusals
 from holdfast.wire.secret import Secret
 
@@ -196,6 +196,7 @@ class Listener:
                 lifespan="off",
                 loop="asyncio",
                 http=doors.protocol,
+                backlog=doors.batch,
                 h11_max_incomplete_event_size=HEAD_BYTES,
                 ws="none",
                 timeout_keep_alive=3600,
@@ -215,6 +216,12 @@ class Listener:
 
 class _Server(uvicorn.Server):
     """Leaves signals to the agent: uvicorn would take Ctrl-C for itself."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """asyncio accepts as many at a time as the queue is long: it is made longer afterwards."""
+        await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(QUEUE)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
