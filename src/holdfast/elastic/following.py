@@ -24,6 +24,7 @@ from holdfast.errors import HoldfastError
 from holdfast.policy import succession
 from holdfast.policy.membership import Order, Phase, Stage
 from holdfast.policy.succession import Patience, Peer, Seat, Standing
+from holdfast.wire.journal import segment_key
 from holdfast.wire.runstore import RunStore
 from holdfast.wire.secret import Secret
 from holdfast.wire.server import Handler
@@ -307,15 +308,24 @@ class Follower:
             address = "" if holder is None else str(holder.get("address", ""))
             self._set(succession.found(self.seat, term, address, self._now))
             return
-        newest = await asyncio.to_thread(newest_generation, self._store)
+        newest, sign = await asyncio.to_thread(self._signs)
         others = {name: addr for name, addr in self.agents.items() if name != self.seat.name}
         said = await asyncio.gather(*(self._hears(address) for address in others.values()))
         if self.seat.standing is Standing.SILENT:
             await self._ask(JOIN, self._joining())  # perhaps it was only slow
         peers = dict(zip(others, said, strict=True))
-        self._set(succession.asked(self.seat, peers, newest, self._now, self._patience))
+        self._set(succession.asked(self.seat, peers, newest, self._now, self._patience, sign))
         if self.seat.standing is Standing.SILENT:
             await self._pause(max(0.0, PAUSE_SECONDS - (self._now - begun)))
+
+    def _signs(self) -> tuple[int, str]:
+        """The newest generation in the run store, and what shows there that others go on: how far
+        their journal is. On a thread of its own."""
+        newest = newest_generation(self._store)
+        keys = self._store.list(segment_key(newest, "").removesuffix(".jsonl"))
+        theirs = [key for key in keys if not key.endswith(f".{self.seat.name}.jsonl")]
+        sizes = [self._store.size(key) for key in theirs]
+        return newest, f"{newest} {len(theirs)} {sum(sizes)}"
 
     async def _hears(self, address: str) -> Peer:
         talker = Talker(address, self._secret, connect_seconds=ASK_SECONDS)
