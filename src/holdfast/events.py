@@ -286,7 +286,7 @@ class SourceRejected(Event):
 
 @dataclass(frozen=True)
 class SnapshotComplete(Event):
-    """Memory holds the state after `step` whole: every rank's part, hashed."""
+    """This node's memory holds the part of each of its ranks of the state after `step`, hashed."""
 
     bytes: int
     seconds: float  # from the first rank's announcement
