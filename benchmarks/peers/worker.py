@@ -21,6 +21,7 @@ NAMES: dict[str, tuple[str, dict[str, object]]] = {
     "holdfast-pp2": ("ours", {"pp": 2}),
     "holdfast-pp2-gpipe": ("ours", {"pp": 2, "schedule": "gpipe"}),
     "rebuild": ("rebuild", {}),
+    "recover": ("recover", {}),
     "floor-dp2": ("floor", {}),
     "floor-tp2": ("floor", {"tp": 2}),
     "floor-pp2": ("floor", {"pp": 2}),

@@ -1,0 +1,69 @@
+"""A run of ours that enters one generation after another with nothing lost.
+
+A "step" of the bench is `recover` into the same topology under a new generation, between two steps
+of training, after a floor: one bare gloo group among the same processes. Replicas are whole, so
+everything inside them stays: what is timed is what every loss of another replica costs beside the
+kernel's own teardown of the dead process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.peers.ours import run_config, train
+from benchmarks.peers.rebuild import SECONDS, layout_of
+from benchmarks.peers.work import Bench
+from holdfast.data.batch import Batches, Validation
+from holdfast.layout import place
+from holdfast.parallel.groups import connect
+from holdfast.parallel.transport import Peers, exchange
+from holdfast.train.build import build_engine, session_of
+from holdfast.train.recover import recover
+
+
+class NoData:
+    """What a session asks of `Batches` when nothing is lost."""
+
+    def validation(self, samples: int) -> Validation:
+        """None."""
+        return Validation([], 0, 1.0)
+
+
+def run(bench: Bench, layouts: str) -> None:
+    """layouts: one, such as `dp4`."""
+    work, world, rank = bench.work, bench.world, bench.rank
+    layout = layout_of(layouts, work)
+    config, device = run_config(work, world, layout), torch.device("cpu")
+    store = dist.FileStore(bench.meeting, world)
+    groups = connect(place(layout, 1, ("local",) * world), rank, store, device)
+    engine = build_engine(config, groups, device)
+    engine.initialise(work.seed)
+    session = session_of(config, engine, cast(Batches, NoData()), device)
+    together = Peers(store, "together", rank, world, seconds=SECONDS)
+    bench.ready()
+    for generation in itertools.count(2):
+        train(engine, work, generation - 1)
+        exchange(together, torch.tensor([generation]), [1] * world, 1)
+        begun = time.perf_counter()
+        group = Peers(store, f"floor{generation}", rank, world, seconds=SECONDS)
+        joined = time.perf_counter()
+        exchange(together, torch.tensor([generation]), [1] * world, 1)  # all have joined
+        group.close()
+        wall, cpu = time.perf_counter(), time.process_time()
+        topology = place(layout, generation, ("local",) * world)
+        found = recover(
+            session, topology, rank, store, list(range(world)), step=generation - 1, seconds=SECONDS
+        )
+        seconds = time.perf_counter() - wall
+        if not found.kept_inside:
+            raise RuntimeError("the inside of a replica was not kept")
+        notes: dict[str, Any] = {"join": joined - begun, "recover": seconds}
+        notes["recover_cpu"] = time.process_time() - cpu
+        for phase in ("control", "agree", "groups"):
+            notes[phase] = found.phases.get(phase, 0.0)
+        bench.done(None, notes)
