@@ -8,6 +8,7 @@ begins from. When there is to be one, and of which nodes, is `policy.membership`
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from holdfast.config.run import RunConfig
 from holdfast.elastic.aftermath import Aftermath, Survivors
 from holdfast.elastic.coordinator import Known
 from holdfast.elastic.mover_link import MoverLink
-from holdfast.errors import HoldfastError, LayoutError
+from holdfast.errors import LayoutError
 from holdfast.events import Event, GenerationStarted, RestorePointFound
 from holdfast.layout import Topology
 from holdfast.plan.interface import NodePlaces, Planner, Present
@@ -108,10 +109,11 @@ class Lead:
         sources = [peer for name, peer in self._peers.items() if name not in here]
         newest: Newest | None = None
         if after.live is not None:
-            step, rung = after.live.step, after.rung(in_memory=False)
+            step = after.live.step
         else:
             newest = await self._it.mover.choose(generation, self.tried, [*machines, *sources])
-            step, rung = newest.step, after.rung(in_memory=not newest.durable)
+            step = newest.step
+        rung = _rung(self._before, topology, after, newest)
         self.reached = max(self.reached, step)
         self._tell(topology, value, newest, step, rung)
         self._survivors.opened(topology)
@@ -154,6 +156,24 @@ class Lead:
         return [rank for rank in range(before.world_size) if rank not in there]
 
 
+def _rung(
+    before: Topology | None, now: Topology, after: Aftermath, newest: Newest | None
+) -> int:  # fmt: skip
+    """Of the recovery ladder; -1 where nothing was lost, because nothing was there."""
+    if before is None:
+        return -1
+    if newest is not None and newest.durable:
+        return 6  # neither a process nor memory held the newest state
+    if now.world_size > before.world_size:
+        return 5
+    if now.world_size == before.world_size:
+        if after.stay == now.world_size:
+            return 1
+        return 2 if set(now.nodes) <= set(before.nodes) else 3
+    kinds, old = Counter(r.kind for r in now.replicas), Counter(r.kind for r in before.replicas)
+    return 0 if after.live is not None and kinds <= old else 4
+
+
 def _holdings(
     known: Mapping[str, Known], alive: set[str]
 ) -> tuple[dict[int, tuple[str, int]], dict[int, Held]]:
@@ -167,7 +187,3 @@ def _holdings(
             keys[key] = (name, int(pid))
             held[key] = Held.from_json(one)
     return keys, held
-
-
-class NoPlanError(HoldfastError):
-    """Nothing can be run on the nodes that are there."""
