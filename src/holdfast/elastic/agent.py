@@ -42,7 +42,7 @@ from holdfast.elastic.notices import NOTICE, Notice, Notices
 from holdfast.elastic.opening import boots, mover_settings, plan_topology, standbys
 from holdfast.elastic.rendezvous import Rendezvous
 from holdfast.elastic.standing import Standing
-from holdfast.elastic.standing_in import Told
+from holdfast.elastic.standing_in import StandIn, Told
 from holdfast.elastic.verdict import Failed, Finished, Left, Lost, Verdict
 from holdfast.elastic.watching import counting_refusals, watch_progress, watch_term
 from holdfast.errors import FencedError, HoldfastError, UserError
@@ -111,11 +111,11 @@ class Agent:
         self._seen = Seen(prior)
         self._notices = Notices(config, lambda event: self._board.emit("agent", event), say)
         self._told = Told(config)
-        self._owing = False  # entries of the ledger that lost workers did not live to tell
         self._behind: asyncio.Task[None] | None = None
         learn = [self._seen.observe, self._notices.observe, lambda r: self._told.observe(r.event)]
         self._notice_source = source_of(config.cluster)
         self._board = Board(store, [*learn, *observers], say)
+        self._stand_in = StandIn(self._told, self._board, say, config.cluster.heartbeat_seconds)
         self._standing = Standing(self._board, say, resume)
         self._number = 0  # of the newest generation; 0 before the first
         self._current: Generation | None = None
@@ -367,7 +367,7 @@ class Agent:
             self._board.emit("agent", RunStarted(
                 self._config.name, self._config_hash, self._dataset_version, resumed))  # fmt: skip
         plan = self._survivors.plan(topology, self._host.holding())
-        self._owing = plan.live is not None
+        self._stand_in.owing = plan.live is not None
         newest = self._newest = await self._begin_from(topology, plan)
         came_from = None if plan.came_from is None else list(plan.came_from)
         rung = -1 if resumed is not None else plan.rung(in_memory=not newest.durable)
@@ -459,23 +459,9 @@ class Agent:
 
     async def _behind_the_training(self) -> None:
         """What a generation that has begun still needs, and does not wait for."""
-        if self._owing:
-            await self._stand_in()
+        await self._stand_in.make()
         if count := standbys(self._config):
             await self._host.standby(count, self._spare)
-
-    async def _stand_in(self) -> None:
-        """Everybody has told what he still had to tell: the rest of the ledger is made."""
-        missing = self._told.missing()
-        try:
-            for event in await asyncio.to_thread(self._told.made, missing) if missing else ():
-                self._board.emit("agent", event)
-        except HoldfastError as error:
-            self._say(f"the ledger lacks what lost workers were fed: {error}")
-        self._told.settled()
-        while not await self._board.flush("agent", sync=True):
-            await asyncio.sleep(self._config.cluster.heartbeat_seconds)
-        self._owing = False
 
     def _template_gone(self) -> None:
         if self._live:
@@ -502,7 +488,7 @@ class Agent:
         stored = True
         if events or sync:
             stored = await self._board.flush(f"rank{int(body['rank'])}", sync)
-            stored = stored and not (sync and self._owing)  # no snapshot comes before its ledger
+            stored = stored and not (sync and self._stand_in.owing)
         told = self._notices.answer(int(body["rank"]))
         return {"stop": self._stop is not None, "generation": number, "stored": stored} | told
 

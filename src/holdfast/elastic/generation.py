@@ -31,6 +31,8 @@ from holdfast.events import (
 from holdfast.layout import Topology
 from holdfast.policy.survivors import Held
 
+_WORDS = 120
+"""Of what a worker says: the rest, which may be a library's, stands in its log."""
 _CONSEQUENCES = (exits.PEER_LOST, exits.FENCED)
 """How a worker ends that has only lost the others."""
 
@@ -107,10 +109,9 @@ class Generation:
         """A worker has stopped, by itself or because it was told to, and waits."""
         member = self.members[rank]
         member.held = held
-        self._board.emit(
-            "agent", WorkerHeld(rank, held.applied, held.whole, held.text or held.kind,
-                                step=self.step)
-        )  # fmt: skip
+        why = (held.text or held.kind)[:_WORDS]
+        event = WorkerHeld(rank, held.applied, held.whole, why, step=self.step)
+        self._board.emit("agent", event)
         if not self.verdict.done():
             self._judge_held(member, held)
 

@@ -11,12 +11,15 @@ numbers however long the run.
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from holdfast.config.run import RunConfig
+from holdfast.elastic.board import Board, Say
+from holdfast.errors import HoldfastError
 from holdfast.events import BatchFed, Event, GenerationStarted, StepDone
 from holdfast.spec.ledger import STANDS_IN, Range, gaps, merge
 from holdfast.spec.order import BatchSchedule
@@ -104,6 +107,32 @@ class Told:
             if entries:
                 out.append(BatchFed(AGENT, entries, step=step))
         return out
+
+
+class StandIn:
+    """Makes the missing part of the ledger behind the training, once for each generation that goes
+    on live."""
+
+    def __init__(self, told: Told, board: Board, say: Say, pause: float) -> None:
+        """pause: seconds before a journal that cannot be written is tried again."""
+        self.owing = False
+        """Whether something may be missing: no snapshot is announced before its ledger."""
+        self._told, self._board, self._say, self._pause = told, board, say, pause
+
+    async def make(self) -> None:
+        """Everybody has told what he still had to tell."""
+        if not self.owing:
+            return
+        missing = self._told.missing()
+        try:
+            for event in await asyncio.to_thread(self._told.made, missing) if missing else ():
+                self._board.emit("agent", event)
+        except HoldfastError as error:
+            self._say(f"the ledger lacks what lost workers were fed: {error}")
+        self._told.settled()
+        while not await self._board.flush("agent", sync=True):
+            await asyncio.sleep(self._pause)
+        self.owing = False
 
 
 def _entries(batches: Batches, step: int, start: int, stop: int) -> Iterator[dict[str, Any]]:
