@@ -1,0 +1,134 @@
+"""Every interleaving of three agents and what befalls them: see `model.py` and `search.py`."""
+
+from __future__ import annotations
+
+import inspect
+from types import FunctionType, ModuleType, SimpleNamespace
+
+import pytest
+
+from holdfast.policy import membership, succession
+from tests.policy.model import Model, ViolationError
+from tests.policy.search import Found, TooManyError, fair_cycles, search, stuck
+
+
+def _check(found: Found) -> None:
+    left = stuck(found)
+    assert not left, f"{len(left)} worlds never train again; one after\n{found.way(left[0])}"
+    cycles = fair_cycles(found)
+    assert not cycles, f"{len(cycles)} cycles; one after\n{found.way(cycles[0])}"
+    print(f"{len(found.back)} worlds, {found.steps} steps")
+
+
+def test_a_run_begins_whoever_comes_first() -> None:
+    model = Model()
+    _check(search(model, [model.cold(faults=0)]))
+
+
+def test_a_run_goes_on_after_any_fault_that_may_end() -> None:
+    """One fault of any kind at any moment, which lasts or ends at any later one. What takes one
+    agent alone is done before anything else."""
+    model = Model(eager=True)
+    found = search(model, [model.training(faults=1)])
+    assert len(found.back) > 10_000
+    _check(found)
+
+
+def test_a_run_goes_on_after_two_faults_of_nodes_and_workers() -> None:
+    model = Model(eager=True, ends=False, kinds=("crash", "error"))
+    found = search(model, [model.training(faults=2)])
+    _check(found)
+
+
+def test_a_request_that_is_held_up_does_no_harm() -> None:
+    model = Model(eager=True, ends=False, kinds=("crash", "error", "suspect"))
+    _check(search(model, [model.training(faults=1, lates=1)]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["cold", "training"])
+def test_a_run_goes_on_after_any_two_faults(start: str) -> None:
+    """The whole: any two faults, all interleavings, requests that are held up. Minutes to hours."""
+    model = Model()
+    world = getattr(model, start)(faults=2, lates=1)
+    found = search(model, [world])
+    _check(found)
+
+
+# --- the check finds what is wrong ----------------------------------------------------------------
+def _broken(module: ModuleType, function: str, old: str, new: str) -> SimpleNamespace:
+    """The machine with one line of one function changed."""
+    names = dict(vars(module))
+    for name, value in vars(module).items():
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__:
+            source = inspect.getsource(value)
+            if name == function:
+                assert source.count(old) == 1, f"{function} has no such line any more"
+                source = source.replace(old, new)
+            exec("from __future__ import annotations\n" + source, names)
+    return SimpleNamespace(**names)
+
+
+MUTANTS = {
+    # a node that has not spoken is counted on
+    "unheard": (membership, "_free", "and not node.expected", ""),
+    # the next generation while one still works
+    "working": (membership, "_free", "node.stage in LET_GO and", ""),
+    "halted at once": (membership, "_halted", "return all(", "return True or all("),
+    # two coordinators, one number
+    "number": (membership, "taken", "generation=newest_generation", "generation=reign.generation"),
+    "lost node stays": (membership, "_lose", "if other.name != node.name", "if True"),
+    "lost member is no reason": (
+        membership, "_lose", "return halt(reign", "return reign if True else halt(reign",
+    ),
+    "apart": (membership, "_fitting", "if now < pair.until", "if False"),
+    # who is coordinator
+    "cut off": (succession, "_place", "not seat.dead and seat.led < seat.term", "False"),
+    "signs": (succession, "asked", "if newer or moved:", "if newer:"),
+    "claims what is made": (succession, "claimed", "if made:", "if True:"),
+    "never claims": (succession, "may_claim", "now - seat.since >=", "-1.0 >="),
+    "stays coordinator": (succession, "fenced", "if seat.standing is", "if None is"),
+}  # fmt: skip
+ENDING = {
+    # a cut that heals
+    "overtaken": (
+        membership, "_heard", 'replace(halt(reign, "overtaken", now), generation=at)',
+        "_become(reign, Phase.FENCED, now)",
+    ),
+    "never fenced": (membership, "fenced", "_become(reign, Phase.FENCED, now)", "reign"),
+}  # fmt: skip
+HARMLESS = {
+    # whom it disturbs, and when: never whether it is safe
+    "everybody is a majority": (succession, "_place", "2 * len(misses) > len(alive)", "True"),
+    "nobody is a majority": (succession, "_place", "2 * len(misses) > len(alive)", "False"),
+    "no turns": (succession, "_place", "misses.index(seat.name) if", "0 if True or"),
+}  # fmt: skip
+
+
+def _with(mutant: tuple[ModuleType, str, str, str], model: Model) -> Model:
+    broken = _broken(*mutant)
+    if mutant[0] is membership:
+        model.member = broken
+    else:
+        model.succeed = broken
+    return model
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_machine_is_found_out(name: str) -> None:
+    model = _with(MUTANTS[name], Model(eager=True, ends=False))
+    with pytest.raises((ViolationError, TooManyError, AssertionError)):
+        _check(search(model, [model.cold(faults=0), model.training(faults=1)], most=8_000))
+
+
+@pytest.mark.parametrize("name", ENDING)
+def test_a_broken_machine_is_found_out_when_a_cut_heals(name: str) -> None:
+    model = _with(ENDING[name], Model(eager=True, kinds=("cut",)))
+    found = search(model, [model.training(faults=1)])
+    assert stuck(found) or fair_cycles(found)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_when_to_claim_is_never_about_safety(name: str) -> None:
+    model = _with(HARMLESS[name], Model(eager=True, ends=False))
+    _check(search(model, [model.cold(faults=0), model.training(faults=1)]))
