@@ -13,8 +13,8 @@ from holdfast.wire.auth import Aim
 from holdfast.wire.client import Client
 from holdfast.wire.runstore import FolderStore
 from tests.elastic.fleet import SECRET, FleetAgent, until
+from tests.stranger_world import ATTEMPTS, REFUSED, SEED, attack, signing, tapped
 from tests.strangers import Stranger
-from tests.test_strangers import ATTEMPTS, REFUSED, SEED, attack, signing, tapped
 
 SLOW = Patience(silence=600.0, turn=1.0, alone=600.0)
 """On a busy machine nobody is taken for lost: what changes here is a stranger's work."""
