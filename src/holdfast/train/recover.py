@@ -84,10 +84,11 @@ def recover(
     """
     engine = session.engine
     old = engine.groups
-    old.abort_between()  # whoever still waits there waits for nobody
     before = before or old.topology
     joining = _joining(session.config, store, seconds, old.traffic)
     entry = _Entry(session.config, session.device, topology, rank, joining, before, dealer)
+    old.abort_between()  # whoever still waits there waits for nobody
+    entry.lap("abort")
     here = before.generation == old.topology.generation
     control, found = entry.meet(said_by(engine, step) if here else NOTHING, came_from)
     past = Past.of(engine) if rank not in found.resolution.behind else None
