@@ -167,6 +167,8 @@ class Follower:
     async def _seek(self) -> None:
         term, holder = await asyncio.to_thread(newest_term, self._store)
         address = "" if holder is None else str(holder.get("address", ""))
+        if address == self._address and self.coordinator is None:
+            address = ""  # it was this agent, before it was started anew or its reign failed
         self._set(succession.found(self.seat, term, address, self._now))
         if self.seat.standing is Standing.SEEKING:
             await self._ask(JOIN, self._joining())
