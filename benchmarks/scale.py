@@ -9,10 +9,8 @@ on loopback, many to a process, each with a node whose workers are a switch. Hea
     steady      CPU seconds a second while nothing happens but heartbeats
     fault       one agent reports a broken worker, all halt, hold, and begin the next generation:
                 from the report to the last agent's acknowledgement
-    lost        an agent's process part ends without a word: the same, from the moment it is given up
 
-The floor is the same number of signed requests with an empty handler on the same server, from as
-many agents.
+The floor is a signed request that does nothing, both ends of it in one process.
 """
 
 from __future__ import annotations
@@ -31,13 +29,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.elastic.fleet import SECRET, FleetAgent, Switch, until
+
 from holdfast.elastic.coordinator import Coordinator
 from holdfast.elastic.following import Follower
 from holdfast.policy.membership import Phase, Reign
 from holdfast.policy.succession import Patience
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.talker import Talker
-from tests.elastic.fleet import SECRET, FleetAgent, Switch, until
 
 PROCESSES = 4
 JOIN_SECONDS = 240.0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import pytest
 
 from holdfast.events import (
@@ -96,7 +97,8 @@ def _last_step(events: list[Event]) -> int:
 def test_what_the_disk_will_have_in_time_is_saved_and_a_restart_begins_there(
     run_file: Path, tmp_path: Path
 ) -> None:
-    """First a notice to a run that goes on, then SIGTERM with the kill a minute behind it."""
+    """First a notice to a run that goes on, then SIGTERM with the kill a minute behind it: to every
+    process of the run, as systemd sends it, and a scheduler that preempts a job."""
     folder = tmp_path / "run"
     trainer = Trainer(run_file, "cluster.grace_seconds=60", folder=folder)
     trainer.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 3)
@@ -105,7 +107,9 @@ def test_what_the_disk_will_have_in_time_is_saved_and_a_restart_begins_there(
     assert json.loads(told.out)["tiers"] == [2]
     saved = trainer.until(lambda r: isinstance(r.event, CheckpointCommitted))
     trainer.until(lambda r: isinstance(r.event, StepDone) and r.event.step > saved.event.step)
-    trainer.process.send_signal(signal.SIGTERM)
+    agent = psutil.Process(trainer.process.pid)
+    for process in (*agent.children(recursive=True), agent):
+        process.send_signal(signal.SIGTERM)
     ended = trainer.end()
     assert ended.code == 0, ended.err
 

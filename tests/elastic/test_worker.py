@@ -14,9 +14,9 @@ from holdfast.checkpoint.capture import Capturer
 from holdfast.checkpoint.write import Source, write_single
 from holdfast.config.load import load
 from holdfast.elastic.boot import WorkerBoot
-from holdfast.elastic.worker.saver import ArenaSaver
 from holdfast.elastic.worker.reporter import Reporter
 from holdfast.elastic.worker.restoring import restore
+from holdfast.elastic.worker.saver import ArenaSaver
 from holdfast.events import CheckpointRestored, Event
 from holdfast.spec.boxes import Box
 from holdfast.train.build import Session

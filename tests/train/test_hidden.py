@@ -18,8 +18,8 @@ import torch
 from holdfast.checkpoint.capture import Capturer
 from holdfast.checkpoint.mover_client import MoverClient
 from holdfast.config.run import RunConfig
-from holdfast.elastic.worker.saver import ArenaSaver
 from holdfast.elastic.worker.reporter import Reporter
+from holdfast.elastic.worker.saver import ArenaSaver
 from holdfast.errors import PeerLostError
 from holdfast.events import CheckpointCaptured, CheckpointSkipped, Event
 from holdfast.spec.state import state_table

@@ -267,8 +267,20 @@ def _uploader(boot: MoverBoot, service: Service) -> Uploader | None:
     return uploader
 
 
+def _when_asked(leave: int) -> None:
+    """Write into `leave` when whoever started us sends SIGTERM. From others, a scheduler that warns
+    every process of a job, it is the agent's to answer, which needs its mover then."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os.write(leave, b"\0")
+
+
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the agent's
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # these are the agent's: see lifeline.OF_THE_AGENT
+    own = hasattr(signal, "sigwaitinfo")  # not on macOS
+    if own:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before any thread begins
     sys.setswitchinterval(SWITCH_SECONDS)
     boot = MoverBoot.from_line(sys.stdin.buffer.readline())
     if boot.lifeline >= 0:
@@ -289,8 +301,11 @@ def main() -> None:
     # The signal writes into a pipe: a handler that raises would be too late for an accept that is
     # just about to block.
     leave, signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    signal.set_wakeup_fd(signalled)
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    if own:
+        threading.Thread(target=_when_asked, args=(signalled,), daemon=True).start()
+    else:
+        signal.set_wakeup_fd(signalled)
+        signal.signal(signal.SIGTERM, lambda *_: None)
     address = "" if peers is None else peers.peers.address
     print(json.dumps({"ready": True, "pid": os.getpid(), "peers": address}), flush=True)
     try:

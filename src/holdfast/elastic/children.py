@@ -51,7 +51,8 @@ class Child:
         return self.process.returncode is None
 
     async def stop(self, seconds: float = 5.0) -> None:
-        """Ask it to end; kill it after `seconds`. Nobody is told."""
+        """Ask it to end (a template that serves ends with its control socket, and ignores the
+        signal); kill it after `seconds`. Nobody is told."""
         self._watch.cancel()
         with suppress(ProcessLookupError):
             self.process.terminate()

@@ -18,6 +18,9 @@ import sys
 import threading
 from collections.abc import Callable
 
+OF_THE_AGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that a terminal, systemd or Slurm sends to every process of a run. The agent answers
+them, and needs its children for that: they ignore them."""
 EXIT_CODE = 79
 """Exit code of a child whose agent has gone."""
 

@@ -19,8 +19,9 @@ from dataclasses import replace
 
 import torch
 
-from holdfast.checkpoint.capture import Capturer
+from holdfast.checkpoint.capture import Capturer, Skipped
 from holdfast.checkpoint.mover_client import MoverClient
+from holdfast.checkpoint.reconnecting import ReconnectingCapturer
 from holdfast.config.run import RunConfig
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
@@ -36,7 +37,7 @@ from holdfast.elastic.worker.saver import ArenaSaver, where_there_is_room, while
 from holdfast.elastic.worker.store import HttpStore
 from holdfast.elastic.worker.warmth import warm_up
 from holdfast.errors import FencedError, HoldfastError, NonFiniteError, PeerLostError
-from holdfast.events import Evaluated, SettingIgnored, WorkerReady
+from holdfast.events import CheckpointSkipped, Evaluated, SettingIgnored, WorkerReady
 from holdfast.layout import Topology
 from holdfast.plan.places import dealer_of
 from holdfast.policy.classes import Classes
@@ -123,6 +124,7 @@ class Worker:
         self._live = False  # the state came from the generation before, not from a checkpoint
         self._verdict: Verdict | None = None  # of the step that this generation went on from
         self._saver: ArenaSaver | None = None
+        self._equipped = False  # whether there has been one
         self._voice: Reporter | None = None
         self._meeting: Client | None = None  # for the store through which groups meet
 
@@ -387,16 +389,23 @@ class Worker:
 
         def make(slots: int) -> Capturer:
             return Capturer(
-                mover, self._topology, table, self._rank, tensors, run=config.name, slots=slots
-            )
+                mover, self._topology, table, self._rank, tensors, run=config.name, slots=slots,
+                let_go=self._equipped,
+            )  # fmt: skip
 
         def made() -> Capturer:
             return where_there_is_room(make, config.checkpoint, self._ignored)
 
-        capturer = while_replaced(made, self._pause) if self._orders is not None else made()
+        first = while_replaced(made, self._pause) if self._orders is not None else made()
+        self._equipped = True
+        capturer = ReconnectingCapturer(first, made, self._not_handed_over)
         self._saver = ArenaSaver(capturer, self.reporter, self._rank, config, self._check)
         seconds = time.monotonic() - begun
         self.reporter.emit(WorkerReady(self._rank, seconds, step=self.step))
+
+    def _not_handed_over(self, skipped: Skipped) -> None:
+        event = CheckpointSkipped(self._rank, skipped.reason, step=skipped.step)
+        self.reporter.emit(event)
 
     def _ignored(self, key: str, reason: str) -> None:
         self.reporter.emit(SettingIgnored(key, reason, step=self.step))

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from holdfast.checkpoint.capture import Capturer, Skipped
 from holdfast.checkpoint.mover_client import SETTLE_SLICE, MoverGoneError
 from holdfast.checkpoint.pieces import Cost
+from holdfast.checkpoint.reconnecting import ReconnectingCapturer
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.run import RunConfig
 from holdfast.elastic.worker.reporter import Reporter
@@ -61,8 +62,8 @@ class ArenaSaver:
     """Snapshots into the mover's arena, announced in order behind the events of their steps."""
 
     def __init__(
-        self, capturer: Capturer, reporter: Reporter, rank: int, config: RunConfig,
-        check: Callable[[], None] = lambda: None,
+        self, capturer: Capturer | ReconnectingCapturer, reporter: Reporter, rank: int,
+        config: RunConfig, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """`check` raises when what waits is to stop."""
         self._check = check

@@ -150,11 +150,12 @@ class Template:
 
 
 def _reset_signals() -> None:
-    """A worker leaves when its agent says so: Ctrl-C in the terminal is the agent's."""
+    """A worker leaves when its agent says so: the signals of a terminal, or of a scheduler that
+    warns every process of a job, are the agent's."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in lifeline.OF_THE_AGENT:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _settle(boot: WorkerBoot) -> None:
@@ -188,6 +189,8 @@ def main() -> None:
     entry = load_entry(arguments.entry)
     gc.collect()
     gc.freeze()  # the collector of a child must not touch, and so copy, what it inherited
+    for number in lifeline.OF_THE_AGENT:  # from here on it ends when its control socket does
+        signal.signal(number, signal.SIG_IGN)
     Template(socket.socket(fileno=arguments.control), arguments.lifeline, entry).run()
 
 
