@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.choosing import newest_start
+from holdfast.checkpoint.choosing import newest_start, note_start
 from holdfast.checkpoint.copying import copy_checkpoint
 from holdfast.checkpoint.mover_client import MoverClient, Newest
 from holdfast.checkpoint.restore import listing
+from holdfast.errors import FencedError
 from holdfast.events import CheckpointCommitted
 from holdfast.spec.manifest import commit_key
 from holdfast.wire.term import open_generation
@@ -61,6 +62,20 @@ def test_a_commit_that_came_after_a_newer_generation_had_begun_earlier_is_passed
     _, newest = _open(mover, 3)
     assert (newest.step, newest.generation) == (7, 2)
     assert newest.rejected == ((late, "a later generation began again from an older step"),)
+
+
+def test_a_generation_that_begins_late_notes_nothing(start: Start) -> None:
+    """An older one that was cut off must not give up what a newer one has begun from."""
+    mover = start()
+    workers, _ = _begin(mover, 1)
+    workers.commit(5)
+    open_generation(mover.store, 2, {})
+    _, newest = _begin(mover, 3)
+    assert newest.step == 5
+    with pytest.raises(FencedError, match="generation 3"):
+        note_start(mover.store, 2, 0)
+    _, newest = _open(mover, 4)
+    assert newest.step == 5
 
 
 def test_a_step_that_was_begun_from_is_not_passed_over(start: Start) -> None:

@@ -25,7 +25,14 @@ from dataclasses import dataclass
 from holdfast.checkpoint import restore
 from holdfast.checkpoint.second import Second, opened
 from holdfast.checkpoint.sources import MemorySource
-from holdfast.errors import CheckpointError, CorruptError, HoldfastError, RunFolderError, StoreError
+from holdfast.errors import (
+    CheckpointError,
+    CorruptError,
+    FencedError,
+    HoldfastError,
+    RunFolderError,
+    StoreError,
+)
 from holdfast.events import CheckpointCommitted
 from holdfast.layout import Topology
 from holdfast.spec.manifest import COMMITS, Commit, Part, commit_key, merge, parse_commit_key
@@ -34,7 +41,7 @@ from holdfast.spec.state import StateTable
 from holdfast.wire.journal import PREFIX as JOURNAL
 from holdfast.wire.journal import parse
 from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
-from holdfast.wire.term import newest_number
+from holdfast.wire.term import newest_generation, newest_number
 
 STARTS = "starts/"
 
@@ -56,7 +63,11 @@ class Choice:
 
 
 def note_start(store: RunStore, generation: int, step: int) -> None:
-    """Write down from which step a generation begins; said once."""
+    """Write down from which step a generation begins; said once. Raises FencedError where a newer
+    one has been opened: a note that comes late would give up what that one began from."""
+    newest = newest_generation(store)
+    if newest > generation:
+        raise FencedError(f"generation {newest} has been opened: {generation} begins too late")
     with suppress(AlreadyExistsError):
         store.create(_start_key(generation), json.dumps({"step": step}).encode() + b"\n")
 

@@ -64,8 +64,13 @@ class Survivors:
         for old in sorted(self._topologies)[:-_REMEMBERED]:
             del self._topologies[old]
 
-    def plan(self, new: Topology, held: Mapping[int, Held]) -> Aftermath:
-        """held: by process, of everybody who is left."""
+    def plan(
+        self, new: Topology, held: Mapping[int, Held], where: Mapping[int, str] | None = None,
+        durable: int = 0,
+    ) -> Aftermath:  # fmt: skip
+        """held: by process, of everybody who is left; where: the node of each, where there are
+        several. durable: the newest step that has a checkpoint: who lies behind it was cut off
+        while others went on, and their state is the run's."""
         why = "nobody is left who holds a state"
         stood = {one.state[0] for one in held.values() if one.state is not None}
         for generation in sorted(stood & self._topologies.keys(), reverse=True):
@@ -74,21 +79,29 @@ class Survivors:
                          if h.state is not None and h.state[0] == generation}  # fmt: skip
             holding = {rank: held[pid] for rank, pid in processes.items()}
             found = standpoint(before, self._table, holding)
+            if isinstance(found, Standpoint) and found.step < durable:
+                why = f"there is a checkpoint of step {durable}, and they hold step {found.step}"
+                break
             if isinstance(found, Standpoint):
-                living = _all_of(before, processes, held)
+                living = _all_of(before, processes, held, where)
                 return Aftermath(seats(before, new, living, found.ranks), found, "", before)
             why = found
-        return Aftermath(seats(new, new, _all_of(new, {}, held), ()), None, why, None)
+        return Aftermath(seats(new, new, _all_of(new, {}, held, where), ()), None, why, None)
 
 
 def _all_of(
-    topology: Topology, processes: Mapping[int, int], held: Mapping[int, Held]
-) -> dict[int, int]:
-    """`processes` by rank, and at ranks that are free those of the others: where they stood, if
-    that is one of them."""
+    topology: Topology, processes: Mapping[int, int], held: Mapping[int, Held],
+    where: Mapping[int, str] | None,
+) -> dict[int, int]:  # fmt: skip
+    """`processes` by rank, and at ranks of their node that are free those of the others: where they
+    stood, if that is one of them."""
     out = dict(processes)
     for pid, one in held.items():
-        free = [rank for rank in range(topology.world_size) if rank not in out]
+        free = [
+            rank
+            for rank in range(topology.world_size)
+            if rank not in out and (where is None or topology.nodes[rank] == where[pid])
+        ]
         if pid not in processes.values() and free:
             out[one.rank if one.rank in free else free[0]] = pid
     return out

@@ -8,6 +8,7 @@ begins from. When there is to be one, and of which nodes, is `policy.membership`
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,8 @@ from holdfast.policy.survivors import Held
 @dataclass(frozen=True)
 class Leading:
     """What a leader uses. meet: where the workers of a generation find each other. opened: told the
-    number of each generation whose object was made, before anybody is told of it."""
+    number of each generation whose object was made, before anybody is told of it. durable: the
+    newest step that has a checkpoint in the run store."""
 
     config: RunConfig
     planner: Planner
@@ -38,6 +40,7 @@ class Leading:
     meet: str
     emit: Callable[[Event], object]
     opened: Callable[[int], None]
+    durable: Callable[[], int] = lambda: 0
 
 
 class Lead:
@@ -91,7 +94,9 @@ class Lead:
         lost = self._lost(held)
         present = self._present(lost)
         planned = self._it.planner(self._it.config, self._places(nodes), generation, present)
-        after = self._survivors.plan(planned.topology, held)
+        where = {key: node for key, (node, _) in keys.items()}
+        durable = await asyncio.to_thread(self._it.durable)
+        after = self._survivors.plan(planned.topology, held, where, durable)
         self._plans = {generation: (planned.topology, after)}
         seats = [None if key is None else keys[key][1] for key in after.seats.processes]
         came_from = None if after.came_from is None else list(after.came_from)

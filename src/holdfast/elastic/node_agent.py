@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast.checkpoint.restore import listing, step_of
 from holdfast.config.run import RunConfig
 from holdfast.elastic import exits, health
 from holdfast.elastic.board import Board, Observer, Say
@@ -201,7 +202,7 @@ class NodeAgent:
         await self._host.prepare(0)  # the mover that chooses what is begun from
         lead = self._lead = Lead(
             Leading(it.config, self._planner, self._mover, address_of(self._control),
-                    lambda event: self._board.emit("agent", event), self._made)
+                    lambda event: self._board.emit("agent", event), self._made, self._durable)
         )  # fmt: skip
         newest = await asyncio.to_thread(newest_generation, it.store)
         if newest:
@@ -220,6 +221,10 @@ class NodeAgent:
             term, it.store, rules, self._plan, lead.begin, changed=self._changed,
             complain=self._say,
         )  # fmt: skip
+
+    def _durable(self) -> int:
+        keys = listing(self._it.store)
+        return step_of(keys[0]) if keys else 0
 
     async def _plan(
         self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]

@@ -1,0 +1,54 @@
+"""How the next generation begins, of what is left of the last one: on several nodes."""
+
+from __future__ import annotations
+
+from holdfast.config.run import RunConfig
+from holdfast.elastic.aftermath import Survivors
+from holdfast.layout import Layout, Topology, place
+from holdfast.policy.survivors import Held
+
+CONFIG = RunConfig.model_validate({
+    "data": {"folder": "unused"},
+    "model": {"preset": None, "layers": 2, "dim": 8, "heads": 2, "kv_heads": 2, "ffn_dim": 8,
+              "vocab_size": 32},
+})  # fmt: skip
+
+
+def _survivors(before: Topology) -> Survivors:
+    survivors = Survivors(CONFIG)
+    survivors.opened(before)
+    return survivors
+
+
+def _held(rank: int, step: int, *, torn: bool = False) -> Held:
+    return Held(1, rank, step, torn=torn, state=None if torn else (1, rank))
+
+
+def test_those_who_restore_sit_on_the_node_that_they_are_on() -> None:
+    before = place(Layout(dp_shard=3), 1, ("a", "b", "c"))
+    after = place(Layout(dp_replicate=2), 2, ("b", "c"))
+    held = {7: _held(2, 5, torn=True), 8: _held(1, 5, torn=True)}
+    found = _survivors(before).plan(after, held, {7: "c", 8: "b"})
+    assert found.live is None
+    assert found.seats.processes == (8, 7)
+
+
+def test_a_process_whose_node_has_no_place_for_it_gets_none() -> None:
+    before = place(Layout(dp_replicate=2), 1, ("a", "b"))
+    after = place(Layout(), 2, ("b",))
+    held = {1: _held(0, 5, torn=True), 2: _held(1, 5, torn=True)}
+    found = _survivors(before).plan(after, held, {1: "a", 2: "b"})
+    assert found.seats.processes == (2,)
+
+
+def test_who_was_cut_off_while_others_went_on_takes_their_state() -> None:
+    before = place(Layout(dp_replicate=2), 1, ("a", "b"))
+    after = place(Layout(), 3, ("b",))
+    held, where = {4: _held(1, 20)}, {4: "b"}
+    ahead = _survivors(before).plan(after, held, where, durable=40)
+    assert ahead.live is None
+    assert "step 40" in ahead.why
+    assert ahead.seats.processes == (4,)
+    level = _survivors(before).plan(after, held, where, durable=20)
+    assert level.live is not None
+    assert level.live.step == 20
