@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
@@ -34,11 +34,11 @@ class Nodes:
         self.agents: dict[str, subprocess.Popen[str]] = {}
         self.said = ""
 
-    def start(self, *names: str) -> None:
+    def start(self, *names: str, settings: Sequence[str] = ()) -> None:
         for name in names:
             self.agents[name] = start(
                 "train", self.run_file, f"folder={self.folder}", f"cluster.node={name}", *QUICK,
-                *self.settings,
+                *self.settings, *settings,
             )  # fmt: skip
 
     def join(self, *names: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.events import GenerationStarted, StepDone
+from holdfast.events import GenerationStarted, NoticeReceived, StepDone
 from tests.cli.support import apart, write_run_file
 from tests.nodes import Nodes, nodes_of
 
@@ -88,16 +88,24 @@ def test_the_leading_node_is_killed(
         _same_run(nodes, undisturbed)
 
 
+@pytest.mark.parametrize("how", ["SIGTERM", "notice"])
 def test_a_node_that_is_told_to_go_leaves_and_the_others_go_on(
-    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, how: str
 ) -> None:
-    with nodes_of(run_file, tmp_path / "run", *SETTINGS, "cluster.min_nodes=2") as nodes:
-        nodes.start("a", "b", "c")
+    """By the signal to the one that leads, or by its cloud to one that follows."""
+    notice = ("cluster.notices=file", "cluster.notices_every_seconds=0.1")
+    with nodes_of(run_file, tmp_path / "run", *SETTINGS, "cluster.min_nodes=2", *notice) as nodes:
+        for name in "abc":
+            nodes.start(name, settings=[f"cluster.notices_at={tmp_path / name}"])
         nodes.wait_step(20, nodes={"a", "b", "c"})
-        goes = nodes.leader  # even if it leads
-        nodes.signal(goes, signal.SIGTERM)
+        goes = nodes.leader if how == "SIGTERM" else min({"a", "b", "c"} - {nodes.leader})
+        if how == "SIGTERM":
+            nodes.signal(goes, signal.SIGTERM)
+        else:
+            (tmp_path / goes).write_text("60")
         assert set(nodes.end().values()) == {0}, nodes.story()
         assert nodes.nodes(nodes.newest) == {"a", "b", "c"} - {goes}
+        assert [e.nodes for e in nodes.events(NoticeReceived)] == [[goes]] * (how == "notice")
         _same_run(nodes, undisturbed)
         done = [step.step for step in nodes.events(StepDone)]
         assert len(done) == len(set(done)), "a step was done twice"

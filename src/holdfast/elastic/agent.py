@@ -38,7 +38,7 @@ from holdfast.elastic.host import Host, Start
 from holdfast.elastic.last_upload import LastUpload
 from holdfast.elastic.mover_link import MoverLink
 from holdfast.elastic.notice_watch import NoticeWatch
-from holdfast.elastic.notices import NOTICE, Notice, Notices
+from holdfast.elastic.notices import NOTICE, Notice, Notices, Pending
 from holdfast.elastic.opening import boots, mover_settings, plan_topology, standbys
 from holdfast.elastic.rendezvous import Rendezvous
 from holdfast.elastic.standing import Standing
@@ -114,6 +114,7 @@ class Agent:
         self._behind: asyncio.Task[None] | None = None
         learn = [self._seen.observe, self._notices.observe, lambda r: self._told.observe(r.event)]
         self._notice_source = source_of(config.cluster)
+        self._pending = Pending()
         self._board = Board(store, [*learn, *observers], say)
         self._stand_in = StandIn(self._told, self._board, say, config.cluster.heartbeat_seconds)
         self._standing = Standing(self._board, say, resume)
@@ -170,7 +171,9 @@ class Agent:
         run = asyncio.create_task(self._run())
         self._catch_signals(run)
         every = cluster.notices_every_seconds
-        warnings = NoticeWatch(self._notice_source, every, self._warned, self._say)
+        self._watch = warnings = NoticeWatch(
+            self._notice_source, every, self._warned, self._say, self._write_down
+        )
         try:
             # A watch or a listener ends only by a bug of ours, which must not go unseen.
             await asyncio.wait({run, *served, *watches}, return_when=asyncio.FIRST_COMPLETED)
@@ -186,6 +189,8 @@ class Agent:
             if self._leave_now:
                 os.close(lifeline_end)  # ends every child
             run.cancel()
+            if self._stop is not None and not self._leave_now:
+                await warnings.acknowledge()
             warnings.close()
             for task in watches:
                 task.cancel()
@@ -401,6 +406,8 @@ class Agent:
             topology, step, self._config.cluster, self._board, self._say, self._ready,
             self._voices, again=self._told.again,
         )  # fmt: skip
+        for notice in self._pending.take(self._loop.time()):
+            self._notices.heard(notice, topology, step)
         if step >= self._config.train.steps and plan.live is None:  # else they have to save it
             current.decide(await self._nothing_to_do(topology.generation, newest))
             return current
@@ -496,7 +503,8 @@ class Agent:
         """Some nodes are about to go. Raises ValueError for what cannot be."""
         notice = Notice.from_json(body)
         if self._current is None:
-            raise ValueError("no generation is at work: nothing can be saved now")
+            self._pending.hold(notice, self._loop.time())
+            return {"tiers": [], "reason": "kept for the generation that begins next"}
         plan = self._notices.heard(notice, self._current.topology, self._step)
         if notice.leave:
             self._leave(notice.source)
@@ -537,11 +545,17 @@ class Agent:
         will not come back."""
         if self._stop is not None:
             return
+        notice = Notice(warned.seconds, leave=warned.leave, source=warned.source)
         if self._current is not None:
-            notice = Notice(warned.seconds, leave=warned.leave, source=warned.source)
             self._notices.heard(notice, self._current.topology, self._step)
+        else:
+            self._pending.hold(notice, self._loop.time())
         if warned.leave:
             self._leave(warned.source)
+
+    def _write_down(self, event: Event) -> None:
+        if self._number:
+            self._board.emit("agent", event)
 
     def _signalled(self, name: str, run: asyncio.Task[int]) -> None:
         if self._last_upload.missing and not self._leave_now:  # nothing else is waited for
@@ -550,6 +564,8 @@ class Agent:
             run.cancel()
         elif self._stop is None:
             grace = self._config.cluster.grace_seconds
+            if name == "SIGTERM" and self._watch.signalled(signal.SIGTERM):
+                return  # its source says how much is left
             if name == "SIGTERM" and grace:
                 self._warned(Warned(grace, True, name, name))
             else:

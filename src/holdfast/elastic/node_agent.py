@@ -26,11 +26,13 @@ from holdfast.config.run import RunConfig
 from holdfast.elastic import exits, health
 from holdfast.elastic.board import Board, Observer, Say
 from holdfast.elastic.boot import DEFAULT_ENTRY
+from holdfast.elastic.clouds import Warned, source_of
 from holdfast.elastic.coordinator import Coordinator, Known
 from holdfast.elastic.following import Follower
 from holdfast.elastic.host import Host
 from holdfast.elastic.leading import Lead, Leading
 from holdfast.elastic.mover_link import MoverLink
+from holdfast.elastic.notice_watch import NoticeWatch
 from holdfast.elastic.opening import mover_settings
 from holdfast.elastic.reigning import reign_over
 from holdfast.elastic.rendezvous import Rendezvous
@@ -39,7 +41,14 @@ from holdfast.elastic.station import Station, Surroundings
 from holdfast.elastic.verdict import Failed, Finished, Left, Verdict
 from holdfast.elastic.watching import counting_refusals, watch_progress
 from holdfast.errors import FencedError, HoldfastError, UserError
-from holdfast.events import Event, RunFailed, RunFinished, RunStarted, RunStopped
+from holdfast.events import (
+    Event,
+    NoticeReceived,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+    RunStopped,
+)
 from holdfast.plan.interface import Planner
 from holdfast.policy.hazard import Hazard
 from holdfast.policy.membership import Phase, Reign, Rules
@@ -87,6 +96,7 @@ class NodeAgent:
         self._render_metrics, self._say = render_metrics, say
         self._seen = Seen(Hazard.prior(joining.config.checkpoint.node_mtbf_hours * 3600))
         self._board = Board(joining.store, [self._seen.observe, *observers], say, joining.node)
+        self._source = source_of(joining.config.cluster)
         self._opened = 0  # the newest generation that is known here
         self._session = False  # whether this session's beginning is in the journal
         self._stop: str | None = None
@@ -166,6 +176,8 @@ class NodeAgent:
             asyncio.create_task(self._watch_term()),
         ]
         following = asyncio.create_task(self._follower.run())
+        every = self._it.config.cluster.notices_every_seconds
+        self._watch = NoticeWatch(self._source, every, self._warned, self._say, self._write_down)
         self._catch_signals()
         try:
             await asyncio.wait({following, *served, *watches}, return_when=asyncio.FIRST_COMPLETED)
@@ -176,6 +188,9 @@ class NodeAgent:
             return self._code(await following)
         finally:
             following.cancel()
+            if self._stop is not None:
+                await self._watch.acknowledge()
+            self._watch.close()
             for task in watches:
                 task.cancel()
             for listener in listeners:
@@ -381,9 +396,29 @@ class NodeAgent:
     def _catch_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             with suppress(ValueError, RuntimeError):
-                self._loop.add_signal_handler(number, self._leave, number.name)
+                self._loop.add_signal_handler(number, self._signalled, number)
 
-    def _leave(self, why: str) -> None:
+    def _signalled(self, number: signal.Signals) -> None:
+        if number is signal.SIGTERM and self._stop is None and self._watch.signalled(number):
+            return  # its source says how much is left
+        self._leave(number.name)
+
+    def _warned(self, warned: Warned) -> None:
+        """The cloud says when this machine is gone."""
+        if not self._stop:
+            self._write_down(
+                NoticeReceived(warned.seconds, [self._it.node], warned.leave, warned.source,
+                               step=self._step)
+            )  # fmt: skip
+            if warned.leave:
+                self._leave(warned.source, warned.seconds)
+
+    def _write_down(self, event: Event) -> None:
+        if self._opened:
+            self._board.emit("agent", event)
+
+    def _leave(self, why: str, seconds: float = 0.0) -> None:
+        """Leave the run, which goes on without this node, within `seconds`."""
         if self._stop is not None:
             if why == "SIGINT":
                 self._follower.leave()
@@ -393,7 +428,8 @@ class NodeAgent:
             self._say(f"{why}: saving and leaving at the next step (Ctrl-C again: at once)")
             return
         self._say(f"{why}: the others go on without {self._it.node}")
-        self._follower.leaving = self._it.config.cluster.grace_seconds or LEAVE_SECONDS
+        grace = seconds or self._it.config.cluster.grace_seconds or LEAVE_SECONDS
+        self._follower.leaving = grace
         self._station.changed.set()
 
 
