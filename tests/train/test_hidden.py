@@ -109,7 +109,7 @@ class Cloning(ArenaSaver):
         if self.hold is not None:
             self.hold.set()
         if self._open is not None:
-            self._check(*self._open)
+            self._compare(*self._open)
             self._open = None
         return seconds
 
@@ -117,7 +117,7 @@ class Cloning(ArenaSaver):
         self.fence()
         super().close()
 
-    def _check(self, step: int, clones: dict[str, torch.Tensor]) -> None:
+    def _compare(self, step: int, clones: dict[str, torch.Tensor]) -> None:
         headers = [self._arena.header(slot) for slot in range(self._arena.slots)]
         slot = next(n for n, header in enumerate(headers) if header and header.step == step)
         start = self._arena.data_offset(slot) + len(self._made._head)
