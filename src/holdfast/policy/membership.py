@@ -286,9 +286,11 @@ def _heard(reign: Reign, report: Report, now: float) -> Reign:
         return reign.put(replace(node, heard=now))
     reign = reign.put(replace(node, heard=now, at=at, stage=stage, expected=False))
     current = at == reign.generation and report.name in reign.members
-    if current and stage in (Stage.BROKEN, Stage.HELD):
-        return halt(reign, "worker_lost" if stage is Stage.BROKEN else "halted", now)
-    return reign
+    if current and stage is Stage.BROKEN:
+        return halt(reign, "worker_lost", now)
+    if current and stage is Stage.HELD and reign.phase is not Phase.HALTING:
+        return halt(reign, "halted", now)  # somebody else has told it to
+    return reign  # one that has ended its step and holds hurries nobody who has not
 
 
 def gone(reign: Reign, name: str, cause: str, now: float, rules: Rules) -> Reign:
