@@ -32,10 +32,11 @@ def _run(scene: Callable[[FolderStore], Awaitable[None]], folder: Path) -> None:
         try:
             await scene(FolderStore(folder))
         finally:
-            others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+            others = {t for t in asyncio.all_tasks() if t is not asyncio.current_task()}
             for task in others:
                 task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            _, left = await asyncio.wait(others, timeout=30)
+            assert not left, f"these do not end: {left}"
 
     asyncio.run(whole())
 

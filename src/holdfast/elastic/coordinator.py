@@ -239,8 +239,7 @@ class Coordinator:
             if not self._news.is_set():
                 due = membership.deadline(self.reign, self._rules, self._now)
                 wait = None if due == inf else max(0.01, due - self._now + 0.001)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), wait)
+                await within(self._news, wait)
         return self.reign
 
     async def all_told(self, but: str) -> None:
@@ -258,13 +257,20 @@ class Coordinator:
             self.fence()
         except HoldfastError as error:
             self._complain(f"generation {generation} cannot be made yet: {error}")
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), RETRY_SECONDS)
+            await within(self._news, RETRY_SECONDS)
         else:
             self._begin = begin
             for one in self.known.values():
                 one.held = {}  # of the generation before
             self._set(membership.opened(self.reign, generation, names, self._now, self._rules))
+
+
+async def within(event: asyncio.Event, seconds: float | None) -> None:
+    """Until it is set, or the time is over; None: however long it takes. (`asyncio.wait_for` of
+    Python 3.11 may take a cancellation for the event, and never end.)"""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 def _wake(future: asyncio.Future[None]) -> None:

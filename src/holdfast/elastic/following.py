@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
 
-from holdfast.elastic.coordinator import BEAT, JOIN, JOIN_FIRST, REPLACED, Coordinator
+from holdfast.elastic.coordinator import BEAT, JOIN, JOIN_FIRST, REPLACED, Coordinator, within
 from holdfast.errors import HoldfastError
 from holdfast.policy import succession
 from holdfast.policy.membership import Order, Phase, Stage
@@ -381,5 +381,4 @@ class Follower:
             self._complain(sentence)
 
     async def _pause(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._work.changed.wait(), seconds)
+        await within(self._work.changed, seconds)
