@@ -169,11 +169,12 @@ def _stays(replica: Replica, before: Topology, came_from: CameFrom, said: Sequen
     if origins[0] is None:
         return False
     old = before.replica_of(origins[0])
-    holdings = {said[rank].holding for rank in replica.ranks}
+    # How far each came in the step is another matter: its ranks sum different parts of it.
+    applied = {said[rank].holding.applied for rank in replica.ranks}
     return (
         old.ranks == origins
         and old.kind == replica.kind
-        and len(holdings) == 1
+        and len(applied) == 1
         and all(said[rank].intact for rank in replica.ranks)
     )
 
