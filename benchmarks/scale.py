@@ -1,6 +1,6 @@
 """One coordinator and many agents: what it costs, and how long a generation takes to be decided.
 
-    python -m benchmarks.scale [--agents 64 512 4096] [--seconds 30] [--plot FILE]
+    python -m benchmarks.scale [--agents 64 512 4096] [--seconds 30]
 
 The coordinator is a process of its own; the agents are the agents' own client code over real HTTP
 on loopback, many to a process, each with a node whose workers are a switch. Heartbeats come every
@@ -62,12 +62,11 @@ class Client:
 
 
 async def agents(folder: Path, first: int, count: int, beat: float) -> None:
-    """SIGUSR1: the first of them breaks; SIGUSR2: the last of them falls silent."""
+    """SIGUSR1: a worker of the first of them breaks."""
     loop, store = asyncio.get_running_loop(), FolderStore(folder)
     clients = [Client(f"n{first + i:05d}", store, beat) for i in range(count)]
     tasks = []
     loop.add_signal_handler(signal.SIGUSR1, lambda: clients[0].work.breaks())
-    loop.add_signal_handler(signal.SIGUSR2, lambda: tasks[-1].cancel())
     for client in clients:
         tasks.append(asyncio.create_task(client.follower.run()))
         if len(tasks) % 50 == 0:
@@ -191,7 +190,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--agents", type=int, nargs="+", default=[64, 512, 4096])
     parser.add_argument("--seconds", type=float, default=30.0)
-    parser.add_argument("--plot", type=Path)
     parser.add_argument("--role", nargs="+", default=[])
     arguments, rest = parser.parse_known_args()
     role = [*arguments.role, *rest]

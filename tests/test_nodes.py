@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.checkpoint.restore import listing, step_of
 from holdfast.events import GenerationStarted, NoticeReceived, StepDone
+from holdfast.wire.runstore import FolderStore
 from tests.cli.support import apart, write_run_file
 from tests.nodes import Nodes, nodes_of
 
@@ -89,6 +91,27 @@ def test_the_leading_node_is_killed(
         assert nodes.leader != first
         assert nodes.nodes(nodes.newest) == {"a", "b", "c"} - {first}
         _same_run(nodes, undisturbed, untold=4)
+
+
+def test_all_nodes_are_lost_and_the_newest_checkpoint_is_rotten(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with nodes_of(run_file, folder, *SETTINGS, "cluster.min_nodes=2", "layout.workers=2") as nodes:
+        nodes.start("a", "b")
+        nodes.wait_step(50)
+        nodes.kill("a")
+        nodes.kill("b")
+        newest, older, *_ = listing(FolderStore(folder))
+        for blob in (folder / "data").rglob(f"{step_of(newest):010d}-*"):
+            torn = bytearray(blob.read_bytes())
+            torn[-100] ^= 1
+            blob.write_bytes(torn)
+        nodes.start("a", "b")
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        begun = [event.restored_from for event in nodes.events(GenerationStarted)]
+        assert begun[-2:] == [newest, older]
+        _same_run(nodes, undisturbed)
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "notice"])

@@ -10,7 +10,9 @@ import typer
 
 from holdfast.cli.call import app as make_app
 from holdfast.cli.call import crash_log_in
+from holdfast.cli.output import say
 from holdfast.cli.runs import RESOLVED, read_resolved
+from holdfast.cli.train import finished
 from holdfast.cli.views import Views
 from holdfast.config.load import Loaded, resolve
 from holdfast.errors import RunFolderError
@@ -59,6 +61,9 @@ def join(
     if dataset := stored.get("dataset", {}).get("folder"):
         given.append(f"data.folder={dataset}")
     loaded: Loaded = resolve(yaml.safe_dump(stored["config"]), str(folder / RESOLVED), given)
+    if (last := finished(folder, loaded.config.train.steps)) is not None:
+        say(f"this run is finished: all {last} steps are done; see: holdfast report {folder}")
+        return 0
     version = Dataset.open(loaded.config.data.folder).version
     with (
         crash_log_in(folder),

@@ -35,7 +35,6 @@ from holdfast.policy.membership import (
     Stage,
     directive,
 )
-from holdfast.wire.server import Handler
 
 JOIN, BEAT = "/join", "/beat"
 JOIN_FIRST, REPLACED = "join", "replaced"
@@ -94,11 +93,6 @@ class Coordinator:
         self._news = asyncio.Event()
         self._dismissed: set[str] = set()  # who has been told that the run is over
 
-    @property
-    def handlers(self) -> dict[str, Handler]:
-        """All are asked from outside any generation."""
-        return {JOIN: self.join, BEAT: self.beat}
-
     # --- what is decided elsewhere --------------------------------------------------------------
     def halt(self, reason: str, *, gentle: bool = False) -> None:
         self._set(membership.halt(self.reign, reason, self._now, gentle=gentle))
@@ -107,12 +101,6 @@ class Coordinator:
         """A node will be gone."""
         now = self._now
         self._set(membership.warned(self.reign, name, now + seconds, now, self._rules))
-
-    def gone(self, name: str, cause: str) -> None:
-        self._set(membership.gone(self.reign, name, cause, self._now, self._rules))
-
-    def ban(self, name: str, reason: str) -> None:
-        self._set(membership.ban(self.reign, name, reason, self._now, self._rules))
 
     def done(self, verdict: str = "") -> None:
         self._set(membership.done(self.reign, verdict, self._now))

@@ -102,6 +102,7 @@ class Follower:
         self._older: set[asyncio.Task[None]] = set()
         self._reigning: asyncio.Task[Any] | None = None
         self._said = ""
+        self._verdict = ""
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -133,8 +134,6 @@ class Follower:
             for pair in self._talkers.values():
                 for talker in pair:
                     talker.close()
-
-    _verdict = ""
 
     def leave(self) -> None:
         """Follow nobody any more."""

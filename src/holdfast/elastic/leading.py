@@ -52,6 +52,7 @@ class Lead:
         self._before: Topology | None = None  # of the generation that is over
         self._plans: dict[int, tuple[Topology, Aftermath]] = {}
         self._peers: dict[str, Peer] = {}
+        self._key: str | None = None  # of the checkpoint that the last generation began from
         self.reached = 0
         """The newest step that a generation has begun from."""
         self.tried: dict[str, str] = {}
@@ -77,6 +78,15 @@ class Lead:
         """Whether more nodes would not be used."""
         wanted = self._it.config.layout.workers
         return bool(wanted) and sum(node.places for node in nodes) >= wanted
+
+    def rotten(self, known: Mapping[str, Known]) -> str | None:
+        """Whether what the last generation began from proved rotten: it is passed over from now on,
+        and this says so."""
+        said = next((one.held["rotten"] for one in known.values() if one.held.get("rotten")), None)
+        if said is None or self._key is None:
+            return None
+        self.tried[self._key] = str(said)
+        return f"{self._key} is not whole ({said})"
 
     # --- one generation -------------------------------------------------------------------------
     async def plan(
@@ -113,11 +123,12 @@ class Lead:
         machines = [peer for name, peer in self._peers.items() if name in here]
         sources = [peer for name, peer in self._peers.items() if name not in here]
         newest: Newest | None = None
+        self._key = None
         if after.live is not None:
             step = after.live.step
         else:
             newest = await self._it.mover.choose(generation, self.tried, [*machines, *sources])
-            step = newest.step
+            step, self._key = newest.step, newest.key
         rung = _rung(self._before, topology, after, newest)
         self.reached = max(self.reached, step)
         self._tell(topology, value, newest, step, rung)

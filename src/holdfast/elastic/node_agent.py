@@ -38,7 +38,7 @@ from holdfast.elastic.reigning import reign_over
 from holdfast.elastic.rendezvous import Rendezvous
 from holdfast.elastic.standing_in import Told
 from holdfast.elastic.station import Station, Surroundings
-from holdfast.elastic.verdict import Failed, Finished, Left, Verdict
+from holdfast.elastic.verdict import Failed, Verdict
 from holdfast.elastic.watching import counting_refusals, watch_progress
 from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.events import (
@@ -250,8 +250,11 @@ class NodeAgent:
                 if self._follower.coordinator is not None:
                     self._follower.coordinator.done(str(sentence))
                 raise FencedError("the run has failed")
+        rotten = self._lead.rotten(known)
         value = await self._lead.plan(reign, generation, names, known)
-        if reign.reason in ("worker_lost", "halted") and (sentence := self._hopeless(known)):
+        if rotten is not None:
+            self._say(f"{rotten}; the next older one is tried")  # each goes once: this ends
+        elif reign.reason in ("worker_lost", "halted") and (sentence := self._hopeless(known)):
             if self._follower.coordinator is not None:
                 self._follower.coordinator.done(sentence)
             raise FencedError("the run has failed")
@@ -286,13 +289,21 @@ class NodeAgent:
         self._told.settled()
 
     def _write_end(self, verdict: str) -> None:
-        match self._outcome:
-            case _ if verdict:
-                self._board.emit("agent", RunFailed(verdict, step=self._step))
-            case Finished(step):
-                self._board.emit("agent", RunFinished(step=step))
-            case Left(step):
-                self._board.emit("agent", RunStopped(self._stop or "the workers left", step=step))
+        """How the run ended, by what the nodes said of it: this one may have had no part in it."""
+        coordinator = self._follower.coordinator
+        known = () if coordinator is None else coordinator.known.values()
+        ends = [one.held for one in known if "kind" in one.held]
+        unsaved = next((end["unsaved"] for end in ends if end["unsaved"] is not None), None)
+        if verdict or not ends:
+            self._board.emit("agent", RunFailed(verdict or "no node said how it ended",
+                                                step=self._step))  # fmt: skip
+            return
+        step = int(ends[0]["step"])
+        if ends[0]["kind"] == "finished" and unsaved is None:
+            self._board.emit("agent", RunFinished(step=step))
+            return
+        self._board.emit("agent", RunStopped(
+            unsaved or self._stop or "the workers left", step=step))  # fmt: skip
 
     def _made(self, generation: int) -> None:
         """The object of a generation was made by this agent."""
@@ -380,7 +391,7 @@ class NodeAgent:
 
     @property
     def _alone(self) -> bool:
-        """Whether no other node takes part: then leaving ends the run, for now."""
+        """Whether no other node takes part: then leaving stops the run."""
         return len(self._follower.agents) <= 1
 
     def _health(self) -> dict[str, Any]:

@@ -186,8 +186,8 @@ class Station:
                 self._become(Stage.DONE, kind=kind, step=step, unsaved=unsaved)
             case Failed(sentence, code):
                 self._become(Stage.BROKEN, failed=sentence, code=code)
-            case Lost(reason, cause):
-                self._become(Stage.BROKEN, reason=reason, cause=cause)
+            case Lost(reason, cause, rotten):
+                self._become(Stage.BROKEN, reason=reason, cause=cause, rotten=rotten)
 
     def held_one(self, rank: int, held: Held) -> None:
         """A worker has stopped and waits. When all have for a pause, this node holds."""
