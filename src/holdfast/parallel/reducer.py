@@ -169,6 +169,8 @@ class Reducer:
             for index in range(len(self.layout.buckets)):
                 for ordinal in range(self._kept if computed else 0):
                     self._round.piece_ready(index, ordinal)
+            if self._error is not None:  # another thread failed it before it could be stopped
+                self._round.stop()
         except RuntimeError as error:
             self.fail(error)
             if not self.patient:
@@ -254,13 +256,15 @@ class Reducer:
 
     def fail(self, error: Exception) -> None:
         """Store the first error of the step; wake everybody who waits, here and at the peers."""
-        if self._error is None:
+        first = self._error is None
+        if first:
             self._error = error
             self.peers.abort()
-            if self._round is not None:
-                self._round.stop()
-            if self._failed is not None:
-                self._failed(error)
+        # Not only the first time: that may have been while the round was being made.
+        if self._round is not None:
+            self._round.stop()
+        if first and self._failed is not None:
+            self._failed(error)
 
     def check(self) -> None:
         """Raise the stored error, as PeerLostError where a connection broke."""

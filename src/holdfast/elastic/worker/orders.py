@@ -185,16 +185,16 @@ class Orders:
             self._changed.notify_all()
         if told is None:
             return
-        self._wake(bool(told.get("inside", True)))
-        again = threading.Timer(_AGAIN_SECONDS, self._wake, (True,))
+        self._wake(over, bool(told.get("inside", True)))
+        again = threading.Timer(_AGAIN_SECONDS, self._wake, (over, True))
         again.daemon = True
         again.start()
 
-    def _wake(self, inside: bool) -> None:
-        """Does nothing when the training thread has left what was halted."""
+    def _wake(self, over: float, inside: bool) -> None:
+        """Wake who is in a generation up to `over`; it may have left it long ago."""
         with self._waking:
             interrupt = self._interrupt
-            if interrupt is None or not self.halted(self._generation):
+            if interrupt is None or self._generation > over:
                 return
             try:
                 interrupt(inside)
