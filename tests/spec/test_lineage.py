@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.events import GenerationStarted, Record, StepDone, StopRequested
-from holdfast.spec.lineage import split
+from holdfast.spec.lineage import Once, split
 
 
 def record(generation: int, event: object, sequence: int = 0) -> Record:
@@ -60,3 +60,26 @@ def test_every_step_counts_once_however_often_it_was_done(
     done = [r.event.step for r in effective if isinstance(r.event, StepDone)]
     assert sorted(done) == list(range(1, reached + 1))
     assert len(effective) + len(superseded) == len(records)
+
+
+def test_what_is_told_once_more_counts_once() -> None:
+    records = [step(1, n) for n in range(1, 6)]
+    records += [start(2, 5), *(step(2, n) for n in range(3, 9))]  # 3 to 5 are told once more
+    once = Once()
+    kept = [*once(records[:7]), *once(records[7:])]
+    assert [r.event.step for r in kept if isinstance(r.event, StepDone)] == list(range(1, 9))
+    assert [r for r in kept if r.generation == 2 and r.event.step < 5] == []
+
+
+def test_what_nobody_lived_to_tell_is_taken_from_who_tells_it_late() -> None:
+    records = [step(1, 1), step(1, 2), start(2, 3), step(2, 2), step(2, 3), step(2, 4)]
+    kept = Once()(records)
+    assert [(r.generation, r.event.step) for r in kept] == [(1, 1), (1, 2), (2, 3), (2, 3), (2, 4)]
+
+
+def test_a_step_that_was_lost_in_between_is_news_when_it_is_told_late() -> None:
+    done = [start(1, 0), *(step(1, n) for n in range(1, 9))]
+    after = [start(2, 4), step(2, 5), start(3, 6), step(3, 5), step(3, 6), step(3, 7)]
+    kept, _ = split(Once()([*done, *after]))
+    steps = [(r.generation, r.event.step) for r in kept if isinstance(r.event, StepDone)]
+    assert steps == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 5), (3, 6), (3, 7)]

@@ -169,8 +169,7 @@ class Reducer:
             for index in range(len(self.layout.buckets)):
                 for ordinal in range(self._kept if computed else 0):
                     self._round.piece_ready(index, ordinal)
-            if self._error is not None:  # another thread failed it before it could be stopped
-                self._round.stop()
+            self._stop_failed()  # by another thread, before it could be stopped
         except RuntimeError as error:
             self.fail(error)
             if not self.patient:
@@ -260,11 +259,13 @@ class Reducer:
         if first:
             self._error = error
             self.peers.abort()
-        # Not only the first time: that may have been while the round was being made.
-        if self._round is not None:
-            self._round.stop()
+        self._stop_failed()  # not only the first time: the round may have been in the making then
         if first and self._failed is not None:
             self._failed(error)
+
+    def _stop_failed(self) -> None:
+        if self._error is not None and self._round is not None:
+            self._round.stop()
 
     def check(self) -> None:
         """Raise the stored error, as PeerLostError where a connection broke."""

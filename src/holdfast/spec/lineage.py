@@ -3,13 +3,16 @@
 A generation begins from the state after some step. What an older generation did beyond that
 step was lost with it and done again; those records stay in the journal (they are the visible
 cost of a failure) but are not part of the run's history.
+
+Survivors tell once more of the last steps of a rank 0 that may not have lived to tell of them. A
+line that says what was said before is no news, and is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from holdfast.events import GenerationStarted, Record
+from holdfast.events import GenerationStarted, Record, StepDone
 
 
 def starts(records: Iterable[Record]) -> dict[int, int]:
@@ -38,3 +41,38 @@ def split(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
         inside = record.event.step <= bounds.get(record.generation, float("inf"))
         (effective if inside else superseded).append(record)
     return effective, superseded
+
+
+_REMEMBERED = 4096  # steps; those that are told once more are the last few
+
+
+class Once:
+    """Leaves out steps that are told once more. Feed it a journal's records in order, in as many
+    pieces as they come.
+
+    A generation's own steps come after the one that it began from; one up to that is of an older
+    generation, and new only where none of those had told of it.
+    """
+
+    def __init__(self) -> None:
+        self._starts: dict[int, int] = {}
+        self._told: dict[int, int] = {}  # step -> the newest generation that told of it, lately
+
+    def __call__(self, records: Sequence[Record]) -> list[Record]:
+        self._starts |= starts(records)
+        return [record for record in records if self._news(record)]
+
+    def _news(self, record: Record) -> bool:
+        if not isinstance(record.event, StepDone):
+            return True
+        step, generation = record.event.step, record.generation
+        before = self._told.pop(step, None)
+        self._told[step] = generation if before is None else max(before, generation)
+        if len(self._told) > _REMEMBERED:
+            del self._told[next(iter(self._told))]
+        older = step <= self._starts.get(generation, -1)
+        return not older or before is None or self._lost(step, before, generation)
+
+    def _lost(self, step: int, told: int, now: int) -> bool:
+        """Whether a step that was told of in one generation was lost before another."""
+        return any(told < g <= now and start < step for g, start in self._starts.items())

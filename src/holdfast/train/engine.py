@@ -16,6 +16,7 @@ until all of them come to the end of `reduce`, and raised on all of them or on n
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -88,6 +89,10 @@ class Resumed:
     computed: Computed
 
 
+LATELY = 32
+"""Steps whose numbers every rank remembers, so that they can be told of without rank 0."""
+
+
 @dataclass(frozen=True)
 class Held:
     """What a process has when it has stopped, for those who decide how to go on.
@@ -114,6 +119,8 @@ class StepEngine:
     applied: the newest step whose update was made by this engine; None before the first.
     torn: an update has begun and has not ended. since: the first step among the present replicas.
     verdict, account: of the newest step that has come so far; that of `verdict_step`.
+    voted: the last few steps that this process has applied, each with its verdict; a session that
+    is built anew takes them along.
     """
 
     def __init__(
@@ -140,6 +147,7 @@ class StepEngine:
         self.verdict_step = 0
         self.since = 0
         self.account: Account | None = None
+        self.voted: deque[tuple[int, Verdict]] = deque(maxlen=LATELY)
         self._step = 0
         self._shares: Shares = ()
         self.batches: list[Microbatch] = []  # of the step that is open, or was last
@@ -273,6 +281,7 @@ class StepEngine:
         self.torn = True
         self.optimizer.apply(self._step, rate, max(verdict.tokens, 1) / clip)
         self.applied, self.torn = self._step, False  # the state is that of this step
+        self.voted.append((self._step, verdict))
         self.stage = advance(self.stage, Stage.APPLIED)
         return rate
 

@@ -1,14 +1,15 @@
 """What the journal would miss of a step that was applied by the survivors of a loss.
 
-Who applies a step in a recovery had not reported it. Rank 0 may be gone, and with it the step's
-numbers. And whoever is gone may not have entered into the ledger what it fed: its entries are made
-again from the data, and marked, so that an audit does not count them twice if its own came after
-all. Ledgers travel on a thread of their own and may lag behind, so the last few steps are covered.
+Who applies a step in a recovery had not reported it. Rank 0 may be gone before it told of the last
+few steps: another rank tells of them once more, and readers count each once (`spec.lineage.Once`).
+And whoever is gone may not have entered into the ledger what it fed: its entries are made again
+from the data, and marked, so that an audit does not count them twice if its own came after all.
+Ledgers travel on a thread of their own and may lag behind, so the last few steps are covered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from holdfast.spec.ledger import STANDS_IN
 from holdfast.spec.rates import learning_rate
 from holdfast.spec.tree import Shares
 from holdfast.train.agreement import Agreement
-from holdfast.train.engine import StepEngine
+from holdfast.train.engine import LATELY, StepEngine
 
 COVERED = 3  # steps back from the newest whose ledger a lost rank may not have handed over
 
@@ -56,18 +57,33 @@ def missing_events(
     survivors = [r for r, was in enumerate(found.came_from) if was is not None]
     if past is not None and batches is not None and rank == survivors[0]:
         events += _stand_ins(past, found, rank, batches)
-    said = found.came_from.index(0) if 0 in found.came_from else None
-    unsaid = said is None or said in found.resolution.appliers
-    if rank == 0 and unsaid and found.verdict is not None:
-        verdict = found.verdict
-        events.append(
-            StepDone(
-                loss=verdict.mean_loss, tokens=verdict.tokens, grad_norm=verdict.mean_norm,
-                learning_rate=learning_rate(engine.train, step), seconds=0.0,
-                samples=engine.samples(step), phases={}, step=step,
-            )
-        )  # fmt: skip
+    lived = 0 in found.came_from
+    teller = found.came_from.index(0) if lived else _first(survivors, found)
+    if rank == teller and (not lived or rank in found.resolution.appliers):
+        events += _steps(engine, found, 1 if lived else LATELY)
     return events
+
+
+def _first(survivors: Sequence[int], found: Agreement) -> int:
+    """Who tells of the last steps when rank 0 did not live to: one that has applied them."""
+    return next((r for r in survivors if r not in found.resolution.behind), survivors[0])
+
+
+def _steps(engine: StepEngine, found: Agreement, most: int) -> list[Event]:
+    """The last `most` steps that this rank knows of. Some may have been told before."""
+    step = found.resolution.step
+    voted = dict(engine.voted)
+    if found.verdict is not None:
+        voted[step] = found.verdict
+    return [
+        StepDone(
+            loss=verdict.mean_loss, tokens=verdict.tokens, grad_norm=verdict.mean_norm,
+            learning_rate=learning_rate(engine.train, number), seconds=0.0,
+            samples=engine.samples(number), phases={}, step=number,
+        )
+        for number, verdict in sorted(voted.items())
+        if step - most < number <= step
+    ]  # fmt: skip
 
 
 def _stand_ins(past: Past, found: Agreement, rank: int, batches: Batches) -> list[Event]:

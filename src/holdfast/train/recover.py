@@ -92,6 +92,7 @@ def recover(
     here = before.generation == old.topology.generation
     control, found = entry.meet(said_by(engine, step) if here else NOTHING, came_from)
     past = Past.of(engine) if rank not in found.resolution.behind else None
+    voted = engine.voted
     kept = topology.coordinate(rank).replica in found.kept
     try:
         if rank in found.resolution.appliers:
@@ -112,6 +113,7 @@ def recover(
             tensors = _taken(session, nothing=rank in found.resolution.behind)
             del engine, old
             engine = entry.build(session.config, control)
+            engine.voted = voted
             session = session_of(session.config, engine, session.batches, session.device)
         entry.lap("groups" if kept else "build")
         entry.fill(engine, tensors, found, control, kept)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 from holdfast.errors import CorruptError
 from holdfast.events import Event, Record, from_json, to_json
+from holdfast.spec.lineage import Once
 from holdfast.spec.parsing import parsed
 from holdfast.wire.runstore import MissingKeyError, RunStore
 
@@ -88,13 +89,14 @@ class JournalWriter:
 def read(store: RunStore) -> list[Record]:
     """Every record of the run, merged by (generation, step, writer, sequence).
 
-    Kinds that this version does not know and a torn last line are left out. Raises CorruptError
-    for a line that is neither, naming segment and line.
+    A step that was told once more (`spec.lineage.Once`), kinds that this version does not know and
+    a torn last line are left out. Raises CorruptError for a line of any other kind, naming segment
+    and line.
     """
     records: list[Record] = []
     for key in store.list(PREFIX):
         records += parse(key, store.get(key))[0]
-    return sorted(records, key=lambda record: record.order)
+    return Once()(sorted(records, key=lambda record: record.order))
 
 
 def parse(key: str, data: bytes, first_line: int = 1) -> tuple[list[Record], int]:
@@ -120,6 +122,7 @@ class Follower:
     def __init__(self, store: RunStore) -> None:
         self._store = store
         self._read: dict[str, int] = {}  # segment -> bytes of the whole lines read
+        self._once = Once()
 
     def new(self) -> list[Record]:
         """Records that appeared since the last call, in order among themselves."""
@@ -137,7 +140,7 @@ class Follower:
             found, whole = parse(key, bytes(data))
             records += found
             self._read[key] = start + whole
-        return sorted(records, key=lambda record: record.order)
+        return self._once(sorted(records, key=lambda record: record.order))
 
 
 def follow(
