@@ -30,7 +30,7 @@ HIGHEST = ("cli", "launch", "simulate", "report", "elastic")  # rooms that impor
 SERVER = """
 import importlib, json, os, sys, traceback
 for name in ("numpy", "pydantic", "yaml", "xxhash", "typer", "rich.console",
-             "starlette.applications"):
+             "httptools"):
     importlib.import_module(name)
 assert "torch" not in sys.modules and "holdfast" not in sys.modules
 found, proven = {}, set()

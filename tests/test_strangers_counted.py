@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import chain, repeat
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def serving(**doors: Any) -> Iterator[tuple[str, Refusals]]:
     async def serve() -> None:
         guard = Guard({"/echo": echo}, SECRET, Verifier(SECRET, time.time), lambda: 1,
                       refusals=refusals)  # fmt: skip
-        guard.application.state.doors = Doors(CONTROL, refusals, **doors)
+        guard.doors = Doors(CONTROL, refusals, **doors)
         listener = Listener(guard.application, bound)
         loops.append((asyncio.get_running_loop(), listener))
         started.set()
@@ -118,10 +119,11 @@ def test_whoever_proves_nothing_is_cut_in_time_and_others_stay() -> None:
         silent = stack.enter_context(_connect(address))
         dripping = stack.enter_context(_connect(address))
         dripping.settimeout(0.05)
+        head = chain(b"POST /echo HTTP/1.1\r\nx: ", repeat(ord("x")))
 
         def dripped() -> bool:
             try:
-                dripping.send(b"P")
+                dripping.send(bytes([next(head)]))
                 return _cut(dripping)
             except TimeoutError:
                 return False

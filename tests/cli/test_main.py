@@ -15,7 +15,7 @@ from holdfast.errors import CorruptError, DataError
 from tests.cli.support import here, start
 
 # Modules that the help of the whole must not need: each costs a good part of its 0.4 s.
-HEAVY = ("torch", "numpy", "pydantic", "typer", "rich", "yaml", "starlette", "tokenizers")
+HEAVY = ("torch", "numpy", "pydantic", "typer", "rich", "yaml", "httptools", "tokenizers")
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.elastic.coordinator import Coordinator, Known
 from holdfast.elastic.following import Follower
+from holdfast.elastic.noticing import Blame
 from holdfast.elastic.reigning import reign_over
 from holdfast.policy.membership import Reign, Rules, Stage
 from holdfast.policy.succession import Patience
@@ -37,6 +38,9 @@ class Switch:
         self.held: dict[str, Any] = {}
         self.history: list[tuple[str, int]] = []
         self.slow = False  # stays in `building`
+        self.still: dict[str, Any] = {}
+        self.blamed: list[tuple[int, int]] = []
+        self.ready: int | None = None
 
     def start(self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]) -> None:
         assert generation > self.at, "an older generation was begun"
@@ -45,6 +49,9 @@ class Switch:
         self._become(Stage.BUILDING)
         if not self.slow:
             asyncio.get_running_loop().call_soon(self._built, generation)
+
+    def outside(self) -> None:
+        return
 
     def _built(self, generation: int) -> None:
         if (self.at, self.stage) == (generation, Stage.BUILDING):
@@ -60,6 +67,9 @@ class Switch:
 
     def ends(self) -> None:
         self._become(Stage.DONE)
+
+    def blame(self, generation: int, blamed: Sequence[Blame]) -> None:
+        self.blamed += [(generation, one.rank) for one in blamed]
 
     def leave(self, verdict: str) -> None:
         self.history.append(("left", self.at))
@@ -116,11 +126,7 @@ class FleetAgent:
     async def kill(self) -> None:
         """Nothing of it is left, and its port refuses."""
         self.running.cancel()
-        self._serving.cancel()
-        for server in self._listener._server.servers:
-            server.close()  # and with it the listening socket
-        for connection in list(self._listener._server.server_state.connections):
-            connection.transport.abort()
+        self._serving.cancel()  # and with it the listening socket
         await asyncio.wait({self.running, self._serving})
 
 

@@ -33,7 +33,7 @@ FIRST = frozenset({"run.yaml", "environment.json"})
 """What a start that was cut short may leave before `resolved.json` makes it a run folder."""
 
 PACKAGES = ("holdfast", "torch", "numpy", "pydantic", "tokenizers", "safetensors", "xxhash",
-            "starlette", "uvicorn", "psutil", "rich", "typer")  # fmt: skip
+            "httptools", "psutil", "rich", "typer")  # fmt: skip
 
 
 def refuse_in_use(folder: Path) -> None:

@@ -6,15 +6,12 @@ The metrics are not rendered more often than twice a second, however often they 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-
+from holdfast.wire.connection import Answer, Head
 from holdfast.wire.doors import Doors
 from holdfast.wire.refusals import HEALTH, Refusals
 
@@ -22,34 +19,34 @@ RENDER_SECONDS = 0.5
 """A rendering may be this old: a stranger who asks again and again costs the agent little."""
 
 
-def application(
-    health: Callable[[], dict[str, Any]],
-    render_metrics: Callable[[], bytes],
-    refusals: Refusals | None = None,
-) -> Starlette:
-    """`health` and `render_metrics` answer from memory, within milliseconds."""
-    doors = Doors(HEALTH, refusals)
-    rendered: tuple[float, bytes] | None = None
+class Health:
+    """The application of the listener; `health` and `render_metrics` answer from memory, within
+    milliseconds."""
 
-    async def healthz(_: Request) -> Response:
-        return JSONResponse(health())
+    def __init__(
+        self, health: Callable[[], dict[str, Any]], render_metrics: Callable[[], bytes],
+        refusals: Refusals | None = None,
+    ) -> None:  # fmt: skip
+        self.doors = Doors(HEALTH, refusals)
+        self._health, self._render = health, render_metrics
+        self._rendered: tuple[float, bytes] | None = None
 
-    async def metrics(_: Request) -> Response:
-        nonlocal rendered
+    def admit(self, head: Head) -> Answer:
+        path = head.target.partition(b"?")[0]
+        if path not in (b"/healthz", b"/metrics") or head.method != b"GET":
+            self.doors.refusals.count(HEALTH, "no such path")
+            return Answer(405 if head.method != b"GET" else 404, close=True)
+        if path == b"/metrics":
+            kind = b"content-type: text/plain; version=0.0.4; charset=utf-8\r\n"
+            return Answer(200, self._metrics(), kind)
+        value = json.dumps(self._health(), separators=(",", ":")).encode()
+        return Answer(200, value, b"content-type: application/json\r\n")
+
+    def _metrics(self) -> bytes:
         now = time.monotonic()
-        if rendered is None or now - rendered[0] > RENDER_SECONDS:
-            rendered = now, render_metrics()
-        return Response(rendered[1], media_type="text/plain; version=0.0.4; charset=utf-8")
+        if self._rendered is None or now - self._rendered[0] > RENDER_SECONDS:
+            self._rendered = now, self._render()
+        return self._rendered[1]
 
-    async def nothing(_: Request, error: Exception) -> Response:
-        doors.refusals.count(HEALTH, "no such path")
-        status = getattr(error, "status_code", 404)
-        return Response(status_code=status, headers={"connection": "close"})
 
-    made = Starlette(
-        routes=[Route("/healthz", healthz), Route("/metrics", metrics)],
-        exception_handlers={404: nothing, 405: nothing},
-    )
-    made.router.redirect_slashes = False  # a redirection repeats what it was asked
-    made.state.doors = doors
-    return made
+application = Health

@@ -241,8 +241,7 @@ def _digest(
 
 def _hmac(secret: Secret, *fields: bytes) -> str:
     """Fields are prefixed by their lengths, so that no two lists of fields sign alike."""
-    digest = hmac.new(secret.key, digestmod=hashlib.sha256)
+    parts: list[bytes] = []
     for value in fields:
-        digest.update(len(value).to_bytes(8, "big"))
-        digest.update(value)
-    return digest.hexdigest()
+        parts += (len(value).to_bytes(8, "big"), value)
+    return hmac.digest(secret.key, b"".join(parts), "sha256").hex()

@@ -9,17 +9,10 @@ nothing is cut in time (`doors`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
-
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from holdfast.errors import FencedError, RunFolderError
 from holdfast.spec.parsing import parsed
@@ -35,7 +28,8 @@ from holdfast.wire.auth import (
     stated,
 )
 from holdfast.wire.client import OUTSIDE
-from holdfast.wire.doors import HEAD_BYTES, QUEUE, Doors, proven
+from holdfast.wire.connection import Answer, Application, Connection, Head, Reader
+from holdfast.wire.doors import QUEUE, Doors
 from holdfast.wire.refusals import CONTROL, Reason, Refusals
 from holdfast.wire.secret import Secret
 
@@ -46,12 +40,12 @@ no sense, FencedError when a newer generation opened meanwhile."""
 MAX_BODY = 8 << 20
 """Bytes of a request's body at most: control is small, bulk bytes travel elsewhere."""
 
-BODY_SECONDS = 60.0
-"""A body is there by then, or not read any longer."""
+END_SECONDS = 1.0
+"""What is being answered when a listener is closed has so long."""
 
 
 class Guard:
-    """Builds the application that serves `handlers` to those who know the secret.
+    """The application that serves `handlers` to those who know the secret.
 
     `newest()` names the generation that rules; requests of older ones are answered 409. The paths
     in `outside` may also be asked from outside any generation.
@@ -76,65 +70,57 @@ class Guard:
         self._newest = newest
         self._max_body = max_body
         self._refusals = refusals or Refusals()
-        self.application = Starlette(
-            routes=[
-                Route(path, self._endpoint(path, handler), methods=["POST"])
-                for path, handler in handlers.items()
-            ],
-            exception_handlers={404: self._nothing, 405: self._nothing},
-        )
-        self.application.router.redirect_slashes = False  # a redirection repeats what it was asked
-        self.application.state.doors = Doors(CONTROL, self._refusals)
+        self._handlers = {path.encode(): (path, handler) for path, handler in handlers.items()}
+        self.doors = Doors(CONTROL, self._refusals)
 
-    def _endpoint(self, path: str, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-        async def endpoint(request: Request) -> Response:
-            scope = request.scope
-            if scope["query_string"] or scope.get("raw_path", path.encode()) != path.encode():
-                return self._stranger(404, "no such path")  # another way to write ours
-            try:
-                length, digest = _stated(request)
-                proof = _proof(request)
-                self._verifier.check("POST", path, stated(length, digest), proof)
-            except MisdirectedError as error:
-                if error.fault != "first contact":
-                    self._refusals.count(CONTROL, error.fault)
-                return self._signed(proof, MISDIRECTED, self._verifier.told())
-            except AuthError as error:
-                return self._stranger(401, error.fault)
-            except ValueError:
-                return self._stranger(411, "malformed")
-            proven(scope)
-            if length > self._max_body:
-                self._refusals.count(CONTROL, "too long")
-                words = f"the request is too long: {length} bytes, and {self._max_body} are allowed"
-                return self._signed(proof, 413, {"error": words}, close=True)
-            try:
-                async with asyncio.timeout(BODY_SECONDS):
-                    body = await request.body()
-            except (ClientDisconnect, TimeoutError):
-                return self._stranger(400, "slow")
+    @property
+    def application(self) -> Application:
+        return self
+
+    def admit(self, head: Head) -> Answer | Reader:
+        found = self._handlers.get(head.target)
+        if found is None:  # or another way to write one of ours
+            return self._stranger(404, "no such path")
+        if head.method != b"POST":
+            return self._stranger(405, "no such path")
+        path, handler = found
+        try:
+            length, digest = _stated(head)
+            proof = _proof(head)
+            self._verifier.check("POST", path, stated(length, digest), proof)
+        except MisdirectedError as error:
+            if error.fault != "first contact":
+                self._refusals.count(CONTROL, error.fault)
+            return self._signed(proof, MISDIRECTED, self._verifier.told())
+        except AuthError as error:
+            return self._stranger(401, error.fault)
+        except ValueError:
+            return self._stranger(411, "malformed")
+        if length > self._max_body:
+            self._refusals.count(CONTROL, "too long")
+            words = f"the request is too long: {length} bytes, and {self._max_body} are allowed"
+            return self._signed(proof, 413, {"error": words}, close=True)
+
+        async def read(body: bytes) -> Answer:
             if len(body) != length or (body and sha256(body) != digest):
                 return self._stranger(401, "wrong proof")
             status, value = await self._answer(path, handler, proof.generation, body)
             return self._signed(proof, status, value)
 
-        return endpoint
+        return read
 
-    def _stranger(self, status: int, reason: Reason) -> Response:
+    def _stranger(self, status: int, reason: Reason) -> Answer:
         """Refused, unsigned, and not spoken with any longer."""
         self._refusals.count(CONTROL, reason)
-        return Response(status_code=status, headers={"connection": "close"})
-
-    async def _nothing(self, request: Request, error: Exception) -> Response:
-        return self._stranger(getattr(error, "status_code", 404), "no such path")
+        return Answer(status, close=True)
 
     def _signed(
         self, proof: Proof, status: int, value: dict[str, Any], close: bool = False
-    ) -> Response:
+    ) -> Answer:
         content = json.dumps(value, separators=(",", ":")).encode()
         digest = sign_answer(self._secret, proof.nonce, status, content)
-        headers = {"holdfast-hmac": digest} | ({"connection": "close"} if close else {})
-        return Response(content, status, headers, "application/json")
+        lines = f"holdfast-hmac: {digest}\r\ncontent-type: application/json\r\n"
+        return Answer(status, content, lines.encode(), close)
 
     async def _answer(
         self, path: str, handler: Handler, generation: int, body: bytes
@@ -162,70 +148,58 @@ class Guard:
             return 500, {"error": f"{type(error).__name__}: {error}"}
 
 
-def _stated(request: Request) -> tuple[int, str]:
+def _stated(head: Head) -> tuple[int, str]:
     """What the head says of the body: how many bytes, and their SHA-256.
 
     Raises ValueError for a body whose length is not said beforehand.
     """
-    if "transfer-encoding" in request.headers:
+    if "transfer-encoding" in head.headers:
         raise ValueError("the request does not say how long it is")
-    return int(request.headers.get("content-length", "0")), request.headers.get(BODY, "")
+    return int(head.headers.get("content-length", "0")), head.headers.get(BODY, "")
 
 
-def _proof(request: Request) -> Proof:
+def _proof(head: Head) -> Proof:
     """Raises AuthError, also where one of its headers comes twice."""
-    names = [name for name, _ in request.headers.raw if name.startswith(b"holdfast-")]
-    if len(set(names)) < len(names):
+    if any(name.startswith("holdfast-") for name in head.twice):
         raise AuthError("a header of the proof comes twice", "no proof")
-    return Proof.from_headers(request.headers)
+    return Proof.from_headers(head.headers)
 
 
 class Listener:
-    """One uvicorn server on a socket that is already bound, inside the caller's event loop."""
+    """Serves an application on a socket that is already bound, inside the caller's event loop."""
 
-    def __init__(self, application: Starlette, bound: socket.socket) -> None:
-        """`application`: a Guard's, or another one whose state has `doors`."""
-        doors: Doors = application.state.doors
-        self._socket = bound
-        self._server = _Server(
-            uvicorn.Config(
-                application,
-                log_config=None,
-                log_level="critical",  # garbage on the port is no news
-                access_log=False,
-                lifespan="off",
-                loop="asyncio",
-                http=doors.protocol,
-                backlog=doors.batch,
-                h11_max_incomplete_event_size=HEAD_BYTES,
-                ws="none",
-                timeout_keep_alive=3600,
-                timeout_graceful_shutdown=1,
-                server_header=False,
-                date_header=False,
-            )
-        )
+    def __init__(self, application: Application, bound: socket.socket) -> None:
+        self._application, self._socket = application, bound
+        self._connections: set[Connection] = set()
+        self._closing = asyncio.Event()
 
     async def serve(self) -> None:
-        """Answer until `close`."""
-        await self._server.serve(sockets=[self._socket])
+        """Answer until `close`; cancelled, it leaves nothing behind either."""
+        server = await asyncio.get_running_loop().create_server(
+            lambda: Connection(self._application, self._connections),
+            sock=self._socket, backlog=self._application.doors.batch,
+        )  # fmt: skip
+        # asyncio accepts as many at a time as the queue is long: it is made longer afterwards.
+        self._socket.listen(QUEUE)
+        try:
+            await self._closing.wait()
+            server.close()
+            await self._let_end()
+        finally:
+            server.close()
+            for connection in tuple(self._connections):
+                connection.drop()
 
     def close(self) -> None:
-        self._server.should_exit = True
+        self._closing.set()
 
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the agent: uvicorn would take Ctrl-C for itself."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """asyncio accepts as many at a time as the queue is long: it is made longer afterwards."""
-        await super().startup(sockets)
-        for bound in sockets or ():
-            bound.listen(QUEUE)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    async def _let_end(self) -> None:
+        for connection in tuple(self._connections):
+            connection.end()
+        working = [task for one in self._connections if (task := one.working) is not None]
+        if working:
+            await asyncio.wait(working, timeout=END_SECONDS)
+        await asyncio.sleep(0)  # what was written last leaves
 
 
 def bind(host: str, port: int, key: str) -> socket.socket:

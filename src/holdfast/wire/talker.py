@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import time
-from contextlib import suppress
 from typing import Any
 
-import h11
+import httptools
 
 from holdfast.spec.parsing import parsed
 from holdfast.wire.auth import MISDIRECTED, Aim, Proof, check_answer, headers_of
 from holdfast.wire.client import ANSWER_LIMIT, OUTSIDE, UnreachableError, judged
 from holdfast.wire.secret import Secret
-
-READ_BYTES = 1 << 16
 
 
 class DeadError(UnreachableError):
@@ -37,8 +33,7 @@ class Talker:
         self.address = address
         self._host, self._port = host.strip("[]"), int(port)
         self._secret, self._connect_seconds = secret, connect_seconds
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._state = h11.Connection(h11.CLIENT)
+        self._line: _Line | None = None
         self._aim = Aim(time.time)
         self._turn = asyncio.Lock()
 
@@ -55,12 +50,12 @@ class Talker:
         """
         content = json.dumps(body, separators=(",", ":")).encode()
         async with self._turn:
-            kept = self._streams is not None
+            kept = self._line is not None
             try:
                 async with asyncio.timeout(timeout):
                     try:
                         return await self._attempt(path, content)
-                    except (OSError, h11.ProtocolError):
+                    except OSError:
                         if not kept:
                             raise
                         return await self._attempt(path, content)
@@ -71,7 +66,7 @@ class Talker:
                 raise UnreachableError(
                     f"no answer from {self.address} to {path} within {timeout:g} s"
                 ) from error
-            except (OSError, h11.ProtocolError) as error:
+            except OSError as error:
                 raise UnreachableError(f"{self.address} cannot be reached: {error}") from error
             except asyncio.CancelledError:
                 self.close()  # its answer would be taken for the next one's
@@ -79,11 +74,9 @@ class Talker:
 
     def close(self) -> None:
         """Cut the connection; the next request makes another."""
-        if self._streams is not None:
-            _, writer = self._streams
-            self._streams = None
-            with suppress(OSError, RuntimeError):
-                writer.close()
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
 
     async def _attempt(self, path: str, content: bytes) -> dict[str, Any]:
         """A request that is signed for another listener is not done, and sent once more."""
@@ -98,59 +91,100 @@ class Talker:
         """The proof that was sent, and of the answer: status, body, digest."""
         proof = self._aim.sign(self._secret, "POST", path, content, OUTSIDE)
         try:
-            if self._streams is None:
-                await self._connect()
-            await self._ask(path, content, proof)
-            status, data, digest = await self._answer()
+            if self._line is None or self._line.over:
+                self._line = await self._connect()
+            line = self._line
+            status, data, digest = await line.ask(self._request(path, content, proof))
         except BaseException:
             self.close()
             raise
-        if self._state.our_state is h11.DONE and self._state.their_state is h11.DONE:
-            self._state.start_next_cycle()
-        else:
+        if line.over:
             self.close()
         return proof, status, data, digest
 
-    async def _connect(self) -> None:
+    async def _connect(self) -> _Line:
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_seconds):
-                reader, writer = await asyncio.open_connection(self._host, self._port)
+                # asyncio turns Nagle's algorithm off by itself here.
+                _, line = await loop.create_connection(_Line, self._host, self._port)
         except TimeoutError as error:
             raise OSError(f"no connection within {self._connect_seconds:g} s") from error
-        found: socket.socket = writer.get_extra_info("socket")
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._streams = reader, writer
-        self._state = h11.Connection(h11.CLIENT)
+        return line
 
-    async def _ask(self, path: str, content: bytes, proof: Proof) -> None:
-        assert self._streams is not None
-        _, writer = self._streams
-        headers = {
-            "host": self.address, "content-type": "application/json",
-            "content-length": str(len(content)), **headers_of(proof, content),
-        }  # fmt: skip
-        request = h11.Request(method="POST", target=path, headers=list(headers.items()))
-        parts = (request, h11.Data(data=content), h11.EndOfMessage())
-        writer.write(b"".join(self._state.send(part) or b"" for part in parts))
-        await writer.drain()
+    def _request(self, path: str, content: bytes, proof: Proof) -> bytes:
+        lines = [
+            f"POST {path} HTTP/1.1", f"host: {self.address}", "content-type: application/json",
+            f"content-length: {len(content)}",
+            *(f"{name}: {value}" for name, value in headers_of(proof, content).items()), "", "",
+        ]  # fmt: skip
+        return "\r\n".join(lines).encode("latin-1") + content
 
-    async def _answer(self) -> tuple[int, bytes, str]:
+
+class _Line(asyncio.Protocol):
+    """A connection that asks: `ask` raises OSError for whatever is no answer."""
+
+    def __init__(self) -> None:
+        self.over = False
+        """Whether it can be asked no more."""
+        self._parser = httptools.HttpResponseParser(self)
+        self._answer: asyncio.Future[tuple[int, bytes, str]] | None = None
+        self._digest, self._data, self._size = "", bytearray(), 0
+
+    async def ask(self, request: bytes) -> tuple[int, bytes, str]:
         """Status, body, and what proves them."""
-        assert self._streams is not None
-        reader, _ = self._streams
-        status, digest, data = 0, "", bytearray()
-        while True:
-            event = self._state.next_event()
-            if event is h11.NEED_DATA:
-                self._state.receive_data(await reader.read(READ_BYTES))
-            elif isinstance(event, h11.Response):
-                status = event.status_code
-                digest = dict(event.headers).get(b"holdfast-hmac", b"").decode("latin-1")
-            elif isinstance(event, h11.Data):
-                data += event.data
-                if len(data) > ANSWER_LIMIT:
-                    raise ConnectionResetError("the answer is too long")
-            elif isinstance(event, h11.EndOfMessage):
-                return status, bytes(data), digest
-            elif isinstance(event, h11.ConnectionClosed):
-                raise ConnectionResetError("closed before an answer")
+        if self.over:
+            raise ConnectionResetError("the connection is closed")
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        try:
+            return await self._answer
+        finally:
+            self._answer = None
+
+    def close(self) -> None:
+        self.over = True
+        self._transport.abort()
+
+    # --- of asyncio and of the parser -------------------------------------------------------
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(ConnectionResetError("closed before an answer"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None:  # nobody has asked
+            self.close()
+            return
+        self._size += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(ConnectionResetError(f"the answer is no HTTP: {error}"))
+        if self._size > ANSWER_LIMIT:
+            self._fail(ConnectionResetError("the answer is too long"))
+
+    def on_message_begin(self) -> None:
+        self._digest, self._data = "", bytearray()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"holdfast-hmac":
+            self._digest = value.decode("latin-1")
+
+    def on_body(self, body: bytes) -> None:
+        self._data += body
+
+    def on_message_complete(self) -> None:
+        self._size = 0
+        self.over = self.over or not self._parser.should_keep_alive()
+        if self._answer is not None and not self._answer.done():
+            status = self._parser.get_status_code()
+            self._answer.set_result((status, bytes(self._data), self._digest))
+
+    def _fail(self, error: OSError) -> None:
+        self.over = True
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+        self._transport.abort()
