@@ -1,0 +1,78 @@
+"""A run of two nodes grows to five and shrinks to three, with an axis of the layout across nodes.
+
+Four workers are two replicas of two ranks, the fifth is a replica of its own: unequal replicas,
+and every one of two ranks lies on two nodes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast.events import GenerationStarted
+from tests.cli.support import apart, write_run_file
+from tests.nodes import Nodes, nodes_of
+
+STEPS = 300
+SETTINGS = (
+    f"train.steps={STEPS}", "train.batch_size=8", "train.evaluate.every=0",
+    "train.precision=float64", "model.layers=2", "model.kv_heads=2",
+    "checkpoint.every_steps=20", "checkpoint.memory_every_steps=1",
+)  # fmt: skip
+NODES = ("cluster.min_nodes=2", "cluster.gather_seconds=3", "layout.workers=6")
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_run_file(tmp_path_factory.mktemp("grow"))
+    prepared = apart("data", "prepare", path)
+    assert prepared.code == 0, prepared.err
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run_file: Path) -> dict[int, float]:
+    folder = run_file.parent / "alone"
+    done = apart("train", run_file, f"folder={folder}", *SETTINGS, "layout.workers=1", deadline=180)
+    assert done.code == 0, done.err
+    return Nodes(run_file, folder).losses()
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_two_nodes_become_five_and_then_three(
+    axis: str, run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with nodes_of(run_file, folder, *SETTINGS, *NODES, f"layout.{axis}=2") as nodes:
+        nodes.start("a", "b")
+        nodes.wait_step(1, nodes={"a", "b"})
+        nodes.join("c", "d", "e")
+        everybody = {"a", "b", "c", "d", "e"}
+        nodes.wait_step(2, nodes=everybody)
+        grown = nodes.newest
+        lost = [name for name in sorted(everybody) if name != nodes.leader][:2]
+        for name in lost:
+            nodes.kill(name)
+        nodes.wait_step(2, grown, everybody - set(lost))
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        losses = nodes.losses()
+        assert sorted(losses) == sorted(undisturbed), nodes.story()
+        np.testing.assert_allclose(
+            [losses[step] for step in sorted(losses)],
+            [undisturbed[step] for step in sorted(undisturbed)], rtol=1e-10,
+        )  # fmt: skip
+        assert _replicas(nodes, {2, 5, 3}) == {2: 1, 5: 3, 3: 2}
+        audit = apart("data", "audit", folder)
+        assert audit.code == 0, audit.out
+        assert "none missing, none twice" in audit.out
+
+
+def _replicas(nodes: Nodes, sizes: set[int]) -> dict[int, int]:
+    """Ranks of a generation -> its replicas."""
+    found = {}
+    for event in nodes.events(GenerationStarted):
+        replicas = event.topology["replicas"]
+        found[sum(len(replica["ranks"]) for replica in replicas)] = len(replicas)
+    return {size: found[size] for size in sizes if size in found}
