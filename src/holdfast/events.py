@@ -86,9 +86,11 @@ class WorkerReady(Event):
 @dataclass(frozen=True)
 class WorkerLost(Event):
     rank: int
-    pid: int
+    pid: int  # 0: not known
     cause: str  # "SIGKILL", "exit 1", "no progress for 30 s", ...
-    noticed_by: str  # exit, progress, peer, halt
+    noticed_by: str  # exit, peer, halt; heartbeat: of its node; of one that stands still: stopped,
+    # silent, behind, progress
+    node: str = ""  # where it sat
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,17 @@ class SettingIgnored(Event):
 
     key: str
     reason: str
+
+
+@dataclass(frozen=True)
+class FaultInjected(Event):
+    """A fault that was ordered is about to happen: written before it is brought about, by whoever
+    does so."""
+
+    number: int
+    fault: str
+    target: str  # "rank 2", "the mover of b", ...
+    point: str  # of the step
 
 
 # --- checkpoints ----------------------------------------------------------------------------

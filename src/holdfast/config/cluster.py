@@ -19,6 +19,11 @@ class ClusterConfig(Section):
     progress_seconds: float = Field(
         300, gt=0, description="a worker without progress for this long is taken for hung"
     )
+    compare: bool = Field(
+        True,
+        description="a worker that stands still while others wait for it is named within three "
+        "steps and a second; false: only progress_seconds count (for a debugger)",
+    )
     grace_seconds: float = Field(
         0,
         ge=0,
@@ -82,4 +87,9 @@ class ClusterConfig(Section):
     )
     alone_seconds: float = Field(
         20.0, gt=0, description="less than half of the nodes wait so long before they go on alone"
+    )
+    faults: str = Field(
+        "",
+        description="folder of orders by which workers break on purpose (holdfast chaos); left "
+        "out: nobody looks for any",
     )

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -75,10 +76,13 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
     same_products_on_any_threads()
     if boot.device == "cpu":
         keep_freed_memory()
-    if boot.orders:
-        orders = Orders(boot.agent, secret)
-        return live(Worker(boot, secret, orders), boot, orders)
-    return _once(Worker(boot, secret))
+    orders = Orders(boot.agent, secret) if boot.orders else None
+    worker = Worker(boot, secret, orders)
+    if folder := boot.config.get("cluster", {}).get("faults"):
+        from holdfast.elastic.worker.faulted import arm
+
+        arm(worker, Path(folder))
+    return _once(worker) if orders is None else live(worker, boot, orders)
 
 
 def _once(worker: Worker) -> int:

@@ -1,0 +1,108 @@
+"""`holdfast chaos`: break a run on purpose, and see that it is the same in the end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdfast.cli.call import app as make_app
+from holdfast.cli.output import say
+from holdfast.errors import UserError
+
+app = make_app("Break a run on purpose, and see that it comes to the same end.")
+
+_LAYOUTS = "replicated,dp_shard,tp,pp,zero,mixed,uneven"
+
+
+@app.command()
+def chaos(
+    run_file: Annotated[
+        Path | None, typer.Argument(help="the run file; left out: a tiny model of its own")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value ...")] = None,
+    seed: Annotated[int, typer.Option(help="draws faults, steps and victims")] = 1,
+    faults: Annotated[
+        str, typer.Option(help="how many, or which, or both: '30 kill,agent'")
+    ] = "25",
+    layout: Annotated[
+        str, typer.Option(help="by name, several with commas; or degrees such as tp=2,workers=4")
+    ] = "replicated",
+    nodes: Annotated[
+        int, typer.Option(help="agents that share the ranks; 0: as the layout says")
+    ] = 0,
+    trace: Annotated[
+        Path | None, typer.Option(help="a file that says which fault comes when")
+    ] = None,
+    shard: Annotated[str, typer.Option(help="i/n: the i-th part of all runs, from 1")] = "1/1",
+    out: Annotated[Path, typer.Option(help="the folder for everything")] = Path("chaos"),
+    network: Annotated[
+        bool, typer.Option(help="nodes in network namespaces, where the rights allow")
+    ] = True,
+    known: Annotated[bool, typer.Option("--list", help="list the faults and leave")] = False,
+) -> int:
+    """Train on several nodes, break them again and again, and compare with a run left in peace.
+
+    Every node is an agent of its own, started by the real command. A fault happens at a named point
+    of a step, which the journal shows, about every third step; what was killed is started again. In
+    the end three verdicts are asked for: the same loss at every step, each sample used once, the
+    same tensors. Where nodes cannot have networks of their own, partition, delay and loss are left
+    out and listed.
+
+    Runs of 25 faults each, one after the other; what is finished in --out is not done again. Exit
+    code 0 only if every run recovered.
+
+    \b
+    Example:
+      holdfast chaos                                        25 faults, replicas, a tiny model
+      holdfast chaos run.yaml --layout tp --faults '10 kill,agent' --seed 7
+      holdfast chaos --layout replicated,tp,pp --faults 150 --shard 1/2
+      holdfast chaos --trace faults.jsonl                   {"step": 12, "fault": "agent"} a line
+    """
+    from holdfast.elastic.faults.campaign import RESULT, Campaign, Settings, summary, table, tasks
+    from holdfast.elastic.faults.library import FAULTS
+    from holdfast.elastic.faults.own import OVERRIDES, write_run_file
+    from holdfast.elastic.faults.schedule import names_of
+    from holdfast.elastic.faults.shapes import SHAPES, shape_of
+    from holdfast.elastic.faults.traces import draws_of
+
+    if known:
+        for fault in FAULTS.values():
+            say(f"{fault.name:<18} {fault.text}")
+        return 0
+    number, names = names_of(faults)
+    several = [layout] if "=" in layout else layout.split(",")
+    shapes = [shape_of(_LAYOUTS if each == "all" else each, nodes) for each in several]
+    if any(shape.nodes < 2 for shape in shapes):
+        raise UserError("one node has nobody beside it", where="--nodes",
+                        remedy=f"use 2 or more, or one of {', '.join(SHAPES)}")  # fmt: skip
+    draws = None
+    if trace is not None:
+        draws = tuple(draws_of(trace, seed, shapes[0].nodes))
+        number = len(draws)
+    out.mkdir(parents=True, exist_ok=True)
+    chosen = write_run_file(out) if run_file is None else run_file
+    settings = Settings(
+        (sys.executable, "-m", "holdfast.cli.main"), chosen, (*OVERRIDES, *(overrides or ())), out,
+        seed, tuple(names), draws, network,
+    )  # fmt: skip
+    work = tasks(shapes, number or 25)
+    index, parts = _shard(shard)
+    results = Campaign(settings, say).run(work[index - 1 :: parts])
+    found = summary(results)
+    (out / RESULT).write_text(json.dumps(found, indent=1))
+    for line in table(results):
+        say(line)
+    say(f"{sum(r['recovered'] for r in results)} of {len(results)} runs recovered, "
+        f"{found['faults']} faults; {out / RESULT}")  # fmt: skip
+    return 0 if found["recovered"] else 1
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, slash, parts = text.partition("/")
+    if not (slash and index.isdigit() and parts.isdigit() and 1 <= int(index) <= int(parts)):
+        raise UserError(f"{text!r} is no part of anything", where="--shard", remedy="use 1/2, 2/2")
+    return int(index), int(parts)

@@ -1,0 +1,334 @@
+"""One run that is disturbed, from the first step to the last.
+
+    gate opens to the step that is due --> a worker reaches the named point, says so --> it happens
+        ^                                                                                   |
+        |                                                                                   v
+        '---- steps in between, nodes come back <---- steps are done in a new generation <--'
+
+Workers wait at a gate before each step (`worker/faulted.py`), so a fault finds the step for which
+it was drawn, and runs need no more steps than faults ask for. Whatever ends is started again by the
+same command, as a scheduler would; nothing else is done for the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.elastic.faults.armed import RECOVERY, Armoury, Order
+from holdfast.elastic.faults.deeds import DEEDS, Deed, NotNowError, Scene
+from holdfast.elastic.faults.library import Part
+from holdfast.elastic.faults.schedule import Draw, unfit
+from holdfast.elastic.faults.shapes import Shape
+from holdfast.elastic.faults.view import View, Watcher
+from holdfast.errors import HoldfastError
+from holdfast.events import FaultInjected
+from holdfast.wire.journal import JournalWriter
+from holdfast.wire.runstore import FolderStore
+
+POLL = 0.02
+HIT_SECONDS = 20.0
+"""Within which the worker that was meant has to come to its point."""
+RECOVERED_SECONDS = 90.0
+BACK_SECONDS = 60.0
+STEP_SECONDS = 0.5
+"""From one step to the next while nodes are waited for: they are taken in between two steps."""
+TAIL = 4
+"""Steps after the last fault."""
+_PARTS = 10  # numbers of a fault's orders
+
+
+class StuckError(HoldfastError):
+    """The run does not get further."""
+
+
+@dataclass
+class Done:
+    """One fault that hit, and what came of it. seconds: until a step was done after it."""
+
+    number: int
+    fault: str
+    point: str
+    step: int
+    target: str
+    generation: int
+    outcome: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Story:
+    """How a disturbed run went. rejected: draws that were none, and why. ends: agents that ended
+    though nobody had touched them: node, exit code."""
+
+    faults: list[Done] = field(default_factory=list)
+    rejected: list[dict[str, Any]] = field(default_factory=list)
+    ends: list[list[Any]] = field(default_factory=list)
+    problem: str = ""
+
+
+@dataclass
+class _Bad:
+    """Something that is to be made good."""
+
+    deed: Deed
+    begun: float
+
+
+class Disturbance:
+    """Drives one run. steps: of the run; wanted: faults that are to count."""
+
+    def __init__(
+        self, scene: Scene, armoury: Armoury, shape: Shape, nodes: list[str], steps: int,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._scene, self._armoury, self._shape = scene, armoury, shape
+        self._nodes, self._steps, self._say = nodes, steps, say
+        self._watcher = Watcher(FolderStore(scene.real))
+        self._away: set[str] = set()  # nodes that are to come back
+        self._bad: list[_Bad] = []
+        self._gate, self._moved = 0, 0.0
+        self._writers: dict[int, JournalWriter] = {}
+        self.story = Story()
+
+    @property
+    def view(self) -> View:
+        return self._watcher.view
+
+    # --- the whole --------------------------------------------------------------------------------
+    def run(self, draws: Iterator[Draw], wanted: int, deadline: float) -> Story:
+        """Until the run is over. Problems are told in the story."""
+        try:
+            self._open(1)
+            self._scene.fleet.start(*self._nodes)
+            self._until(lambda: self.view.step >= 1, "the first step")
+            for number, draw in enumerate(draws, 1):
+                if len(self.story.faults) >= wanted or time.monotonic() > deadline:
+                    break
+                if not self._one(number, draw):
+                    break
+            self._armoury.open_gate(self._steps)
+            self._until(self._over, "the end of the run", 2 * RECOVERED_SECONDS)
+        except StuckError as error:
+            self.story.problem = str(error)
+        return self.story
+
+    def _over(self) -> bool:
+        return self.view.finished and not self._scene.fleet.alive
+
+    def _one(self, number: int, draw: Draw) -> bool:
+        """Whether there is room for another fault."""
+        network = None if self._scene.network is not None else "the nodes have no network"
+        if why := unfit(draw, self._shape, network) or self._not_now(draw):
+            self._reject(number, draw, why)
+            return True
+        step = max(self.view.step + draw.gap, self._gate + 1, draw.step)
+        if step > self._steps - TAIL:
+            return False
+        self._open(step - 1)
+        self._until(lambda: self.view.step >= step - 1, f"step {step - 1}")
+        done = self._bring_about(number, draw, step)
+        if done is None:
+            return True
+        self._settle(number, draw, done)
+        self.story.faults.append(done)
+        count = len(self.story.faults)
+        self._say(f"{count:3d}  {done.fault:<17} {done.point:<10} step {done.step:<4} "
+                  f"{done.target:<22} {done.outcome} {done.seconds:.2f} s")  # fmt: skip
+        if draw.patient:
+            self._await_nodes()
+        return True
+
+    def _not_now(self, draw: Draw) -> str | None:
+        alive = [node for node in self._scene.fleet.alive if node in self.view.nodes]
+        if len(alive) < draw.fault.nodes:
+            return f"it needs {draw.fault.nodes} nodes, and {len(alive)} take part"
+        if self.view.world < draw.fault.ranks:
+            return f"it needs {draw.fault.ranks} ranks, and there are {self.view.world}"
+        return None
+
+    def _reject(self, number: int, draw: Draw, why: str) -> None:
+        self.story.rejected.append(
+            {"number": number, "fault": draw.fault.name, "points": list(draw.points), "why": why}
+        )
+
+    # --- a fault ----------------------------------------------------------------------------------
+    def _bring_about(self, number: int, draw: Draw, step: int) -> Done | None:
+        """None: its moment never came."""
+        view, first = self.view, number * _PARTS
+        generation = view.generation
+        for index, (part, point) in enumerate(zip(draw.fault.parts, draw.points, strict=True)):
+            late = point in RECOVERY
+            self._armoury.arm(Order(
+                first + index, draw.fault.name, "wait" if part.outside else part.deed, point,
+                0 if late else step, draw.pick + index, generation if late else 0,
+            ))  # fmt: skip
+        self._open(step)
+        hit = self._when_hit(first, step)
+        if hit is None:
+            for index in range(len(draw.points)):
+                self._armoury.disarm(first + index)
+            self._reject(number, draw, f"no rank came to {draw.points[0]} in step {step}")
+            return None
+        done = Done(number, draw.fault.name, draw.points[0], step, hit, generation)
+        for index, part in enumerate(draw.fault.parts):
+            if part.outside:
+                self._do(part, draw, first + index, done)
+        return done
+
+    def _when_hit(self, number: int, step: int) -> str | None:
+        """Who was about to break, as the journal tells it; None: nobody."""
+        begun = time.monotonic()
+
+        def due() -> bool:
+            return self._armoury.hit(number) is not None or self.view.step > step
+
+        try:
+            self._until(due, "the fault", HIT_SECONDS)
+        except StuckError:
+            return None
+        hit = self._armoury.hit(number)
+        if hit is None:
+            return None
+        if self._shown(number, begun + 1.0):
+            record = self.view.injected[number]
+            assert isinstance(record.event, FaultInjected)
+            return record.event.target
+        self._write(number, "", f"rank {hit.rank}", "", hit.step, hit.generation)
+        return f"rank {hit.rank}"
+
+    def _shown(self, number: int, until: float) -> bool:
+        """Whether the worker's own words come into the journal: what was written beside its order
+        is put there else."""
+        while time.monotonic() < until:
+            if number in self._watcher.look().injected:
+                return True
+            time.sleep(POLL)
+        return False
+
+    def _do(self, part: Part, draw: Draw, number: int, done: Done) -> None:
+        hit = self._armoury.hit(number)
+        alive = sorted(node for node in self._scene.fleet.alive if node in self.view.nodes)
+        node = draw.target or alive[draw.pick % len(alive)]
+        try:
+            deed = DEEDS[part.deed](self._scene, node)
+        except (NotNowError, KeyError, OSError) as error:
+            done.outcome = f"not done: {error}"
+        else:
+            self._away |= set(deed.gone)
+            if deed.heal is not None:
+                self._bad.append(_Bad(deed, time.monotonic()))
+            done.target = deed.target
+            if hit is not None and part.deed != "run-store":
+                self._write(number, draw.fault.name, deed.target, done.point, hit.step,
+                            hit.generation)  # fmt: skip
+        finally:
+            self._armoury.done(number)
+
+    def _write(
+        self, number: int, fault: str, target: str, point: str, step: int, generation: int
+    ) -> None:
+        """Into the journal, as a writer of our own."""
+        writer = self._writers.get(generation)
+        if writer is None:
+            writer = JournalWriter(FolderStore(self._scene.real), "chaos", generation)
+            self._writers[generation] = writer
+        writer.emit(FaultInjected(number, fault, target, point, step=step))
+        writer.flush()
+
+    # --- what comes of it -------------------------------------------------------------------------
+    def _settle(self, number: int, draw: Draw, done: Done) -> None:
+        """Until the run goes on after the fault."""
+        if done.outcome:
+            return
+        begun, view = time.monotonic(), self.view
+
+        def recovered() -> bool:
+            reached = max(
+                (step for g, step in view.reached.items() if g > done.generation), default=0
+            )
+            if draw.fault.again:
+                return view.generation > done.generation and (
+                    reached >= done.step or (reached == 0 and view.start >= done.step)
+                )
+            return view.step >= done.step
+
+        more = draw.fault.again
+        end = begun + RECOVERED_SECONDS
+        while not recovered():
+            self._tick()
+            if time.monotonic() > end:
+                raise StuckError(f"after fault {number}, {done.fault} at {done.point} of step "
+                                 f"{done.step} ({done.target}): nothing for "
+                                 f"{RECOVERED_SECONDS:g} s")  # fmt: skip
+            if more and view.generation == done.generation:
+                self._creep(done.step + TAIL)  # what pauses a run needs the end of a step
+        done.seconds = round(time.monotonic() - begun, 3)
+        last = draw.points[-1]
+        if len(draw.points) > 1 and self._armoury.hit(number * _PARTS + 1) is None:
+            self._armoury.disarm(number * _PARTS + 1)
+            done.outcome = f"second part missed ({last})"
+        else:
+            done.outcome = "recovered"
+        while self._bad:
+            self._tick()
+
+    def _await_nodes(self) -> None:
+        """Until all nodes take part."""
+        end = time.monotonic() + BACK_SECONDS
+        while set(self.view.nodes) != set(self._nodes) and time.monotonic() < end:
+            self._tick()
+            self._creep(self._steps - TAIL)
+            if self._gate >= self._steps - TAIL:
+                return
+
+    def _creep(self, most: int) -> None:
+        if time.monotonic() - self._moved > STEP_SECONDS and self._gate < most:
+            self._open(max(self._gate, self.view.step) + 1)
+
+    def _open(self, step: int) -> None:
+        if step > self._gate:
+            self._gate, self._moved = step, time.monotonic()
+            self._armoury.open_gate(step)
+
+    # --- time passes ------------------------------------------------------------------------------
+    def _until(
+        self, due: Callable[[], bool], what: str, seconds: float = RECOVERED_SECONDS
+    ) -> None:
+        end = time.monotonic() + seconds
+        while not due():
+            self._tick()
+            if time.monotonic() > end:
+                raise StuckError(f"no sign of {what} within {seconds:g} s, in generation "
+                                 f"{self.view.generation} after step {self.view.step}")  # fmt: skip
+
+    def _tick(self) -> None:
+        time.sleep(POLL)
+        self._watcher.look()
+        if self.view.failed is not None and not self.view.finished:
+            raise StuckError(f"the run has failed: {self.view.failed}")
+        self._heal()
+        self._bring_back()
+
+    def _heal(self) -> None:
+        for bad in list(self._bad):
+            since = time.monotonic() - bad.begun
+            if since >= bad.deed.seconds:
+                self._bad.remove(bad)
+                assert bad.deed.heal is not None
+                bad.deed.heal()
+            elif bad.deed.tick is not None:
+                bad.deed.tick(since)
+
+    def _bring_back(self) -> None:
+        """What has ended is started again by the same command, while the run is not over."""
+        for node, code, expected in self._scene.fleet.ended():
+            if self.view.finished:
+                continue
+            if not expected:
+                self.story.ends.append([node, code])
+            (self._scene.notices / node).unlink(missing_ok=True)
+            self._away.discard(node)
+            self._scene.fleet.start(node)

@@ -1,0 +1,43 @@
+"""The run that is disturbed where nobody names another: a tiny model on made-up text."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+_WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "rain", "falls")
+_RUN_FILE = """\
+name: chaos
+folder: {root}/run
+device: cpu
+data:
+  folder: {root}/dataset
+  sources:
+    - {{kind: text, path: "{root}/texts"}}
+  tokenizer: {{vocab_size: 300}}
+  sequence_length: 16
+  validation_fraction: 0.2
+  processes: 1
+model: {{preset: null, layers: 2, dim: 16, heads: 2, kv_heads: 2, ffn_dim: 24}}
+train: {{batch_size: 8, microbatch_size: 1, optimizer: {{clip_norm: 0.05}}}}
+"""
+OVERRIDES = (
+    "train.precision=float64", "train.evaluate.every=0", "checkpoint.every_steps=10",
+    "checkpoint.memory_every_steps=1",
+)  # fmt: skip
+"""Of every disturbed run and the one that it is compared with: in float64 what another layout may
+change is rounding of 1e-10, and memory holds every step."""
+
+
+def write_run_file(root: Path, documents: int = 12) -> Path:
+    """Texts and a run file in `root`, unless they are there."""
+    path, texts = root / "run.yaml", root / "texts"
+    if path.exists():
+        return path
+    texts.mkdir(parents=True, exist_ok=True)
+    chooser = random.Random(7)
+    for number in range(documents):
+        text = " ".join(chooser.choice(_WORDS) for _ in range(120))
+        (texts / f"{number}.txt").write_text(f"Text {number}. {text}.\n")
+    path.write_text(_RUN_FILE.format(root=root.absolute()))
+    return path

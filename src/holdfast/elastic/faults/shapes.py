@@ -1,0 +1,93 @@
+"""Layouts that a run is disturbed in, by name: the axes of the parity matrix and products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast.errors import UserError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """layout: settings below `layout.`. nodes, places: how the ranks are spread. exact: only data
+    replicas change when nodes go or come, so the curve stays bit-equal."""
+
+    name: str
+    layout: tuple[str, ...]
+    nodes: int
+    places: int
+    exact: bool = False
+    pipelined: bool = False
+    shared: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.places
+
+    @property
+    def settings(self) -> list[str]:
+        return [f"layout.{each}" for each in self.layout] + [f"cluster.places={self.places}"]
+
+    @property
+    def tolerance(self) -> float:
+        return 0.0 if self.exact else 1e-10
+
+
+def _shape(name: str, nodes: int, places: int, *degrees: str) -> Shape:
+    plain = not degrees
+    return Shape(
+        name, (f"workers={nodes * places}", *degrees), nodes, places, exact=plain,
+        pipelined=any("pp" in each for each in degrees), shared=not plain,
+    )  # fmt: skip
+
+
+SHAPES: Mapping[str, Shape] = {
+    shape.name: shape
+    for shape in (
+        _shape("replicated", 4, 1),
+        _shape("dp_shard", 4, 1, "dp_shard=2"),
+        _shape("tp", 4, 1, "tp=2"),
+        _shape("pp", 4, 1, "pp=2"),
+        _shape("zero", 4, 1, "dp_shard=2", "zero=1"),
+        _shape("mixed", 4, 2, "pp=2", "tp=2"),
+        _shape("uneven", 3, 1, "replicas=[{tp: 2}, {tp: 1}]"),
+        _shape("two", 2, 1),
+        _shape("wide", 4, 2, "dp_shard=2"),
+    )
+}
+
+
+def shape_of(text: str, nodes: int = 0) -> Shape:
+    """A name of `SHAPES`, or degrees such as "tp=2,workers=4". nodes: over how many; 0: as named,
+    or one a rank. Raises UserError."""
+    if text in SHAPES:
+        shape = SHAPES[text]
+        if not nodes or nodes == shape.nodes:
+            return shape
+        ranks, degrees = shape.ranks, list(shape.layout[1:])
+    else:
+        ranks, degrees = _degrees(text)
+        nodes = nodes or ranks
+    if ranks % nodes:
+        raise UserError(
+            f"{ranks} ranks cannot be spread evenly over {nodes} nodes", where="--nodes",
+            remedy=f"use {max(n for n in range(1, nodes + 1) if ranks % n == 0)}",
+        )  # fmt: skip
+    return _shape(text, nodes, ranks // nodes, *degrees)
+
+
+def _degrees(text: str) -> tuple[int, list[str]]:
+    found: dict[str, int] = {}
+    for each in text.split(","):
+        key, equals, value = each.strip().partition("=")
+        known = key in ("workers", "pp", "tp", "dp_shard", "zero")
+        if not (known and equals and value.isdigit() and int(value) > 0):
+            raise UserError(
+                f"{each.strip()!r} is no layout", where="--layout",
+                remedy=f"use one of {', '.join(SHAPES)}, or degrees such as tp=2,workers=4",
+            )  # fmt: skip
+        found[key] = int(value)
+    replica = found.get("pp", 1) * found.get("tp", 1) * found.get("dp_shard", 1)
+    ranks = found.pop("workers", 2 * replica)
+    return ranks, [f"{key}={value}" for key, value in found.items()]

@@ -1,0 +1,98 @@
+"""Which fault comes when, and the folder through which workers are told."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from holdfast.elastic.faults.armed import POINTS, Armoury, Hit, Order
+from holdfast.elastic.faults.deeds import DEEDS
+from holdfast.elastic.faults.library import FAULTS
+from holdfast.elastic.faults.schedule import drawn, names_of, read_trace, unfit
+from holdfast.elastic.faults.shapes import SHAPES, shape_of
+from holdfast.errors import UserError
+
+
+def test_a_seed_gives_the_same_draws_every_time() -> None:
+    first = list(islice(drawn("7 tp 1", list(FAULTS)), 50))
+    assert first == list(islice(drawn("7 tp 1", list(FAULTS)), 50))
+    assert first != list(islice(drawn("8 tp 1", list(FAULTS)), 50))
+    assert sum(draw.gap for draw in first) / 50 == pytest.approx(3, abs=0.5)
+
+
+def test_every_fault_has_points_that_exist_and_deeds_that_somebody_does() -> None:
+    for fault in FAULTS.values():
+        for part in fault.parts:
+            assert set(part.points) <= set(POINTS), fault.name
+            assert not part.outside or part.deed in DEEDS, fault.name
+
+
+def test_what_makes_no_sense_for_a_layout_is_said() -> None:
+    (pipeline,) = islice(drawn("1", ["pipeline"]), 1)
+    assert unfit(pipeline, SHAPES["tp"], None) == "the layout has no pipeline"
+    assert unfit(pipeline, SHAPES["pp"], None) is None
+    (partition,) = islice(drawn("1", ["partition"]), 1)
+    assert unfit(partition, SHAPES["two"], None) == "it needs 3 nodes"
+    assert unfit(partition, SHAPES["tp"], "no rights") == "no rights"
+
+
+def test_degrees_name_a_layout() -> None:
+    shape = shape_of("tp=2,workers=4", 2)
+    assert (shape.ranks, shape.nodes, shape.places, shape.exact) == (4, 2, 2, False)
+    assert shape_of("replicated", 2).settings == ["layout.workers=4", "cluster.places=2"]
+    assert shape_of("replicated", 2).exact
+    with pytest.raises(UserError, match="no layout"):
+        shape_of("diagonal")
+    with pytest.raises(UserError, match="spread evenly"):
+        shape_of("tp", 3)
+
+
+def test_a_file_says_which_fault_comes_when() -> None:
+    text = '{"step": 9, "fault": "agent", "target": "b"}\n\n{"step": 4, "fault": "kill"}\n'
+    first, second = read_trace(text, "f.jsonl", "1")
+    assert (first.step, first.fault.name) == (4, "kill")
+    assert (second.step, second.fault.name, second.target) == (9, "agent", "b")
+    with pytest.raises(UserError, match=r"f.jsonl:1: there is no fault 'earthquake'"):
+        read_trace('{"step": 9, "fault": "earthquake"}', "f.jsonl", "1")
+    with pytest.raises(UserError, match="not a fault at a step"):
+        read_trace("step 9", "f.jsonl", "1")
+    with pytest.raises(UserError, match="cannot be at 'lunch'"):
+        read_trace('{"step": 9, "fault": "kill", "point": "lunch"}', "f.jsonl", "1")
+
+
+def test_faults_are_a_number_or_names_or_both() -> None:
+    assert names_of("30 kill,agent") == (30, ["kill", "agent"])
+    assert names_of("30") == (30, list(FAULTS))
+    assert names_of("kill") == (0, ["kill"])
+    with pytest.raises(UserError, match="there is no fault 'rust'"):
+        names_of("rust")
+
+
+def test_an_order_is_carried_out_once_and_by_whom_it_was_meant_for(tmp_path: Path) -> None:
+    ours, theirs = Armoury(tmp_path / "faults"), Armoury(tmp_path / "faults")
+    assert theirs.gate is None
+    ours.prepare(gate=3)
+    assert theirs.gate == 3
+    ours.arm(Order(10, "kill", "kill", "forward", 5, rank=7))
+    assert theirs.due("forward", 4, 3, 4, 1) is None
+    assert theirs.due("computed", 5, 3, 4, 1) is None
+    assert theirs.due("forward", 5, 2, 4, 1) is None
+    order = theirs.due("forward", 5, 3, 4, 1)
+    assert order is not None
+    assert ours.hit(10) is None
+    hit = Hit(10, 1, 5, 3, 1234, "d")
+    assert theirs.claim(hit)
+    assert not ours.claim(hit)
+    assert ours.hit(10) == hit
+    assert theirs.due("forward", 5, 3, 4, 2) is None, "a step that is done again"
+
+
+def test_an_order_for_a_recovery_waits_for_a_later_generation(tmp_path: Path) -> None:
+    armoury = Armoury(tmp_path)
+    armoury.arm(Order(11, "recovery", "kill", "agreeing", 0, 1, generation=2))
+    assert armoury.due("agreeing", 0, 1, 4, 2) is None
+    assert armoury.due("agreeing", 0, 1, 4, 3) is not None
+    armoury.disarm(11)
+    assert armoury.due("agreeing", 0, 1, 4, 3) is None
