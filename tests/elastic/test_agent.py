@@ -186,7 +186,8 @@ def test_workers_end_within_a_second_of_their_agent_and_the_run_resumes(tmp_path
         "hang": {"generation": 1, "rank": 1, "step": 3},
         "hold_gil": {"generation": 1, "rank": 2, "step": 3},
     }
-    with training(tmp_path / "run", plan, "layout.workers=3") as trainer:
+    overrides = ("layout.workers=3", "cluster.compare=false")
+    with training(tmp_path / "run", plan, *overrides) as trainer:
         trainer.wait_step(2, 1)
         family = trainer.family() - {trainer.process.pid}
         assert len(family) == 5
@@ -204,7 +205,7 @@ def test_workers_end_within_a_second_of_their_agent_and_the_run_resumes(tmp_path
 
 def test_the_worker_that_hangs_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
     plan = {"steps": 4, "hang": {"generation": 1, "rank": 1, "step": 3}}
-    overrides = ("layout.workers=3", "cluster.progress_seconds=2")
+    overrides = ("layout.workers=3", "cluster.progress_seconds=2", "cluster.compare=false")
     with training(tmp_path / "run", plan, *overrides) as trainer:
         assert trainer.end() == 0, trainer.said
     (lost,) = trainer.events(WorkerLost)
@@ -215,7 +216,8 @@ def test_the_worker_that_hangs_is_named_and_the_run_goes_on(tmp_path: Path) -> N
 
 def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
     plan = ENDLESS | {"hang": {"generation": 1, "rank": 0, "step": 3}}
-    with training(tmp_path / "run", plan, "layout.workers=2") as trainer:
+    overrides = ("layout.workers=2", "cluster.compare=false")
+    with training(tmp_path / "run", plan, *overrides) as trainer:
         trainer.wait_step(2, 1)
         family = trainer.family()
         os.kill(trainer.process.pid, signal.SIGINT)

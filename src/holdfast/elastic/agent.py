@@ -39,6 +39,7 @@ from holdfast.elastic.last_upload import LastUpload
 from holdfast.elastic.mover_link import MoverLink
 from holdfast.elastic.notice_watch import NoticeWatch
 from holdfast.elastic.notices import NOTICE, Notice, Notices, Pending
+from holdfast.elastic.noticing import Watch
 from holdfast.elastic.opening import boots, mover_settings, plan_topology, standbys
 from holdfast.elastic.rendezvous import Rendezvous
 from holdfast.elastic.standing import Standing
@@ -129,6 +130,7 @@ class Agent:
         self._live = config.cluster.recovery == "live"
         self._survivors = Survivors(config)
         self._voices: dict[str, int] = {}  # of every process that reports: its next event
+        self._still = Watch(kill=lambda pid, why: self._host.kill(pid, why))
 
     def run(self) -> int:
         """Train until finished, stopped or given up. The exit code: 0, 1, 130.
@@ -404,7 +406,7 @@ class Agent:
         step = newest.step
         current = self._current = Generation(
             topology, step, self._config.cluster, self._board, self._say, self._ready,
-            self._voices, again=self._told.again,
+            self._voices, again=self._told.again, watch=self._still,
         )  # fmt: skip
         for notice in self._pending.take(self._loop.time()):
             self._notices.heard(notice, topology, step)
@@ -496,6 +498,7 @@ class Agent:
         if events or sync:
             stored = await self._board.flush(f"rank{int(body['rank'])}", sync)
             stored = stored and not (sync and self._stand_in.owing)
+        current.answered(int(body["rank"]))
         told = self._notices.answer(int(body["rank"]))
         return {"stop": self._stop is not None, "generation": number, "stored": stored} | told
 

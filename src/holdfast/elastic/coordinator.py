@@ -15,12 +15,13 @@ and returns what its nodes begin from.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol
 
+from holdfast.elastic.noticing import Blame, Comparing
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy import membership
 from holdfast.policy.membership import (
@@ -40,6 +41,8 @@ JOIN, BEAT = "/join", "/beat"
 JOIN_FIRST, REPLACED = "join", "replaced"
 """Orders to whom the coordinator does not know, or knows as another process by now."""
 LONGEST_WAIT = 20.0
+SOON = 0.3
+"""Seconds until those who have heard of something have said so."""
 RETRY_SECONDS = 1.0
 """Until a run store that was out of reach is asked again."""
 
@@ -92,6 +95,9 @@ class Coordinator:
         self._waiting: dict[str, tuple[asyncio.Future[None], Directive]] = {}
         self._news = asyncio.Event()
         self._dismissed: set[str] = set()  # who has been told that the run is over
+        self._comparing = Comparing()
+        self._blamed: dict[str, list[Blame]] = {}
+        self._looking: asyncio.Task[None] | None = None
 
     # --- what is decided elsewhere --------------------------------------------------------------
     def halt(self, reason: str, *, gentle: bool = False) -> None:
@@ -138,6 +144,8 @@ class Coordinator:
         if body.get("leaving"):
             self.warned(name, float(body["leaving"]))
         self._let_go(name)
+        if self._compare(name, body):
+            wait = 0.0
         woken = self._loop.create_future()
         self._waiting[name] = woken, doing
         self._hear(report)
@@ -148,7 +156,10 @@ class Coordinator:
             timer.cancel()
             if self._waiting.get(name, (None,))[0] is woken:
                 del self._waiting[name]
-        return self._answer(name, mark)
+        answer = self._answer(name, mark)
+        if blamed := self._blamed.pop(name, None):
+            answer["blamed"] = [report.at, [one.to_json() for one in blamed]]
+        return answer
 
     def _answer(self, name: str, mark: str | None = None) -> dict[str, Any]:
         node, term = self.reign.node(name), self.reign.term
@@ -214,6 +225,64 @@ class Coordinator:
         """Its agent asks anew: the question before has no reader any more."""
         if name in self._waiting:
             _wake(self._waiting.pop(name)[0])
+
+    # --- who stands still -----------------------------------------------------------------------
+    def _compare(self, name: str, body: Mapping[str, Any]) -> bool:
+        """What a node says of those who stand still there; whether it is to give up somebody."""
+        at, still = int(body["at"]), dict(body.get("still", {}))
+        going = self.reign.phase in (Phase.STARTING, Phase.TRAINING)
+        if not going or at != self.reign.generation or name not in self.reign.members:
+            return False
+        if blamed := self._comparing.hear(name, at, still, self._now):
+            self._blamed[name] = blamed
+        if still and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.create_task(self._look_for_silent())
+        if still and (found := self._comparing.hung(self._now, self.reign.members)):
+            self._blamed[found[0]] = [found[1]]
+            self._ask([found[0]])
+        return name in self._blamed
+
+    async def _look_for_silent(self) -> None:
+        """Workers wait: a node that says nothing of it is asked, and is lost if it does not answer
+        while it is waited for longer than a worker may be. It may have been stopped as a whole."""
+        if not await self._sleep(SOON):
+            return
+        since, limit = self._comparing.waiting(0.0), self._comparing.limit
+        if since is None or limit is None:
+            return
+        generation = self.reign.generation
+        silent = self._silent(since)
+        asked = self._now
+        self._ask(silent)
+        if not silent or not await self._sleep(max(SOON, since + limit - asked)):
+            return
+        silent, checked = self._silent(asked), self._now
+        self._ask(self._comparing.names)
+        if not silent or not await self._sleep(SOON):
+            return
+        now, waiting = self._now, self._comparing.waiting(checked)
+        same = self.reign.phase is Phase.TRAINING and self.reign.generation == generation
+        if not same or waiting is None or now - waiting <= limit:
+            return
+        for name in silent & self._silent(asked):
+            cause = f"not heard while others waited for it for {now - waiting:.1f} s"
+            self._set(membership.gone(self.reign, name, cause, now, self._rules))
+
+    def _silent(self, since: float) -> frozenset[str]:
+        nodes = (self.reign.node(name) for name in self.reign.members)
+        return frozenset(node.name for node in nodes if node is not None and node.heard < since)
+
+    def _ask(self, names: Iterable[str]) -> None:
+        """Answer their questions, so that they ask anew and say how it stands."""
+        for name in names:
+            if name in self._waiting:
+                _wake(self._waiting[name][0])
+
+    async def _sleep(self, seconds: float) -> bool:
+        """Whether this was awake in time: else others may be as late."""
+        due = self._now + seconds
+        await asyncio.sleep(seconds)
+        return self._now - due < SOON
 
     # --- its own time ---------------------------------------------------------------------------
     async def run(self) -> Reign:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 from holdfast.elastic.coordinator import BEAT, JOIN, JOIN_FIRST, REPLACED, Coordinator, within
+from holdfast.elastic.noticing import Blame
 from holdfast.errors import HoldfastError
 from holdfast.policy import succession
 from holdfast.policy.membership import Order, Phase, Stage
@@ -71,6 +72,15 @@ class Work(Protocol):
     def halt(self, generation: int, reason: str, *, gentle: bool) -> None: ...
 
     def leave(self, verdict: str) -> None: ...
+
+    @property
+    def still(self) -> dict[str, Any]:
+        """Who stands still here (`noticing.Lookout.told`); {} if nobody does."""
+        ...
+
+    def blame(self, generation: int, blamed: Sequence[Blame]) -> None:
+        """For whom the others wait, of the workers here."""
+        ...
 
 
 class Follower:
@@ -210,6 +220,7 @@ class Follower:
         return {
             "name": self.seat.name, "mark": self.mark, "term": self.seat.term,
             "doing": list(self._doing), "leaving": self.leaving, **self._state(),
+            **({"still": still} if (still := self._work.still) else {}),
         }  # fmt: skip
 
     async def _ask(self, path: str, body: dict[str, Any], wait: float = 0.0) -> None:
@@ -271,6 +282,9 @@ class Follower:
         if self.leaving and answer.get("outside", False):
             self.leave()  # the others work without this node
             return
+        if "blamed" in answer:
+            at, rows = answer["blamed"]
+            self._work.blame(int(at), [Blame.from_json(row) for row in rows])
         generation = int(answer["generation"])
         self._doing = (order, generation)
         match Order(order):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from holdfast.elastic import exits
 from holdfast.elastic.board import Board, Say
 from holdfast.elastic.children import last_lines
 from holdfast.elastic.members import Member, Members
+from holdfast.elastic.noticing import Blame, Lookout, Watch
 from holdfast.elastic.verdict import Failed, Finished, Left, Lost, Verdict
 from holdfast.events import (
     Event,
@@ -51,12 +52,14 @@ class Generation:
         voices: dict[str, int],
         node: str = "",
         again: Callable[[Event], bool] = lambda event: False,
+        watch: Watch | None = None,
     ) -> None:
         """`ready` is called once, when every worker is about to compute its first step. Of the
         workers, those of `node` count, where one is named: others have agents of their own. `again`
-        says of an event that it was told before."""
+        says of an event that it was told before. watch: what is done about who stands still."""
         self._loop = asyncio.get_running_loop()
         self.number = topology.generation
+        self._begun = start_step
         self.step = start_step  # the newest step that a worker reported done
         self.step_seconds = 0.0  # what the longest of its steps took
         here = [rank for rank, at in enumerate(topology.nodes) if node in ("", at)]
@@ -68,7 +71,17 @@ class Generation:
         self._board = board
         self._say = say
         self._ready, self._again = ready, again
+        self._watch = watch or Watch()
+        self.lookout = Lookout(
+            self.members, topology.world_size, self._watch.steps, cluster.progress_seconds,
+            cluster.compare,
+        )  # fmt: skip
         self._non_finite: NonFinite | None = None
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether a worker here has been through a whole step of it."""
+        return any(member.step > self._begun + 1 for member in self.members)
 
     # --- beginning and end ----------------------------------------------------------------
     def expect(self, processes: Mapping[int, int]) -> None:
@@ -177,9 +190,9 @@ class Generation:
         self, member: Member, cause: str, noticed_by: str, reason: str = "worker_lost"
     ) -> None:
         member.lost = True
-        self._board.emit(
-            "agent", WorkerLost(member.rank, member.pid, cause, noticed_by, step=self.step)
-        )
+        node = self.topology.nodes[member.rank]
+        event = WorkerLost(member.rank, member.pid, cause, noticed_by, node, step=self.step)
+        self._board.emit("agent", event)
         self.decide(Lost(reason, f"worker {member.rank}: {cause}", ranks=frozenset({member.rank})))
 
     def _common_outcome(self) -> Verdict:
@@ -203,7 +216,9 @@ class Generation:
     def report(self, body: dict[str, Any]) -> list[Event]:
         """Take a worker's report; the events in it that are new. Raises KeyError, ValueError."""
         rank = int(body["rank"])
-        events = [e for e in self.members.report(body, self._loop.time()) if not self._again(e)]
+        now = self._loop.time()
+        events = [e for e in self.members.report(body, now) if not self._again(e)]
+        self.lookout.heard(self.members[rank], now)
         for event in events:
             match event:
                 case StepDone():
@@ -217,10 +232,33 @@ class Generation:
             self._board.emit(f"rank{rank}", event)
         return events
 
+    def answered(self, rank: int) -> None:
+        """A worker's report is answered."""
+        self.members.answered(rank, self._loop.time())
+
+    # --- who stands still -----------------------------------------------------------------
     def watch_progress(self, now: float) -> None:
         """Called at every tick: one that hangs is named, and ends the generation."""
-        limit = self._cluster.progress_seconds
-        hung = None if self.verdict.done() else self.members.hung(now, limit)
-        if hung is not None:
-            cause = f"no progress for {limit:g} s in step {hung.step}, {hung.phase}"
-            self._report_loss(hung, cause, "progress", "hang")
+        for blame in self.lookout.tick(now, self._cluster.heartbeat_seconds):
+            self._give_up(blame)
+        if not self.verdict.done() and self.lookout.due(now):
+            self._watch.tell()
+
+    def still(self) -> dict[str, Any]:
+        """Who stands still here, for whoever compares nodes; {} if nobody does."""
+        return {} if self.verdict.done() else self.lookout.told(self._loop.time())
+
+    def blame(self, blamed: Iterable[Blame]) -> None:
+        """The coordinator says for whom the others wait."""
+        for one in blamed:
+            if not self.verdict.done() and self.lookout.confirms(one):
+                self._give_up(one)
+
+    def _give_up(self, blame: Blame) -> None:
+        """Name a worker, kill it, and end the generation for it; one that is over only waits for
+        its end."""
+        member = self.members[blame.rank]
+        cause = blame.cause(member.phase)
+        if not self.verdict.done() and not member.lost:
+            self._report_loss(member, cause, blame.sign, "hang")
+        self._watch.kill(member.pid, cause)

@@ -214,10 +214,11 @@ class Host:
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.changed.wait(), left)
 
-    def kill(self, pid: int) -> None:
+    def kill(self, pid: int, why: str = "") -> None:
         """End one worker that makes no progress."""
         process = self._desk.find(pid)
         if process is not None:
+            process.why = process.why or why
             process.kill()
 
     async def clear(self) -> None:

@@ -21,7 +21,7 @@ from holdfast.elastic.aftermath import Aftermath, Survivors
 from holdfast.elastic.coordinator import Known
 from holdfast.elastic.mover_link import MoverLink
 from holdfast.errors import LayoutError
-from holdfast.events import Event, GenerationStarted, RestorePointFound
+from holdfast.events import Event, GenerationStarted, RestorePointFound, WorkerLost
 from holdfast.layout import Topology
 from holdfast.plan.interface import NodePlaces, Planner, Present
 from holdfast.policy.membership import Node, Reign
@@ -53,6 +53,7 @@ class Lead:
         self._plans: dict[int, tuple[Topology, Aftermath]] = {}
         self._peers: dict[str, Peer] = {}
         self._key: str | None = None  # of the checkpoint that the last generation began from
+        self._told_lost: set[tuple[int, str]] = set()
         self.reached = 0
         """The newest step that a generation has begun from."""
         self.tried: dict[str, str] = {}
@@ -152,6 +153,18 @@ class Lead:
             topology.to_json(), str(value["reason"]), None if newest is None else newest.key,
             -1 if first else rung, value["came_from"], step=step,
         ))  # fmt: skip
+
+    def tell_lost(self, reign: Reign) -> None:
+        """Which ranks the running generation has lost with their nodes, and why: each once."""
+        before = self._before
+        if before is None or before.generation != reign.generation:
+            return
+        for name, cause in reign.lost:
+            if (before.generation, name) in self._told_lost:
+                continue
+            self._told_lost.add((before.generation, name))
+            for rank in (rank for rank, node in enumerate(before.nodes) if node == name):
+                self._it.emit(WorkerLost(rank, 0, cause, "heartbeat", name, step=self.reached))
 
     # --- what the planner is told ---------------------------------------------------------------
     def _places(self, nodes: Sequence[Node]) -> list[NodePlaces]:

@@ -13,7 +13,9 @@ from holdfast.policy.survivors import Held
 @dataclass
 class Member:
     """One worker. `since` is when it last got further, on the agent's monotonic clock; `marks`
-    counts how often it did within its step."""
+    counts how often it did within its step. heard: when it last reported anything. answering: its
+    report is not answered yet, so it cannot be heard. excused: what it reported was to be stored,
+    and it may do something else before it reports again."""
 
     rank: int
     pid: int  # 0 until its fork is told
@@ -27,6 +29,9 @@ class Member:
     held: Held | None = None  # it has stopped, and waits for what comes next
     code: int | None = None  # as os.waitstatus_to_exitcode gives it
     lost: bool = False  # and that has been said
+    heard: float = 0.0
+    answering: bool = False
+    excused: bool = False
 
     @property
     def alive(self) -> bool:
@@ -62,7 +67,7 @@ class Members:
 
     def expect(self, rank: int, now: float, pid: int = 0) -> None:
         """A worker of the generation: its first report may overtake the news of its birth."""
-        self._members[rank] = Member(rank, pid, now)
+        self._members[rank] = Member(rank, pid, now, heard=now)
 
     def joined(self, rank: int, pid: int) -> Member:
         member = self._members[rank]
@@ -91,6 +96,7 @@ class Members:
         """
         rank = int(body["rank"])
         member = self._members[rank]
+        member.heard, member.answering, member.excused = now, True, bool(body.get("sync"))
         progress = (int(body["step"]), str(body["phase"]), int(body["marks"]))
         if progress != (member.step, member.phase, member.marks):
             member.step, member.phase, member.marks = progress
@@ -106,6 +112,12 @@ class Members:
             member.outcome = (str(told["kind"]), int(told["step"]))
             member.unsaved = told["unsaved"]
         return fresh
+
+    def answered(self, rank: int, now: float) -> None:
+        """A report of this worker is answered: from here on it can be heard again."""
+        member = self._members.get(rank)
+        if member is not None:
+            member.heard, member.answering = now, False
 
     def hung(self, now: float, limit: float) -> Member | None:
         """The worker to blame when none has got further for `limit` seconds; else None.
@@ -123,3 +135,4 @@ class Members:
         """The agent itself was stopped for so long: nobody could have reported."""
         for member in self:
             member.since += seconds
+            member.heard += seconds

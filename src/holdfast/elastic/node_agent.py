@@ -269,6 +269,8 @@ class NodeAgent:
         return give_up(self._restarts, limit, causes[0] if causes else "not known")
 
     def _changed(self, old: Reign, new: Reign) -> None:
+        if self._lead is not None:
+            self._lead.tell_lost(new)
         if new.phase is Phase.ENDED and self._opened:
             self._write_end(new.verdict)
         if new.phase is Phase.TRAINING and old.phase is not Phase.TRAINING:
@@ -384,6 +386,7 @@ class NodeAgent:
         stored = True
         if events or sync:
             stored = await self._board.flush(f"rank{int(body['rank'])}", sync)
+        current.answered(int(body["rank"]))
         self._station.stored()
         stop = self._stop is not None and self._alone
         return {"stop": stop, "generation": number, "stored": stored,

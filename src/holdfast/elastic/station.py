@@ -14,7 +14,7 @@ What the workers hold, and how they ended, is told in `held`: by that the coordi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from holdfast.elastic.board import Board, Say
 from holdfast.elastic.generation import Generation
 from holdfast.elastic.host import Host, Start
 from holdfast.elastic.mover_link import MoverLink
+from holdfast.elastic.noticing import Blame, Watch
 from holdfast.elastic.opening import boots, standbys
 from holdfast.elastic.verdict import Failed, Finished, Left, Lost, Verdict
 from holdfast.errors import FencedError, HoldfastError
@@ -71,6 +72,7 @@ class Station:
         self._board, self._say = board, say
         self._opened, self._ended = opened, ended
         self._voices: dict[str, int] = {}
+        self._watch = Watch(kill=host.kill, tell=self.changed.set)
         self._outcome: dict[str, Any] = {}
         self._task: asyncio.Task[None] | None = None
         self._meet = ""
@@ -106,6 +108,20 @@ class Station:
     def leave(self, verdict: str) -> None:
         self.verdict = verdict
 
+    # --- who stands still -----------------------------------------------------------------------
+    @property
+    def still(self) -> dict[str, Any]:
+        """Of this node's workers; {} if nobody does."""
+        current = self.current
+        at_work = self.stage in (Stage.BUILDING, Stage.WORKING) and current is not None
+        return current.still() if at_work and current is not None else {}
+
+    def blame(self, generation: int, blamed: Sequence[Blame]) -> None:
+        """The coordinator names workers of this node for whom the others wait."""
+        current = self.current
+        if current is not None and current.number == generation:
+            current.blame(blamed)
+
     def _replace_task(self, coroutine: Any) -> None:
         """Orders overtake each other: what was begun for an older one is given up."""
         if self._task is not None:
@@ -136,7 +152,7 @@ class Station:
         await self._mover.expect(topology, step, newest, machines, sources)
         self.current = current = Generation(
             topology, step, self._around.config.cluster, self._board, self._say, self._ready,
-            self._voices, self._around.node,
+            self._voices, self._around.node, watch=self._watch,
         )  # fmt: skip
         processes = self._processes(value, ranks)
         current.expect({rank: pid for rank, pid in zip(ranks, processes, strict=True) if pid})

@@ -24,18 +24,21 @@ async def watch_progress(
 ) -> None:
     """Without end; it also stores what the last flush could not."""
     clock = asyncio.get_running_loop().time
-    last = clock()
-    while True:
-        await asyncio.sleep(beat)
-        now = clock()
-        generation = current()
-        if generation is not None:
-            if now - last > 5 * beat + 1.0:
-                # We were stopped ourselves (Ctrl-Z, a paused machine): nobody could report.
-                generation.members.forgive(now - last)
-            generation.watch_progress(now)
-        last = now
-        await flush()
+    flushing: asyncio.Future[object] | None = None
+    try:
+        while True:
+            await asyncio.sleep(beat)
+            generation = current()
+            if generation is not None:
+                generation.watch_progress(clock())
+            if flushing is None or flushing.done():
+                if flushing is not None:
+                    flushing.result()
+                # Not waited for: a run store that is out of reach keeps nobody from looking.
+                flushing = asyncio.ensure_future(flush())
+    finally:
+        if flushing is not None:
+            flushing.cancel()
 
 
 def counting_refusals(board: Board, opened: Callable[[], bool], say: Say) -> Refusals:

@@ -1,4 +1,5 @@
-"""Who is slow, who has stopped, and what is done about it. Pure: times come in as arguments.
+"""Who is slow, and what is done about it. Pure: times come in as arguments. (Who has stopped:
+`standstill`.)
 
 Slow is said by comparison: seconds per microbatch, beside the median of the others that do the same
 work in the same step (same kind of replica, same stage). What slows all, such as a foreign load,
@@ -22,7 +23,7 @@ changes, so nobody goes to and fro.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -239,66 +240,3 @@ def _slower(paces: Mapping[Who, float]) -> dict[Who, float]:
         if others:
             out[who] = pace / median(others)
     return out
-
-
-# --- who has stopped ----------------------------------------------------------------------------
-STEPS, SECONDS = 3.0, 1.0
-"""A worker that has stopped is named after so many normal steps and seconds."""
-
-_RECENT = 4  # newest steps; if these were slow, then what is normal is so now
-_RUNS = 0.05  # of a core: whoever uses so much runs, and is short of cores at worst
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """The last sign of progress of a worker. point: how far it has come; who is further has the
-    higher one, and equal ones wait for the same. at: when it came there, by the clock of the one
-    who compares. computed: seconds of CPU it has used since; None: not known. waits: it says that
-    it waits for others now, so it is not the one that they wait for."""
-
-    point: int
-    at: float
-    computed: float | None = None
-    waits: bool = False
-
-
-def normal_step(steps: Sequence[float]) -> float | None:
-    """Seconds that a step takes now: the median, or that of the newest ones if it is more. None
-    before there was one."""
-    if not steps:
-        return None
-    return max(median(steps), median(steps[-_RECENT:]))
-
-
-def stopped(
-    marks: Mapping[Who, Mark], steps: Sequence[float], now: float, *, lag: float = 0.0
-) -> dict[Who, float]:
-    """Who makes no progress while others have finished and wait, and for how long.
-
-    steps: seconds of past steps, the newest last. lag: how late the one who compares was woken
-    up: if he is late himself, so is everybody.
-
-    Nobody is named before the first step has passed (it compiles, connects, warms up), nor where
-    nobody waits: then all are slow, or all wait for something outside. A worker that runs is
-    measured by the seconds of CPU that it has had: a load on all cores keeps it from working, but
-    uses up none of them.
-    """
-    normal = normal_step(steps)
-    if normal is None or len(marks) < 2:
-        return {}
-    furthest = max(mark.point for mark in marks.values())
-    waiting = max(mark.at for mark in marks.values() if mark.point == furthest)
-    behind = {who: mark for who, mark in marks.items() if mark.point < furthest}
-    if len(behind) > len(marks) // 2:
-        return {}
-    if not all(mark.waits for mark in behind.values()):
-        behind = {who: mark for who, mark in behind.items() if not mark.waits}
-    limit = STEPS * normal + SECONDS + lag
-    found: dict[Who, float] = {}
-    for who, mark in behind.items():
-        waited = now - max(waiting, mark.at)
-        runs = mark.computed is not None and mark.computed >= _RUNS * max(now - mark.at, 1e-9)
-        spent = min(waited, mark.computed) if runs and mark.computed is not None else waited
-        if spent > limit:
-            found[who] = waited
-    return found

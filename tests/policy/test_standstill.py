@@ -1,0 +1,132 @@
+"""Who has stopped is named within three normal steps and a second; nobody else ever is."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from holdfast.policy.standstill import (
+    Mark,
+    all_still,
+    frozen_limit,
+    judge,
+    normal_step,
+    stopped,
+)
+
+STEPS = [0.2] * 32
+
+
+def marks(behind: Mark, others: float = 10.0) -> dict[int, Mark]:
+    return {0: Mark(7, others), 1: Mark(7, others - 0.05), 2: behind, 3: Mark(7, others)}
+
+
+def test_who_has_stopped_is_named_within_three_steps_and_a_second() -> None:
+    stuck = marks(Mark(6, 9.9))
+    assert stopped(stuck, STEPS, 11.5) == {}
+    assert stopped(stuck, STEPS, 11.7) == {2: pytest.approx(1.7)}
+    frozen = marks(Mark(6, 9.9, computed=0.0))
+    assert list(stopped(frozen, STEPS, 11.7)) == [2]
+
+
+def test_nobody_is_named_while_all_are_slow() -> None:
+    everybody = {who: Mark(6, 10.0) for who in range(4)}
+    assert stopped(everybody, STEPS, 100.0) == {}
+    assert stopped(marks(Mark(6, 9.9)), [], 100.0) == {}, "the first step has not passed"
+    one = {0: Mark(7, 10.0), 1: Mark(6, 9.0), 2: Mark(6, 9.0), 3: Mark(5, 9.0)}
+    assert stopped(one, STEPS, 100.0) == {}, "one that waits for three is no proof"
+
+
+def test_what_is_normal_follows_the_load() -> None:
+    assert normal_step([]) is None
+    assert normal_step([0.2] * 30 + [9.0]) == 0.2
+    assert normal_step([0.2] * 30 + [1.0] * 4) == 1.0
+    assert stopped(marks(Mark(6, 9.9)), [0.2] * 30 + [1.0] * 4, 13.9) == {}
+    assert stopped(marks(Mark(6, 9.9)), STEPS, 13.0, lag=2.0) == {}
+
+
+def test_who_is_short_of_cores_is_not_named_but_who_spins_is() -> None:
+    starved = marks(Mark(6, 9.9, computed=0.5))
+    assert stopped(starved, STEPS, 15.0) == {}
+    spins = marks(Mark(6, 9.9, computed=5.0))
+    assert list(stopped(spins, STEPS, 15.0)) == [2]
+
+
+def test_who_waits_for_the_one_that_stopped_is_not_named() -> None:
+    half = {
+        0: Mark(7, 10.0), 1: Mark(7, 10.0),
+        2: Mark(6, 9.9, waits=True), 3: Mark(6, 9.8),
+    }  # fmt: skip
+    assert list(stopped(half, STEPS, 13.0)) == [3]
+
+
+@pytest.mark.parametrize("load", [1.0, 3.0, 8.0])
+def test_a_load_on_all_cores_excludes_nobody(load: float) -> None:
+    """Two thousand steps of four workers on two cores, looked at ten times a second."""
+    rng = random.Random(int(load))
+    past: list[float] = []
+    now = 0.0
+    for step in range(2000):
+        busy = load if step % 2000 >= 1000 else 1.0
+        ends = [now + 0.2 * busy * math.exp(rng.gauss(0, 0.3)) for _ in range(4)]
+        at = now
+        while at < max(ends):
+            at += 0.1
+            here = {
+                who: Mark(step + 1, end) if end <= at else Mark(step, now, (at - now) / (2 * busy))
+                for who, end in enumerate(ends)
+            }
+            assert stopped(here, past[-32:], at) == {}
+        past.append(max(ends) - now)
+        now = max(ends)
+
+
+# --- who is not heard ---------------------------------------------------------------------------
+def test_who_is_not_heard_while_others_wait_is_named_wherever_it_stands() -> None:
+    """It may have come to the same collective as the others, and hold the interpreter there."""
+    here = {who: Mark(7, 10.0, computed=0.0, waits=True) for who in range(4)}
+    assert judge(here, 0.2, 20.0) == {}, "all are heard: they wait for something else"
+    here[2] = Mark(7, 9.9, computed=0.0, waits=True, quiet=1.5)
+    assert judge(here, 0.2, 11.5) == {}
+    here[2] = Mark(7, 9.9, computed=0.0, waits=True, quiet=1.7)
+    (found,) = judge(here, 0.2, 11.7).items()
+    assert (found[0], found[1].sign) == (2, "silent")
+
+
+def test_who_is_not_heard_while_the_others_work_or_is_short_of_cores_is_not_named() -> None:
+    quiet = Mark(7, 9.9, computed=0.0, quiet=5.0)
+    busy = {who: Mark(7, 9.9, computed=4.0) for who in range(3)}
+    assert judge({**busy, 3: quiet}, 0.2, 15.0) == {}
+    waits = {who: Mark(8, 9.9, waits=True) for who in range(3)}
+    starved = Mark(7, 9.9, computed=0.6, quiet=5.0)
+    assert judge({**waits, 3: starved}, 0.2, 15.0) == {}
+    assert list(judge({**waits, 3: quiet}, 0.2, 15.0)) == [3]
+    assert judge({**waits, 3: quiet}, None, 15.0) == {}, "the first step has not passed"
+
+
+def test_the_surest_sign_counts_and_work_that_may_take_long_has_longer() -> None:
+    here = {
+        0: Mark(8, 10.0, waits=True), 1: Mark(8, 10.0, waits=True),
+        2: Mark(7, 10.0, computed=0.0), 3: Mark(7, 10.0, computed=0.0, quiet=9.0),
+    }  # fmt: skip
+    assert list(judge(here, 0.2, 20.0)) == [3]
+    spins = here | {3: Mark(7, 10.0, computed=9.0)}
+    assert list(judge(spins, 0.2, 20.0)) == [3], "2 idles, so it waits for 3"
+    saves = {0: Mark(8, 10.0, waits=True), 1: Mark(7, 10.0, computed=0.0, patient=True)}
+    assert judge(saves, 0.2, 20.0) == {}
+    assert list(judge(saves, 0.2, 27.0)) == [1]
+
+
+def test_where_all_stand_still_for_long_the_one_that_got_least_far_is_named() -> None:
+    here = {0: Mark(7, 10.0, waits=True), 1: Mark(7, 9.0, waits=True), 2: Mark(7, 11.0)}
+    assert all_still(here, 60.0, 50.0) is None
+    assert all_still(here, 62.0, 50.0) == 1
+    assert all_still({}, 62.0, 50.0) is None
+
+
+def test_a_process_that_is_stopped_is_given_up_sooner() -> None:
+    assert frozen_limit(0.2) < 3 * 0.2 + 1.0
+    assert frozen_limit(None) > 1.0
+    assert frozen_limit(0.2, lag=0.5) == frozen_limit(0.2) + 0.5
