@@ -34,11 +34,12 @@ class Nodes:
         self.agents: dict[str, subprocess.Popen[str]] = {}
         self.said = ""
 
-    def start(self, *names: str, settings: Sequence[str] = ()) -> None:
+    def start(self, *names: str, settings: Sequence[str] = (), before: Sequence[str] = ()) -> None:
+        """before: what to put before the command (`Network.command`)."""
         for name in names:
             self.agents[name] = start(
                 "train", self.run_file, f"folder={self.folder}", f"cluster.node={name}", *QUICK,
-                *self.settings, *settings,
+                *self.settings, *settings, before=before,
             )  # fmt: skip
 
     def join(self, *names: str) -> None:
@@ -73,10 +74,11 @@ class Nodes:
         return {r.event.step: r.event.loss for r in effective if isinstance(r.event, StepDone)}
 
     def nodes(self, generation: int) -> set[str]:
-        """Who took part."""
-        found = [record.event for record in self.records() if record.generation == generation]
-        started = next(event for event in found if isinstance(event, GenerationStarted))
-        return set(started.topology["nodes"])
+        """Who took part; nobody where that is not written yet, though a step of it may be."""
+        for record in self.records():
+            if record.generation == generation and isinstance(record.event, GenerationStarted):
+                return set(record.event.topology["nodes"])
+        return set()
 
     @property
     def leader(self) -> str:

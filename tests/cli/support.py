@@ -9,7 +9,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,14 +83,17 @@ def here(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Outcome:
     return Outcome(code, captured.out, captured.err)
 
 
-def start(*arguments: str | Path, folder: Path | None = None) -> subprocess.Popen[str]:
+def start(
+    *arguments: str | Path, folder: Path | None = None, before: Sequence[str] = ()
+) -> subprocess.Popen[str]:
     """Start a command in a process, and a process group, of its own. It does not outlive the
     thread that started it, so a test run that is killed leaves no trainer behind."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [*before, sys.executable, "-m", "holdfast.cli.main", *map(str, arguments)]
     return subprocess.Popen(
-        [sys.executable, "-m", "holdfast.cli.main", *map(str, arguments)], cwd=folder, text=True,
+        command, cwd=folder, text=True, env=environment, preexec_fn=_end_with_starter,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=True, env=environment, preexec_fn=_end_with_starter,
+        start_new_session=True,
     )  # fmt: skip
 
 

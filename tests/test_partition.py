@@ -1,0 +1,61 @@
+"""Real partitions: each node in a network namespace of its own, one of them cut off and healed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.elastic.faults.network import Network, available
+from tests.cli.support import apart, write_run_file
+from tests.nodes import Nodes, nodes_of
+
+WHY_NOT = available()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+STEPS = 300  # of which a node misses some 30 while it is cut off; the rest waits for it
+SETTINGS = (
+    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
+    "checkpoint.every_steps=50", "cluster.min_nodes=2",
+)  # fmt: skip
+ALL = {"a", "b", "c"}
+
+
+def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(tmp_path: Path) -> None:
+    """One that follows, then the one that leads; bit by bit the run that nobody disturbed."""
+    run_file = write_run_file(tmp_path / "run-file")
+    prepared = apart("data", "prepare", run_file)
+    assert prepared.code == 0, prepared.err
+    alone = tmp_path / "alone"
+    done = apart("train", run_file, f"folder={alone}", *SETTINGS, "layout.workers=1", deadline=180)
+    assert done.code == 0, done.err
+    undisturbed = Nodes(run_file, alone).losses()
+    with (
+        Network() as network,
+        nodes_of(run_file, tmp_path / "run", *SETTINGS, "layout.workers=3") as nodes,
+    ):
+        network.up("abc")
+        for name in "abc":
+            nodes.start(name, settings=network.settings(name), before=network.command(name))
+        nodes.wait_step(20, nodes=ALL)
+        first = nodes.leader
+        _cut_and_heal(network, nodes, min(ALL - {first}))
+        assert nodes.leader == first
+        _cut_and_heal(network, nodes, first)
+        assert nodes.leader != first
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        losses = nodes.losses()
+        assert losses == {step: undisturbed[step] for step in losses}
+        assert len(losses) >= STEPS - 8, nodes.story()  # lines that rank 0 did not live to tell
+        audit = apart("data", "audit", nodes.folder)
+        assert audit.code == 0, audit.out
+        assert "none missing, none twice" in audit.out
+
+
+def _cut_and_heal(network: Network, nodes: Nodes, lost: str) -> None:
+    before = nodes.newest
+    network.cut(lost)
+    nodes.wait_step(0, before, ALL - {lost})
+    parted = nodes.newest
+    network.heal(lost)
+    nodes.wait_step(0, parted, ALL)
