@@ -8,6 +8,7 @@ generation, the newest of which everything is there; the others join them as new
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,30 @@ class Survivors:
         """held: by process, of everybody who is left; where: the node of each, where there are
         several. durable: the newest step that has a checkpoint: who lies behind it was cut off
         while others went on, and their state is the run's."""
+        stood = self._stood(held)
+        if isinstance(stood, str):
+            why = stood
+        elif stood.point.step < durable:
+            why = f"there is a checkpoint of step {durable}, and they hold step {stood.point.step}"
+        else:
+            before, point = stood.before, stood.point
+            living = _all_of(before, stood.processes, held, where)
+            return Aftermath(seats(before, new, living, point.ranks), point, "", before)
+        return Aftermath(seats(new, new, _all_of(new, {}, held, where), ()), None, why, None)
+
+    def whole(self, held: Mapping[int, Held], where: Mapping[int, str]) -> Counter[str]:
+        """Where replicas have lost somebody and others have not: by node, the processes of those
+        others, which can go on by themselves. Else nothing. Arguments as in `plan`."""
+        stood = self._stood(held)
+        if isinstance(stood, str):
+            return Counter()
+        replicas = [r for r in stood.before.replicas if stood.point.ranks.issuperset(r.ranks)]
+        if len(replicas) == len(stood.before.replicas):
+            return Counter()
+        return Counter(where[stood.processes[rank]] for r in replicas for rank in r.ranks)
+
+    def _stood(self, held: Mapping[int, Held]) -> _Stood | str:
+        """The newest generation of which the whole state is held, else why there is none."""
         why = "nobody is left who holds a state"
         stood = {one.state[0] for one in held.values() if one.state is not None}
         for generation in sorted(stood & self._topologies.keys(), reverse=True):
@@ -79,14 +104,19 @@ class Survivors:
                          if h.state is not None and h.state[0] == generation}  # fmt: skip
             holding = {rank: held[pid] for rank, pid in processes.items()}
             found = standpoint(before, self._table, holding)
-            if isinstance(found, Standpoint) and found.step < durable:
-                why = f"there is a checkpoint of step {durable}, and they hold step {found.step}"
-                break
             if isinstance(found, Standpoint):
-                living = _all_of(before, processes, held, where)
-                return Aftermath(seats(before, new, living, found.ranks), found, "", before)
+                return _Stood(before, processes, found)
             why = found
-        return Aftermath(seats(new, new, _all_of(new, {}, held, where), ()), None, why, None)
+        return why
+
+
+@dataclass(frozen=True)
+class _Stood:
+    """By whom the state of a generation is held; processes: by its ranks."""
+
+    before: Topology
+    processes: Mapping[int, int]
+    point: Standpoint
 
 
 def _all_of(

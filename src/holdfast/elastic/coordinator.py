@@ -40,6 +40,8 @@ from holdfast.policy.membership import (
 JOIN, BEAT = "/join", "/beat"
 JOIN_FIRST, REPLACED = "join", "replaced"
 """Orders to whom the coordinator does not know, or knows as another process by now."""
+TAKEN = "taken"
+"""Of what a generation begins from: how many places of each node it uses. That is not told."""
 LONGEST_WAIT = 20.0
 SOON = 0.3
 """Seconds until those who have heard of something have said so."""
@@ -123,7 +125,10 @@ class Coordinator:
         now = self._now
         if not name:
             raise ValueError("a node without a name")
-        new = Node(name, mark, int(body["places"]), now, now, int(body["at"]), Stage(body["stage"]))
+        new = Node(
+            name, mark, int(body["places"]), now, now, int(body["at"]), Stage(body["stage"]),
+            ready=_ready(body),
+        )  # fmt: skip
         self.known[name] = Known(dict(body["told"]), dict(body.get("held", {})))
         self._set(membership.came(self.reign, new, now, self._rules))
         return self._answer(name)
@@ -134,7 +139,7 @@ class Coordinator:
         name, mark = str(body["name"]), str(body["mark"])
         if int(body["term"]) > self.reign.term:
             self.fence()
-        report = Report(name, mark, int(body["at"]), Stage(body["stage"]))
+        report = Report(name, mark, int(body["at"]), Stage(body["stage"]), _ready(body))
         order, generation = body["doing"]
         doing = Directive(Order(order), int(generation))
         wait = min(max(0.0, float(body["wait"])), LONGEST_WAIT)
@@ -198,6 +203,9 @@ class Coordinator:
 
     def _take_in(self) -> None:
         reports, self._inbox = self._inbox, []
+        nodes = [(self.reign.node(report.name), report) for report in reports]
+        if any(node is not None and node.ready != report.ready for node, report in nodes):
+            self._news.set()  # what is due when may have changed
         self._set(membership.heard(self.reign, reports, self._now, self._rules))
         for report in reports:
             self._look(report.name)
@@ -316,10 +324,14 @@ class Coordinator:
             self._complain(f"generation {generation} cannot be made yet: {error}")
             await within(self._news, RETRY_SECONDS)
         else:
+            taken: dict[str, int] | None = begin.pop(TAKEN, None)
             self._begin = begin
             for one in self.known.values():
                 one.held = {}  # of the generation before
-            self._set(membership.opened(self.reign, generation, names, self._now, self._rules))
+            used = names if taken is None else frozenset(taken)
+            self._set(
+                membership.opened(self.reign, generation, used, self._now, self._rules, taken)
+            )
 
 
 async def within(event: asyncio.Event, seconds: float | None) -> None:
@@ -328,6 +340,11 @@ async def within(event: asyncio.Event, seconds: float | None) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
+
+
+def _ready(body: Mapping[str, Any]) -> int | None:
+    """What it says of its places; an older agent does not."""
+    return None if body.get("ready") is None else int(body["ready"])
 
 
 def _wake(future: asyncio.Future[None]) -> None:

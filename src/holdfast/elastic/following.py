@@ -64,6 +64,15 @@ class Work(Protocol):
     @property
     def held(self) -> dict[str, Any]: ...
 
+    @property
+    def ready(self) -> int | None:
+        """Places with a process that works or could at once; None: it cannot say."""
+        ...
+
+    def outside(self) -> None:
+        """The others work without this node: told with every heartbeat."""
+        ...
+
     def start(self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]) -> None:
         """Take part in a newer generation: what its object in the run store says, and what it
         begins from. Returns at once, as the others do."""
@@ -193,7 +202,7 @@ class Follower:
     def _state(self) -> dict[str, Any]:
         work = self._work
         held = work.held if work.stage in (Stage.HELD, Stage.DONE) else {}
-        return {"at": work.at, "stage": work.stage.value, "held": held}
+        return {"at": work.at, "stage": work.stage.value, "held": held, "ready": work.ready}
 
     # --- following ------------------------------------------------------------------------------
     async def _follow(self) -> None:
@@ -279,9 +288,11 @@ class Follower:
         if order == JOIN_FIRST:
             await self._ask(JOIN, self._joining())
             return
-        if self.leaving and answer.get("outside", False):
-            self.leave()  # the others work without this node
-            return
+        if answer.get("outside", False):
+            if self.leaving:
+                self.leave()  # the others work without this node
+                return
+            self._work.outside()
         if "blamed" in answer:
             at, rows = answer["blamed"]
             self._work.blame(int(at), [Blame.from_json(row) for row in rows])

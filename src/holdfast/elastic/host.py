@@ -93,7 +93,9 @@ class Host:
         self._news, self._mover_gone, self._told_gone = news, mover_gone, template_gone
         self._template: Template | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._desk = Desk(self._holds)
+        self.noticed: Callable[[], None] = lambda: None
+        """Called when `ready` may be another."""
+        self._desk = Desk(self._holds, lambda: self.noticed())
         self.orders = self._desk.handle
         self._pending: deque[Process] = deque()  # whose fork has been asked for
         self._wanted: tuple[int, WorkerBoot] | None = None  # standbys
@@ -117,6 +119,12 @@ class Host:
         return [p for p in (*self._desk, *self._pending) if p.idle and not p.doomed]
 
     @property
+    def ready(self) -> int:
+        """Processes that have a rank, or are prepared for one."""
+        there = [p for p in (*self._desk, *self._pending) if p.alive and not p.doomed]
+        return sum(p.rank != STANDBY or p.seen >= 0 for p in there)
+
+    @property
     def can_fork(self) -> bool:
         return self._template is not None and self._template.alive
 
@@ -135,8 +143,12 @@ class Host:
         """Give every rank to a process. One that has died meanwhile is told as any that ends."""
         staying = set(start.processes)
         for process in self.workers:
-            if process.pid not in staying:
-                process.kill()  # it has no place any more
+            if process.pid in staying:
+                continue
+            if process.obeys and process.held is not None and not process.doomed:
+                process.rank = STANDBY  # it has no place now: it waits for one
+            else:
+                process.kill()
         for boot, pid in zip(start.boots, start.processes, strict=True):
             stays = None if pid is None else self._desk.find(pid)
             if stays is None:
@@ -150,7 +162,8 @@ class Host:
                 self._desk.forget(process.pid)
 
     async def _newcomer(self, start: Start, boot: WorkerBoot) -> None:
-        process = next((p for p in self._idle if p.pid), None)
+        idle = [process for process in self._idle if process.pid]
+        process = next((p for p in idle if p.seen >= 0), idle[0] if idle else None)
         if process is not None:
             self._order(process, start, boot)
             self._news.joined(start.generation, boot.rank, process.pid)
@@ -324,6 +337,7 @@ class Host:
             self._desk.forget(process.pid)
         else:
             self._tell_exit(process)
+        self.noticed()
 
     def _tell_exit(self, process: Process) -> None:
         code = -signal.SIGKILL if process.code is None else process.code

@@ -18,7 +18,7 @@ from holdfast.checkpoint.mover_client import Newest
 from holdfast.checkpoint.peer_settings import Peer
 from holdfast.config.run import RunConfig
 from holdfast.elastic.aftermath import Aftermath, Survivors
-from holdfast.elastic.coordinator import Known
+from holdfast.elastic.coordinator import TAKEN, Known
 from holdfast.elastic.mover_link import MoverLink
 from holdfast.errors import LayoutError
 from holdfast.events import Event, GenerationStarted, RestorePointFound, WorkerLost
@@ -53,6 +53,7 @@ class Lead:
         self._plans: dict[int, tuple[Topology, Aftermath]] = {}
         self._peers: dict[str, Peer] = {}
         self._key: str | None = None  # of the checkpoint that the last generation began from
+        self._declined: tuple[int, tuple[NodePlaces, ...]] | None = None
         self._told_lost: set[tuple[int, str]] = set()
         self.reached = 0
         """The newest step that a generation has begun from."""
@@ -74,6 +75,21 @@ class Lead:
         except LayoutError:
             return ()
         return tuple(dict.fromkeys(plan.topology.nodes))
+
+    def more(self, nodes: Sequence[Node]) -> bool:
+        """Whether what is ready on these nodes would make more workers than there are."""
+        before, ready = self._before, _ready(nodes)
+        asked = (0 if before is None else before.generation, tuple(ready))
+        if before is None or not ready or asked == self._declined:
+            return False
+        try:
+            planned = self._it.planner(self._it.config, ready, 1, self._present(()))
+        except LayoutError:
+            planned = None
+        if planned is None or planned.topology.world_size <= before.world_size:
+            self._declined = asked  # it is asked at every heartbeat
+            return False
+        return True
 
     def full(self, nodes: Sequence[Node]) -> bool:
         """Whether more nodes would not be used."""
@@ -102,19 +118,44 @@ class Lead:
         }
         keys, held = _holdings(known, {node.name for node in reign.nodes})
         self.reached = max([self.reached, *(one.applied for one in held.values())])
-        lost = self._lost(held)
-        present = self._present(lost)
-        planned = self._it.planner(self._it.config, self._places(nodes), generation, present)
         where = {key: node for key, (node, _) in keys.items()}
         durable = await asyncio.to_thread(self._it.durable)
-        after = self._survivors.plan(planned.topology, held, where, durable)
-        self._plans = {generation: (planned.topology, after)}
+        topology, after = self._chosen(nodes, generation, held, where, durable)
+        self._plans = {generation: (topology, after)}
         seats = [None if key is None else keys[key][1] for key in after.seats.processes]
         came_from = None if after.came_from is None else list(after.came_from)
         return {
-            "topology": planned.topology.to_json(), "seats": seats, "came_from": came_from,
+            "topology": topology.to_json(), "seats": seats, "came_from": came_from,
             "before": after.told_before(),
         }  # fmt: skip
+
+    def _chosen(
+        self, nodes: Sequence[Node], generation: int, held: Mapping[int, Held],
+        where: Mapping[int, str], durable: int,
+    ) -> tuple[Topology, Aftermath]:  # fmt: skip
+        """Whoever can go on does so at once (rung 0): the replicas that lost nobody, by themselves.
+        Where none has, whatever is ready. Only where neither can be, are processes waited for."""
+        present = self._present(self._lost(held))
+        config, here = self._it.config, {node.name for node in nodes}
+        whole = self._survivors.whole(held, where)
+        if whole and whole.keys() <= here:
+            some = [NodePlaces(name, whole[name]) for name in sorted(whole)]
+        elif not whole:
+            some = _ready(nodes)
+        else:
+            some = []
+        if some and len(some) >= min(config.cluster.min_nodes, len(nodes)):
+            try:
+                planned = self._it.planner(config, some, generation, present)
+            except LayoutError:
+                planned = None
+            if planned is not None:
+                kept = not whole or planned.untouched == len(planned.topology.replicas)
+                after = self._survivors.plan(planned.topology, held, where, durable)
+                if kept and after.live is not None:
+                    return planned.topology, after
+        planned = self._it.planner(config, self._places(nodes), generation, present)
+        return planned.topology, self._survivors.plan(planned.topology, held, where, durable)
 
     async def begin(self, generation: int, value: dict[str, Any]) -> dict[str, Any]:
         """What its nodes begin from."""
@@ -136,6 +177,7 @@ class Lead:
         self._survivors.opened(topology)
         self._before = topology
         return {
+            TAKEN: dict(Counter(topology.nodes)),
             "step": step, "newest": None if newest is None else newest.to_json(),
             "machines": [peer.to_json() for peer in machines],
             "sources": [peer.to_json() for peer in sources], "meet": self._it.meet,
@@ -183,6 +225,12 @@ class Lead:
             if one.state is not None and one.state[0] == before.generation
         }  # fmt: skip
         return [rank for rank in range(before.world_size) if rank not in there]
+
+
+def _ready(nodes: Sequence[Node]) -> list[NodePlaces]:
+    """The places for which there is a process; all of a node that cannot say."""
+    found = [(n.name, n.places if n.ready is None else min(n.places, n.ready)) for n in nodes]
+    return [NodePlaces(name, places) for name, places in found if places]
 
 
 def _rung(

@@ -229,7 +229,7 @@ class NodeAgent:
 
         rules = Rules(
             fits, MISSED_BEATS * cluster.beat_seconds, cluster.gather_seconds,
-            cluster.settle_seconds, full=lead.full,
+            cluster.settle_seconds, full=lead.full, more=lead.more,
         )  # fmt: skip
         self._say(f"{it.node} coordinates the run (term {term.number})")
         return await reign_over(

@@ -46,6 +46,29 @@ def standbys(config: RunConfig) -> int:
     return wanted if wanted != "auto" else int(config.layout.workers > 1)
 
 
+def wanted_workers(config: RunConfig) -> int:
+    """How many workers the run file asks for at most; 0: as many as there is room for."""
+    return config.layout.least_workers if config.layout.replicas else config.layout.workers
+
+
+def standby_boot(
+    config: RunConfig, folder: Path, agent: str, mover_socket: str, cores: int
+) -> WorkerBoot:
+    """Of a process without a place; its log is named by who forks it."""
+    return WorkerBoot(
+        config=config.model_dump(mode="json"),
+        topology={}, generation=0, rank=-1,
+        threads=threads_per_worker(config, cores),
+        agent=agent, mover_socket=mover_socket,
+        run_folder=str(folder), dataset=config.data.folder,
+        restore_key=None, start_step=0,
+        device=config.device, log="",
+        gloo_interface=config.cluster.gloo_interface,
+        heartbeat_seconds=config.cluster.heartbeat_seconds,
+        orders=True,
+    )  # fmt: skip
+
+
 def worker_log(folder: Path, generation: int, rank: int) -> Path:
     return folder / "logs" / f"{generation:010d}" / f"rank{rank}.log"
 

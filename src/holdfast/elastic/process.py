@@ -132,9 +132,12 @@ class Process:
 class Desk:
     """Where processes ask for orders. Lives in one event loop."""
 
-    def __init__(self, held: Callable[[Process], None]) -> None:
-        """`held` is told of each process that has come to hold."""
-        self._held = held
+    def __init__(
+        self, held: Callable[[Process], None], ready: Callable[[], None] = lambda: None
+    ) -> None:
+        """`held` is told of each process that has come to hold; `ready`, that one has asked for
+        the first time."""
+        self._held, self._ready = held, ready
         self._processes: dict[int, Process] = {}
         self._known = asyncio.Event()
 
@@ -164,8 +167,11 @@ class Desk:
             if not await _within(self._known, deadline - loop.time()):
                 # Forked by a template that died before it could say so: nobody counts on it.
                 return {"number": seen + 1, "orders": {"kind": "end"}}
+        first = process.seen < 0
         if process.asked(seen, held):
             self._held(process)
+        if first:
+            self._ready()
         while process.number <= seen and process.alive:
             if not await _within(process.changed, deadline - loop.time()):
                 break

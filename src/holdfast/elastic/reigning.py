@@ -68,7 +68,8 @@ class Maker:
         self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
     ) -> dict[str, Any]:
         value = await self._plan(reign, generation, names, known)
-        nodes = [node for name in sorted(names) if (node := reign.node(name)) is not None]
+        used = names & set(dict(value.get("topology", {})).get("nodes", names))
+        nodes = [node for name in sorted(used) if (node := reign.node(name)) is not None]
         value |= {
             "term": self._term.number,
             "reason": reign.reason,

@@ -14,6 +14,7 @@ What the workers hold, and how they ended, is told in `held`: by that the coordi
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,16 +29,18 @@ from holdfast.elastic.generation import Generation
 from holdfast.elastic.host import Host, Start
 from holdfast.elastic.mover_link import MoverLink
 from holdfast.elastic.noticing import Blame, Watch
-from holdfast.elastic.opening import boots, standbys
+from holdfast.elastic.opening import boots, standby_boot, standbys, wanted_workers
 from holdfast.elastic.verdict import Failed, Finished, Left, Lost, Verdict
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.layout import Topology
 from holdfast.plan.hardware import usable_cores
-from holdfast.policy.membership import Stage
+from holdfast.policy.membership import LET_GO, Stage
 from holdfast.policy.seen import Seen
 from holdfast.policy.survivors import Held
 from holdfast.wire.secret import Secret
 
+SPARE_SECONDS = 10.0
+"""Until standbys that were lost are replaced, at the earliest."""
 HOLD_SECONDS = 10.0
 """Beside three of its steps: how long a worker may take to stop where it is."""
 
@@ -77,6 +80,11 @@ class Station:
         self._task: asyncio.Task[None] | None = None
         self._meet = ""
         self._all_ready = False
+        self._spares: asyncio.Task[None] | None = None
+        self._told_ready: int | None = None
+        self._spared = -math.inf  # when standbys were last seen to
+        self._counts = False  # whether it is known here which processes are ready
+        host.noticed = self._counted
 
     # --- what the coordinator hears -------------------------------------------------------------
     @property
@@ -85,6 +93,23 @@ class Station:
         holding = {str(pid): one.to_json() for pid, one in self._host.holding().items()}
         return {"processes": holding, **self._outcome}
 
+    @property
+    def ready(self) -> int | None:
+        """Places with a process that works or could at once. As long as no others work, and where
+        new processes begin each generation, that says nothing."""
+        live = self._around.config.cluster.recovery == "live"
+        return min(self._host.ready, self._room) if live and self._counts else None
+
+    @property
+    def _room(self) -> int:
+        config = self._around.config
+        return config.cluster.places or config.layout.workers
+
+    def _counted(self) -> None:
+        if self.ready is not None and self.ready != self._told_ready:
+            self._told_ready = self.ready
+            self.changed.set()
+
     def _become(self, stage: Stage, **outcome: Any) -> None:
         self.stage = stage
         self._outcome = outcome
@@ -92,7 +117,8 @@ class Station:
 
     # --- orders ---------------------------------------------------------------------------------
     def start(self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]) -> None:
-        self.at, self._all_ready = generation, False
+        self.at, self._all_ready, self._counts = generation, False, True
+        self._spared = -math.inf
         self._become(Stage.BUILDING)
         self._replace_task(self._run(generation, value, begin))
 
@@ -167,8 +193,6 @@ class Station:
             Start(generation, tuple(told), tuple(processes),
                   None if came_from is None else tuple(came_from), value.get("before"))
         )  # fmt: skip
-        if told:
-            self._spare = told[0]
         if not ranks:
             self._become(Stage.WORKING)
             return
@@ -187,12 +211,44 @@ class Station:
     def stored(self) -> None:
         """What the workers have told so far is in the journal: whoever hears that this node works
         finds there what it had still to tell of older generations."""
-        if not self._all_ready or self.stage is not Stage.BUILDING:
+        if self._all_ready and self.stage is Stage.BUILDING:
+            self._all_ready = False
+            self._become(Stage.WORKING)
+        current = self.current
+        if self.stage is Stage.WORKING and current is not None and current.has_stepped:
+            world = current.topology.world_size
+            self._keep_spares(len(current.ranks), world)  # behind the training: it costs time
+
+    # --- standbys -------------------------------------------------------------------------------
+    def outside(self) -> None:
+        """Others work: what could take part here is made ready, and then offered."""
+        if self.stage in LET_GO:
+            self._counts = True
+            self._keep_spares(0, 0)
+
+    def _keep_spares(self, here: int, everywhere: int) -> None:
+        """As many as the run file says, and one for each place that was given up with a worker."""
+        now = asyncio.get_running_loop().time()
+        busy = self._spares is not None and not self._spares.done()
+        if self._around.config.cluster.recovery != "live" or busy:
             return
-        self._all_ready = False
-        self._become(Stage.WORKING)
-        if count := standbys(self._around.config):
-            self._spared = asyncio.create_task(self._host.standby(count, self._spare))
+        if now - self._spared < SPARE_SECONDS:
+            return
+        self._spared = now
+        wanted, room = wanted_workers(self._around.config), self._room - here
+        missing = min(room, wanted - everywhere) if wanted else room
+        count = standbys(self._around.config) * bool(here) + max(0, missing)
+        if count:
+            self._spares = asyncio.create_task(self._spare(count))
+            self._spares.add_done_callback(_looked_at)
+
+    async def _spare(self, count: int) -> None:
+        around = self._around
+        await self._host.prepare(0)
+        boot = standby_boot(
+            around.config, around.folder, around.control, self._mover.socket_path, usable_cores()
+        )
+        await self._host.standby(count, boot)
 
     async def _judge(self, verdict: Verdict) -> None:
         self._ended(verdict)
@@ -236,3 +292,9 @@ class Station:
 
     def _spans(self, topology: Topology, ranks: tuple[int, ...]) -> bool:
         return len({topology.nodes[rank] for rank in ranks}) > 1
+
+
+def _looked_at(task: asyncio.Task[None]) -> None:
+    """Standbys that could not be made: they are tried again when somebody misses them."""
+    if not task.cancelled() and isinstance(task.exception(), HoldfastError):
+        return

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf
@@ -75,6 +75,9 @@ STAGES: dict[Stage, frozenset[Stage]] = {
 """Of one node, from one report to the next that the coordinator sees (it may miss some between)."""
 
 
+WORKER_JOINED = "worker_joined"
+"""Reason of a generation that is begun for processes of nodes that took part before."""
+
 LET_GO = (Stage.IDLE, Stage.HELD, Stage.DONE)
 """Nobody works there."""
 
@@ -103,6 +106,7 @@ class Report:
     mark: str
     at: int
     stage: Stage
+    ready: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,9 @@ class Node:
     """A node as its coordinator knows it. Times are of the coordinator's clock.
 
     mark: of its agent's process; one that was started anew is another. at: the generation that it
-    holds, with what its workers do there.
+    holds, with what its workers do there. ready: of its places, for how many there is a process
+    that works or could at once; None where it cannot say. grew: when that changed; taken: how many
+    the generation uses.
     """
 
     name: str
@@ -123,6 +129,9 @@ class Node:
     until: float = inf  # it said that it will be gone by then
     banned: bool = False  # sick: not taken again in this term
     expected: bool = False  # it has to speak, or be lost, before a next generation is made
+    ready: int | None = None
+    grew: float = -inf
+    taken: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,6 +165,8 @@ class Rules:
     apart: float = 60.0
     full: Callable[[Sequence[Node]], bool] = lambda nodes: False
     """Whether more nodes than these would not be used."""
+    more: Callable[[Sequence[Node]], bool] = lambda nodes: False
+    """Whether what is ready on these nodes would make more workers than the generation has."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +176,7 @@ class Reign:
     members: names of the generation's nodes. nodes: in the order of their names, which `names`
     repeats, to be looked up by. since: when the phase began. wanted: the nodes of the
     generation that is being made. lost: which members were lost, and why, since it began.
+    misgrown: how often in turn a generation that was made to grow broke before it worked.
     """
 
     term: int
@@ -180,6 +192,7 @@ class Reign:
     lost: tuple[tuple[str, str], ...] = ()
     apart: tuple[Apart, ...] = ()
     verdict: str = ""  # why it ended without being done
+    misgrown: int = 0
 
     def __post_init__(self) -> None:
         if len(self.names) != len(self.nodes):
@@ -262,7 +275,7 @@ def came(reign: Reign, new: Node, now: float, rules: Rules) -> Reign:
         old = None
     known = replace(new, came=now, at=0, stage=Stage.IDLE) if old is None else old
     known = replace(known, mark=new.mark, places=new.places, heard=now)
-    report = Report(new.name, new.mark, new.at, new.stage)
+    report = Report(new.name, new.mark, new.at, new.stage, new.ready)
     return heard(reign.put(known), [report], now, rules)
 
 
@@ -284,7 +297,10 @@ def _heard(reign: Reign, report: Report, now: float) -> Reign:
         reign = replace(halt(reign, "overtaken", now), generation=at)
     if at < node.at:  # held up on the way: what it says is older than what is known
         return reign.put(replace(node, heard=now))
-    reign = reign.put(replace(node, heard=now, at=at, stage=stage, expected=False))
+    grew = now if report.ready != node.ready else node.grew
+    reign = reign.put(
+        replace(node, heard=now, at=at, stage=stage, expected=False, ready=report.ready, grew=grew)
+    )
     current = at == reign.generation and report.name in reign.members
     if current and stage is Stage.BROKEN:
         return halt(reign, "worker_lost", now)
@@ -356,20 +372,27 @@ def halt(reign: Reign, reason: str, now: float, *, gentle: bool = False) -> Reig
         for node in reign.nodes
     )
     halting = _become(reign, Phase.HALTING, now)
-    return replace(halting, nodes=nodes, reason=reason, gentle=gentle)
+    again = reign.phase is Phase.STARTING and reign.reason == WORKER_JOINED
+    misgrown = reign.misgrown + 1 if again else reign.misgrown
+    return replace(halting, nodes=nodes, reason=reason, gentle=gentle, misgrown=misgrown)
 
 
 def opened(
-    reign: Reign, generation: int, names: frozenset[str], now: float, rules: Rules
+    reign: Reign, generation: int, names: frozenset[str], now: float, rules: Rules,
+    taken: Mapping[str, int] | None = None,
 ) -> Reign:  # fmt: skip
     """The run store has made the object of `generation` for us, of these nodes. One that was lost
-    meanwhile ends it at once."""
+    meanwhile ends it at once. taken: how many places it uses of each; None: as many as are ready.
+    """
     if reign.opening is None or generation != reign.generation + 1:
         return reign
+    nodes = tuple(
+        replace(node, taken=(node.ready or 0) if taken is None else taken.get(node.name, 0))
+        for node in reign.nodes
+    )
     started = replace(
         _become(reign, Phase.STARTING, now), generation=generation, members=names,
-        wanted=frozenset(),
-        lost=(), gentle=False,
+        wanted=frozenset(), nodes=nodes, lost=(), gentle=False,
     )  # fmt: skip
     there = {node.name for node in reign.nodes if node.came <= reign.since}
     if not names <= there:  # lost, or another process of that name by now
@@ -419,7 +442,7 @@ def deadline(reign: Reign, rules: Rules, now: float) -> float:
     if reign.phase is Phase.GATHERING:
         times += [reign.since + rules.gather, reign.since + rules.patience]
     if reign.phase is Phase.TRAINING:
-        times += [n.came + rules.settle for n in reign.nodes if n.name not in reign.members]
+        times += [_settled(reign, n, rules) for n in reign.nodes if _offers(reign, n)]
         times += [pair.until for pair in reign.apart]
     return min((time for time in times if time > now), default=inf)
 
@@ -461,7 +484,9 @@ def _go_on(reign: Reign, now: float, rules: Rules) -> Reign:
     """What follows by itself from what is known."""
     match reign.phase:
         case Phase.STARTING if _all(reign, Stage.WORKING):
-            return _go_on(_become(reign, Phase.TRAINING, now), now, rules)
+            misgrown = 0 if reign.reason == WORKER_JOINED else reign.misgrown
+            training = replace(_become(reign, Phase.TRAINING, now), misgrown=misgrown)
+            return _go_on(training, now, rules)
         case Phase.STARTING | Phase.TRAINING if _all(reign, Stage.DONE):
             return done(reign, "", now)
         case Phase.TRAINING:
@@ -486,16 +511,31 @@ def _halted(reign: Reign) -> bool:
 
 
 def _grow(reign: Reign, now: float, rules: Rules) -> Reign:
-    """A generation is ended for newcomers that the planner would use, once they have settled."""
+    """A generation is ended for newcomers that the planner would use, once they have settled: nodes
+    and, on nodes that are there, processes."""
     inside = [n for n in reign.nodes if n.name in reign.members]
-    outside = [
-        n for n in usable(reign) if n.name not in reign.members and now - n.came >= rules.settle
-    ]
-    if not outside:
-        return reign
-    if _fitting(reign, [*inside, *outside], now, rules) <= reign.members:
-        return reign
-    return halt(reign, "node_joined", now, gentle=True)
+    came = [n for n in reign.nodes if _offers(reign, n) and now >= _settled(reign, n, rules)]
+    outside = [n for n in came if n.name not in reign.members and _stays(n) and _free(n)]
+    if outside and not _fitting(reign, [*inside, *outside], now, rules) <= reign.members:
+        return halt(reign, "node_joined", now, gentle=True)
+    staying = [n for n in inside if _stays(n)]
+    if len(outside) < len(came) and len(staying) == len(inside) and rules.more(staying):
+        return halt(reign, WORKER_JOINED, now, gentle=True)
+    return reign
+
+
+def _offers(reign: Reign, node: Node) -> bool:
+    """Whether it has processes, or room for them, that the generation does not use."""
+    if node.name in reign.members:
+        return node.ready is not None and node.ready > node.taken
+    return node.ready is None or node.ready > 0
+
+
+def _settled(reign: Reign, node: Node, rules: Rules) -> float:
+    """From when on it is reason enough to end a generation."""
+    if node.name not in reign.members:
+        return max(node.came, node.grew) + rules.settle
+    return max(node.grew, reign.since) + rules.settle * 2.0 ** min(reign.misgrown, 10)
 
 
 def _next(reign: Reign, now: float, rules: Rules) -> Reign:
