@@ -43,3 +43,17 @@ def test_a_fault_while_others_end_their_step_halts_all() -> None:
 def test_a_node_that_holds_without_an_order_of_ours_was_told_by_somebody_else() -> None:
     reign = _say(_training(), ("b", Stage.HELD))
     assert _orders(reign) == [Order.HALT] * 3
+
+
+def test_those_who_were_all_given_up_and_speak_again_let_go_and_go_on() -> None:
+    """As after a sleep of the coordinator's own, or a link of its that was cut."""
+    reign = membership.tick(_training(), 100.0, RULES)
+    assert reign.nodes == ()
+    for name in NAMES:
+        back = Node(name, "m", 1, 100.0, 100.0, 1, Stage.WORKING)
+        reign = membership.came(reign, back, 100.0, RULES)
+    assert _orders(reign) == [Order.HALT] * 3
+    reports = [Report(name, "m", 1, Stage.HELD) for name in NAMES]
+    reign = membership.heard(reign, reports, 100.5, RULES)
+    reign = membership.tick(reign, 100.0 + RULES.gather + 1.0, Rules(RULES.fits, lost_after=100.0))
+    assert reign.opening == (2, frozenset(NAMES))

@@ -261,6 +261,9 @@ def directive(reign: Reign, name: str) -> Directive:
             if node.at != reign.generation:
                 return Directive(Order.WAIT)  # it never began it
             return Directive(Order.PAUSE if reign.gentle else Order.HALT, reign.generation)
+        case Phase.GATHERING if node.at and node.stage not in LET_GO:
+            # All had been given up, as after a sleep of the coordinator's own, and speak again.
+            return Directive(Order.HALT, reign.generation)
     return Directive(Order.WAIT, reign.generation)
 
 
