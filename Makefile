@@ -3,6 +3,7 @@
 # make test         every check that a change has to pass
 # make test-torch   the tests on another release of torch: make test-torch TORCH=2.11
 # make campaign     the long tests (marker slow)
+# make chaos      1,000 faults of a run that several nodes train (docs/chaos.md); SHARD=1/4
 # make rotten       of these, the faults of checkpoints: torn, rotten, killed at every point
 
 PYTHON ?= python3
@@ -11,10 +12,12 @@ BIN = $(VENV)/bin
 SIZE ?= small
 TORCH ?= 2.11
 JOBS ?= auto
+SHARD ?= 1/1
+CHAOS ?= chaos
 # A worker gets the cores that the agent gives it; tests get one each.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: install install-dev quickstart test lint pytest test-torch campaign rotten docs clean
+.PHONY: install install-dev quickstart test lint pytest test-torch campaign chaos rotten docs clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -52,6 +55,10 @@ pytest: $(VENV)/.installed-dev
 
 campaign: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slow
+
+chaos: $(VENV)/.installed
+	$(BIN)/holdfast chaos --faults 1000 --shard $(SHARD) --out $(CHAOS) \
+	  --layout replicated,dp_shard,tp,pp,zero,mixed,uneven
 
 rotten: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest tests/checkpoint/test_campaign.py \

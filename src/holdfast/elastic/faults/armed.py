@@ -93,6 +93,10 @@ class Armoury:
         except (FileNotFoundError, ValueError):  # not there, or not whole yet
             return None
 
+    def when(self, number: int) -> float:
+        """Of a hit: its moment, on this machine's wall clock."""
+        return (self.folder / f"{number}.hit").stat().st_mtime
+
     def done(self, number: int) -> None:
         self._write(f"{number}.done", "")
 

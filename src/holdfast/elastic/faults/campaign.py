@@ -77,11 +77,11 @@ class Task:
 
 
 def tasks(shapes: Sequence[Shape], faults: int) -> list[Task]:
-    """So many faults over these layouts in turn, at most `MOST` a run."""
+    """So many faults over these layouts in turn, at most `MOST` a run, and some for each layout."""
     made: list[Task] = []
-    number = 0
+    number, most = 0, max(1, min(MOST, faults // len(shapes)))
     while faults > 0:
-        size = min(MOST, faults)
+        size = min(most, faults)
         made.append(Task(shapes[number % len(shapes)], number + 1, size))
         number, faults = number + 1, faults - size
     return made

@@ -24,7 +24,7 @@ from holdfast.elastic.faults.schedule import Draw, unfit
 from holdfast.elastic.faults.shapes import Shape
 from holdfast.elastic.faults.view import View, Watcher
 from holdfast.errors import HoldfastError
-from holdfast.events import FaultInjected
+from holdfast.events import FaultInjected, WorkerLost
 from holdfast.wire.journal import JournalWriter
 from holdfast.wire.runstore import FolderStore
 
@@ -33,10 +33,9 @@ HIT_SECONDS = 20.0
 """Within which the worker that was meant has to come to its point."""
 RECOVERED_SECONDS = 90.0
 BACK_SECONDS = 60.0
-STEP_SECONDS = 0.5
-"""From one step to the next while nodes are waited for: they are taken in between two steps."""
 TAIL = 4
 """Steps after the last fault."""
+_ENDS = ("kill", "exit", "stop", "hang", "hang inside", "hold the GIL")
 _PARTS = 10  # numbers of a fault's orders
 
 
@@ -46,7 +45,8 @@ class StuckError(HoldfastError):
 
 @dataclass
 class Done:
-    """One fault that hit, and what came of it. seconds: until a step was done after it."""
+    """One fault that hit, and what came of it. seconds: until a step was done after it. named:
+    whether the journal has the very process among the lost; None: it was not to be."""
 
     number: int
     fault: str
@@ -56,6 +56,7 @@ class Done:
     generation: int
     outcome: str = ""
     seconds: float = 0.0
+    named: bool | None = None
 
 
 @dataclass
@@ -89,7 +90,7 @@ class Disturbance:
         self._watcher = Watcher(FolderStore(scene.real))
         self._away: set[str] = set()  # nodes that are to come back
         self._bad: list[_Bad] = []
-        self._gate, self._moved = 0, 0.0
+        self._gate = 0
         self._writers: dict[int, JournalWriter] = {}
         self.story = Story()
 
@@ -244,6 +245,7 @@ class Disturbance:
         if done.outcome:
             return
         begun, view = time.monotonic(), self.view
+        when = self._armoury.when(number * _PARTS)
 
         def recovered() -> bool:
             reached = max(
@@ -255,7 +257,8 @@ class Disturbance:
                 )
             return view.step >= done.step
 
-        more = draw.fault.again
+        if not draw.fault.again:  # something is to be done while it lasts
+            self._open(min(done.step + 2, self._steps - TAIL))
         end = begun + RECOVERED_SECONDS
         while not recovered():
             self._tick()
@@ -263,15 +266,18 @@ class Disturbance:
                 raise StuckError(f"after fault {number}, {done.fault} at {done.point} of step "
                                  f"{done.step} ({done.target}): nothing for "
                                  f"{RECOVERED_SECONDS:g} s")  # fmt: skip
-            if more and view.generation == done.generation:
-                self._creep(done.step + TAIL)  # what pauses a run needs the end of a step
-        done.seconds = round(time.monotonic() - begun, 3)
+        done.seconds = round(time.time() - when, 3)
         last = draw.points[-1]
         if len(draw.points) > 1 and self._armoury.hit(number * _PARTS + 1) is None:
             self._armoury.disarm(number * _PARTS + 1)
             done.outcome = f"second part missed ({last})"
         else:
             done.outcome = "recovered"
+        hit = self._armoury.hit(number * _PARTS)
+        if hit is not None and draw.fault.parts[0].deed in _ENDS:
+            done.named = any(
+                isinstance(r.event, WorkerLost) and r.event.pid == hit.pid for r in view.records
+            )
         while self._bad:
             self._tick()
 
@@ -280,17 +286,10 @@ class Disturbance:
         end = time.monotonic() + BACK_SECONDS
         while set(self.view.nodes) != set(self._nodes) and time.monotonic() < end:
             self._tick()
-            self._creep(self._steps - TAIL)
-            if self._gate >= self._steps - TAIL:
-                return
-
-    def _creep(self, most: int) -> None:
-        if time.monotonic() - self._moved > STEP_SECONDS and self._gate < most:
-            self._open(max(self._gate, self.view.step) + 1)
 
     def _open(self, step: int) -> None:
         if step > self._gate:
-            self._gate, self._moved = step, time.monotonic()
+            self._gate = step
             self._armoury.open_gate(step)
 
     # --- time passes ------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def _outside(
 
 
 _KILL = Part("kill", IN_STEP)
-_RECOVERY = ("agreeing", "regrouping", "moving", "restoring")
+_RECOVERY = ("agreeing", "regrouping", "moving")
 
 _ALL = (
     # --- in a worker --------------------------------------------------------------------------
@@ -96,8 +96,8 @@ _ALL = (
     _outside("full-disk", "the mover of a node can write no file any more, for a while",
              again=False),
     _outside("run-store", "the run folder is out of reach for a while", again=False),
-    Fault("rotten-memory", "bytes of a node's snapshots in memory are changed, and a worker is "
-          "killed", (Part("rotten-memory", QUIET, True), Part("kill", ("forward", "computed"))),
+    Fault("rotten-memory", "bytes of a node's snapshots are changed, and a worker is killed",
+          (Part("rotten-memory", ("begin",), True), Part("kill", ("forward", "computed"))),
           weight=3),
     Fault("rotten-checkpoint", "the newest checkpoint is changed, and all nodes are killed",
           (Part("rotten-checkpoint", QUIET, True),), weight=1),
@@ -112,6 +112,8 @@ _ALL = (
           (Part("raise", IN_STEP), _KILL), ranks=3),
     Fault("recovery", "a worker is killed, and another one while they recover",
           (_KILL, Part("kill", _RECOVERY)), ranks=3, weight=5),
+    Fault("restore", "a worker is killed, and another one while it reads a snapshot",
+          (_KILL, Part("kill", ("restoring",))), ranks=3, needs="shared"),
     Fault("recovery-raise", "a worker is killed, and another one raises while they recover",
           (_KILL, Part("raise", _RECOVERY)), ranks=3),
 )  # fmt: skip

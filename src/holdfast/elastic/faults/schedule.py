@@ -35,10 +35,12 @@ class Draw:
 
 
 def drawn(seed: str, names: Sequence[str]) -> Iterator[Draw]:
-    """Without end. names: of which faults; the same seed gives the same draws."""
+    """Without end. names: of which faults; some of them are drawn evenly, all of them by weight.
+    The same seed gives the same draws."""
     chance = random.Random(f"chaos {seed}")
     faults = [FAULTS[name] for name in names]
-    weights = [fault.weight for fault in faults]
+    even = len(faults) < len(FAULTS)
+    weights = [1 if even else fault.weight for fault in faults]
     while True:
         (fault,) = chance.choices(faults, weights)
         points = tuple(chance.choice(part.points) for part in fault.parts)
@@ -59,8 +61,8 @@ def unfit(draw: Draw, shape: Shape, network: str | None) -> str | None:
         return f"it needs {fault.nodes} nodes"
     if fault.ranks > shape.ranks:
         return f"it needs {fault.ranks} ranks"
-    if "backward" in draw.points and fault.name == "gradient" and shape.ranks < 1:
-        return "nobody computes"
+    if fault.needs == "shared" and not shape.shared:
+        return "every replica holds the whole state"
     return None
 
 

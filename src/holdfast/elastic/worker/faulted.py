@@ -108,6 +108,9 @@ class Faulted:
         while (gate := self._armoury.gate) is not None and step > gate:
             if worker._orders is not None and worker._orders.halted(worker.generation):
                 return
+            wishes = worker.reporter.wishes
+            if wishes.stop or wishes.pause == worker.generation:
+                return  # who is to leave, or to take others in, does so at the end of a step
             if time.monotonic() - said > 0.1:
                 said = time.monotonic()
                 worker.reporter.progress(step, "data")
