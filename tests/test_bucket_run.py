@@ -101,4 +101,4 @@ def test_a_run_goes_on_from_what_its_folder_and_its_bucket_have_together(
     for commit in (folder / "commits").iterdir():
         commit.unlink()
     third = apart("train", run_file, "train.steps=100000", "train.evaluate.every=0")
-    third.refuses_last(f"a checkpoint of step {last}, and none is left", "--fresh")
+    third.refuses_last(f"a checkpoint of step {last}, and none is left", "--fresh", code=3)

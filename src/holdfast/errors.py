@@ -63,6 +63,13 @@ class RunFolderError(UserError):
     """The run folder is in use, is not writable, or belongs to another configuration."""
 
 
+class CannotGoOnError(UserError):
+    """The run cannot go on with what there is: too few nodes, or no state that can be trusted. What
+    it has is kept, and the same command takes it up."""
+
+    exit_code = 3
+
+
 class StoreError(RunFolderError):
     """The run store is out of reach, refuses us, or does not keep what it must promise. Says
     nothing about the bytes in it: whoever looks for a good checkpoint must not take it for rot."""

@@ -185,6 +185,6 @@ def test_where_nothing_good_is_left_it_says_so_and_begins_nothing(
     folder = tmp_path / "run"
     steps = damaged(killed.parent / "killed", folder, 100, 5, "cut")
     go_on(killed, folder, 2).refuses_last(
-        f"none of {len(steps)} checkpoints can be trusted", "--fresh"
+        f"none of {len(steps)} checkpoints can be trusted", "--fresh", code=3
     )
     assert steps_of(folder) == steps

@@ -53,9 +53,9 @@ class Outcome:
         self.refuses_last(*words)
         assert self.err.strip().count("\n") == 0, self.err
 
-    def refuses_last(self, *words: str) -> None:
+    def refuses_last(self, *words: str, code: int = 2) -> None:
         """The same, after lines about what was done before."""
-        assert self.code == 2, self.err
+        assert self.code == code, self.err
         assert "Traceback" not in self.err
         sentence = self.err.strip().split("\n")[-1]
         for word in words:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import pytest
-
-from holdfast.policy.restart import TRANSITIONS, Restarts, RunState, advance, give_up
+from holdfast.policy.restart import Restarts, give_up
 
 
 def _lose(committed: list[int], limit: int) -> list[str | None]:
@@ -36,20 +34,3 @@ def test_a_limit_of_zero_never_restarts() -> None:
 
 def test_a_thousand_losses_with_progress_are_no_reason() -> None:
     assert not any(_lose(list(range(1, 1001)), limit=1))
-
-
-def test_transitions_are_those_of_the_table() -> None:
-    for state in RunState:
-        for to in RunState:
-            if to in TRANSITIONS[state]:
-                assert advance(state, to) is to
-            else:
-                with pytest.raises(ValueError, match="cannot become"):
-                    advance(state, to)
-
-
-def test_final_states_are_final_and_every_state_can_end() -> None:
-    final = {s for s in RunState if not TRANSITIONS[s]}
-    assert final == {RunState.FINISHED, RunState.STOPPED, RunState.FAILED}
-    for state in set(RunState) - final:
-        assert RunState.FAILED in TRANSITIONS[state]

@@ -154,8 +154,15 @@ class ReconnectingCapturer:
         self._now.close()
 
     def _not_now(self, step: int, wait: float) -> Skipped | None:
-        """Why nothing can be captured; a mover that is away is waited for where that was asked."""
+        """Why nothing can be captured; a mover that is away is waited for where that was asked. It
+        may have been replaced since the last capture, long ago: a capture that must not be skipped
+        makes sure."""
         end = time.monotonic() + min(wait, REPLACE_SECONDS)
+        if wait > 0:
+            with self._change:
+                self._suspected = True
+                self._change.notify_all()
+                self._change.wait_for(lambda: not self._suspected or self._away, REPLACE_SECONDS)
         while self.away and not self._fenced and (left := end - time.monotonic()) > 0:
             with self._change:
                 self._change.wait_for(lambda: self._fresh is not None or not self._away, left)

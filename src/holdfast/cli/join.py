@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -11,11 +12,13 @@ import typer
 from holdfast.cli.call import app as make_app
 from holdfast.cli.call import crash_log_in
 from holdfast.cli.output import say
-from holdfast.cli.runs import RESOLVED, read_resolved
+from holdfast.cli.runs import RESOLVED, read_resolved, trainer_answers
 from holdfast.cli.train import finished
 from holdfast.cli.views import Views
 from holdfast.config.load import Loaded, resolve
 from holdfast.errors import RunFolderError
+from holdfast.wire.runstore import FolderStore
+from holdfast.wire.term import newest_term
 
 app = make_app("Take part in a run on several machines.")
 
@@ -47,7 +50,7 @@ def join(
     import yaml
 
     from holdfast.data.dataset import Dataset
-    from holdfast.launch import cluster
+    from holdfast.launch import local
     from holdfast.plan.hardware import this_machine
 
     stored = read_resolved(folder)
@@ -56,6 +59,7 @@ def join(
             "no run has been started here", where=str(folder),
             remedy="start one with: holdfast train RUN_FILE cluster.node=NAME",
         )  # fmt: skip
+    _refuse_alone(folder)
     name = node or platform.node() or "localhost"
     given = [f"cluster.node={name}", f"folder={folder}", *_own(overrides or [])]
     if dataset := stored.get("dataset", {}).get("folder"):
@@ -69,9 +73,23 @@ def join(
         crash_log_in(folder),
         Views(loaded.config, folder, version, this_machine(), json=json) as views,
     ):
-        return cluster.run(
-            loaded.config, observers=views.observers, render_metrics=views.render_metrics,
+        return local.run(
+            loaded, observers=views.observers, render_metrics=views.render_metrics,
             say=views.say, dataset_version=version,
+            resume=shlex.join(
+                ["holdfast", "join", str(folder), "--node", name, *(overrides or ())]
+            ),
+        )  # fmt: skip
+
+
+def _refuse_alone(folder: Path) -> None:
+    """Raises RunFolderError where somebody trains without other nodes."""
+    _, holder = newest_term(FolderStore(folder))
+    if holder is not None and holder.get("alone") and trainer_answers(folder):
+        raise RunFolderError(
+            f"process {holder.get('pid')} on {holder.get('node')} trains this run without other "
+            "nodes", where=str(folder),
+            remedy="stop it, and start it with cluster.node=NAME; then others can join",
         )  # fmt: skip
 
 

@@ -27,7 +27,9 @@ def notice(
 ) -> int:
     """Have a run that is at work save what will be complete in time, and with --leave, stop.
 
-    Exit code 1 where nothing will be complete in time, by what was measured so far.
+    Of several nodes, where the others are enough to go on, they do so without those that are named,
+    after a step; with --leave those leave the run. Exit code 1 where nothing will be complete in
+    time, by what was measured so far.
 
     \b
     Example:
@@ -60,4 +62,4 @@ def notice(
         print_json(plan)
     else:
         say(str(plan["reason"]))
-    return 0 if plan["tiers"] else 1
+    return 0 if plan["tiers"] or plan.get("moves") else 1

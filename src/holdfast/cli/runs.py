@@ -19,6 +19,8 @@ from holdfast.wire.secret import open_secret
 from holdfast.wire.term import asks, newest_term
 
 RESOLVED = "resolved.json"
+FAR_SECONDS = 3.0
+"""How long a trainer on another machine is waited for: its address may mean nothing here."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +104,16 @@ def trainer_answers(folder: Path) -> bool | None:
     _, holder = newest_term(FolderStore(folder))
     if holder is None:
         return False
-    if holder.get("node") != platform.node():
-        return None  # its address may mean something else on this machine
     try:
         secret = open_secret(folder) if (folder / "secret").exists() else None
     except RunFolderError:
         return None
-    return secret is not None and asks(secret)(str(holder.get("address", "")))
+    here = holder.get("machine", holder.get("node")) == platform.node()
+    if secret is None:
+        return False if here else None
+    if asks(secret, *(() if here else (FAR_SECONDS,)))(str(holder.get("address", ""))):
+        return True
+    return False if here else None  # its address may mean something else on this machine
 
 
 def known_only(stored: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def train(
 
 def _train(loaded: Loaded, machine: Machine, folder: Path, *, fresh: bool, json: bool) -> int:
     from holdfast.cli.views import Views
-    from holdfast.launch import cluster, local
+    from holdfast.launch import local
 
     several = bool(loaded.config.cluster.node)  # one node of several: others may be there already
     if not several:
@@ -75,16 +75,10 @@ def _train(loaded: Loaded, machine: Machine, folder: Path, *, fresh: bool, json:
         return 0
     describe(folder, loaded, machine, dataset.folder, dataset.version)
     with Views(loaded.config, folder, dataset.version, machine, json=json) as views:
-        if several:
-            code = cluster.run(
-                loaded.config, observers=views.observers, render_metrics=views.render_metrics,
-                say=views.say, dataset_version=dataset.version,
-            )  # fmt: skip
-        else:
-            code = local.run(
-                loaded, observers=views.observers, render_metrics=views.render_metrics,
-                say=views.say, dataset_version=dataset.version, fresh=fresh,
-            )  # fmt: skip
+        code = local.run(
+            loaded, observers=views.observers, render_metrics=views.render_metrics,
+            say=views.say, dataset_version=dataset.version, fresh=fresh,
+        )  # fmt: skip
     if code == 0 and finished(folder, loaded.config.train.steps) is not None:
         say(f"finished; the report: holdfast report {folder}")
     return code

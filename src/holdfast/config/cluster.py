@@ -75,7 +75,15 @@ class ClusterConfig(Section):
     places: int = Field(
         0, ge=0, description="workers that a node has room for; 0: all of the run's"
     )
-    min_nodes: int = Field(1, ge=1, description="with fewer the run waits")
+    min_nodes: int = Field(1, ge=1, description="with fewer the run does not go on")
+    below_minimum: Literal["wait", "leave"] = Field(
+        "wait",
+        description="what too few nodes do with what they hold: wait for others, or save it and "
+        "leave (exit code 3)",
+    )
+    below_minimum_seconds: float = Field(
+        600.0, ge=0, description="how long they wait for others before they leave"
+    )
     gather_seconds: float = Field(
         5.0, ge=0, description="the first generation waits so long for nodes beyond the least"
     )

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol
 
+from holdfast.elastic.ending import EndedError
 from holdfast.elastic.noticing import Blame, Comparing
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy import membership
@@ -73,7 +74,7 @@ class Make(Protocol):
         """Make the object of a generation of these nodes; what they are told to begin from.
 
         Raises TakenError when somebody else has made it, or a newer term exists, and HoldfastError
-        when the run store is out of reach: it is tried again.
+        when the run store is out of reach: it is tried again. EndedError where there is to be none.
         """
         ...
 
@@ -90,6 +91,8 @@ class Coordinator:
         `complain` that the run store cannot be reached, once each time."""
         self.reign = reign
         self.known: dict[str, Known] = {}
+        self.kind = ""  # of the end, in a word: `ending.Over`
+        self.sent_away: set[str] = set()  # who is to leave the run, once the others work without it
         self._rules, self._make, self._changed, self._complain = rules, make, changed, complain
         self._loop = asyncio.get_running_loop()
         self._begin: dict[str, Any] | None = None  # what the nodes begin from; see `_answer`
@@ -110,8 +113,14 @@ class Coordinator:
         now = self._now
         self._set(membership.warned(self.reign, name, now + seconds, now, self._rules))
 
-    def done(self, verdict: str = "") -> None:
+    def done(self, verdict: str = "", kind: str = "") -> None:
+        self.kind = self.kind or kind
         self._set(membership.done(self.reign, verdict, self._now))
+
+    def look(self) -> None:
+        """Something that the rules depend on has changed."""
+        self._set(membership.tick(self.reign, self._now, self._rules))
+        self._news.set()
 
     def fence(self) -> None:
         """There is a newer term."""
@@ -175,6 +184,7 @@ class Coordinator:
         answer: dict[str, Any] = {
             "term": term, "order": due.order.value, "generation": due.generation,
             "outside": name not in self.reign.members and self.reign.phase is Phase.TRAINING,
+            "go": name in self.sent_away, "free": self.reign.phase is Phase.GATHERING,
         }  # fmt: skip
         if due.order is Order.START and self._begin is None:
             # The coordinator that made the generation was lost before all had begun, and what they
@@ -186,7 +196,7 @@ class Coordinator:
         elif due.order in (Order.HALT, Order.PAUSE):
             answer["reason"] = self.reign.reason
         elif due.order is Order.LEAVE:
-            answer["verdict"] = self.reign.verdict
+            answer |= {"verdict": self.reign.verdict, "kind": self.kind}
             self._dismissed.add(name)
             self._news.set()
         return answer
@@ -320,6 +330,8 @@ class Coordinator:
             self._set(membership.taken(self.reign, error.term, error.generation, self._now))
         except FencedError:
             self.fence()
+        except EndedError as error:
+            self.done(str(error), error.kind)
         except HoldfastError as error:
             self._complain(f"generation {generation} cannot be made yet: {error}")
             await within(self._news, RETRY_SECONDS)

@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from holdfast.elastic.coordinator import BEAT, JOIN, JOIN_FIRST, REPLACED, Coordinator, within
+from holdfast.elastic.ending import EndedError
 from holdfast.elastic.noticing import Blame
 from holdfast.errors import HoldfastError
 from holdfast.policy import succession
@@ -99,11 +100,12 @@ class Follower:
         self, name: str, address: str, store: RunStore, secret: Secret, work: Work,
         reign: Callable[[Term], Awaitable[Coordinator]], *, places: int = 1,
         told: Mapping[str, Any] | None = None, patience: Patience | None = None, beat: float = 2.0,
-        complain: Callable[[str], None] = lambda sentence: None,
+        complain: Callable[[str], None] = lambda sentence: None, own: Term | None = None,
     ) -> None:  # fmt: skip
         """address: where this agent's control listens. reign: makes the coordinator of a term that
         this agent has opened. told: what the coordinator is to know of this node. beat: seconds
-        from one heartbeat to the next, when nothing happens."""
+        from one heartbeat to the next, when nothing happens. own: a term that was opened for a run
+        of this node alone: it follows nobody else, and leaves when that term is over."""
         self.seat = Seat(name)
         self.mark = secrets.token_hex(8)
         self.coordinator: Coordinator | None = None
@@ -111,8 +113,13 @@ class Follower:
         """Seconds within which this node is to be done without; 0: it stays."""
         self.agents: dict[str, str] = {}
         """Of the newest generation: name -> address."""
+        self.told: dict[str, Any] = dict(told or {})
+        self.over: tuple[str, str] | None = None
+        """Verdict and kind, once the coordinator has said that the run is over."""
+        self.fault: BaseException | None = None
+        """Why the coordinator of a node alone ended: a bug of ours."""
         self._address, self._store, self._secret, self._work = address, store, secret, work
-        self._make_reign, self._places, self._told = reign, places, dict(told or {})
+        self._make_reign, self._places, self._own = reign, places, own
         self._patience, self._beat, self._complain = patience or Patience(), beat, complain
         self._loop = asyncio.get_running_loop()
         self._doing: tuple[str, int] = (Order.WAIT.value, 0)
@@ -121,7 +128,6 @@ class Follower:
         self._older: set[asyncio.Task[None]] = set()
         self._reigning: asyncio.Task[Any] | None = None
         self._said = ""
-        self._verdict = ""
 
     @property
     def handlers(self) -> dict[str, Handler]:
@@ -129,23 +135,26 @@ class Follower:
         return {JOIN: self._join, BEAT: self._heartbeat, QUESTION: self.who}
 
     async def run(self) -> str:
-        """Follow and, where it falls to this agent, lead; the verdict with which the run is over:
-        "" when it is done. Raises ReplacedError."""
+        """Follow and, where it falls to this agent, lead, until the run is over or this node leaves
+        it; the verdict with which it is over. Raises ReplacedError, and EndedError where the run
+        cannot begin."""
         parts = {
             Standing.SEEKING: self._seek, Standing.FOLLOWING: self._follow,
             Standing.SILENT: self._look_around, Standing.CLAIMING: self._claim,
             Standing.REIGNING: self._follow,
         }  # fmt: skip
+        if self._own is not None:
+            self._set(succession.found(self.seat, self._own.number, "", self._now))
         try:
             while self.seat.standing is not Standing.LEFT:
                 try:
                     await parts[self.seat.standing]()
-                except ReplacedError:
+                except (ReplacedError, EndedError):
                     raise
                 except HoldfastError as error:
                     self._say(str(error))
                     await self._pause(PAUSE_SECONDS)
-            return self._verdict
+            return "" if self.over is None else self.over[0]
         finally:
             for task in (self._reigning, self._question, *self._older):
                 if task is not None:
@@ -195,7 +204,7 @@ class Follower:
 
     def _joining(self) -> dict[str, Any]:
         return {
-            "name": self.seat.name, "mark": self.mark, "places": self._places, "told": self._told,
+            "name": self.seat.name, "mark": self.mark, "places": self._places, "told": self.told,
             **self._state(),
         }  # fmt: skip
 
@@ -288,10 +297,11 @@ class Follower:
         if order == JOIN_FIRST:
             await self._ask(JOIN, self._joining())
             return
-        if answer.get("outside", False):
-            if self.leaving:
-                self.leave()  # the others work without this node
-                return
+        outside = answer.get("outside", False)
+        if (self.leaving or answer.get("go")) and (outside or answer.get("free")):
+            self.leave()  # the others work without this node, or nobody does
+            return
+        if outside:
             self._work.outside()
         if "blamed" in answer:
             at, rows = answer["blamed"]
@@ -312,8 +322,8 @@ class Follower:
                 reason = str(answer.get("reason", ""))
                 self._work.halt(generation, reason, gentle=halt is Order.PAUSE)
             case Order.LEAVE:
-                self._verdict = str(answer.get("verdict", ""))
-                self._work.leave(self._verdict)
+                self.over = str(answer.get("verdict", "")), str(answer.get("kind", ""))
+                self._work.leave(self.over[0])
                 if self.coordinator is None:
                     self.leave()
                 else:
@@ -369,8 +379,12 @@ class Follower:
 
     # --- leading --------------------------------------------------------------------------------
     async def _claim(self) -> None:
-        number = self.seat.term + 1
-        term = await asyncio.to_thread(claim, self._store, number, self._address, self.seat.name)
+        term, number = self._own, self.seat.term
+        if term is None:
+            number += 1
+            term = await asyncio.to_thread(
+                claim, self._store, number, self._address, self.seat.name
+            )
         if term is None:
             self._set(succession.claimed(self.seat, number, False, self._now))
             return
@@ -382,6 +396,10 @@ class Follower:
 
     def _reigned(self, task: asyncio.Task[Any], coordinator: Coordinator) -> None:
         if task.cancelled() or self.coordinator is not coordinator:
+            return
+        if self._own is not None and coordinator.reign.phase is not Phase.ENDED:
+            self.fault = task.exception()
+            self.leave()
             return
         if coordinator.reign.phase is Phase.FENCED or task.exception() is not None:
             self.coordinator = None

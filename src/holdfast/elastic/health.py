@@ -11,12 +11,24 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from holdfast.policy.membership import Stage
 from holdfast.wire.connection import Answer, Head
 from holdfast.wire.doors import Doors
 from holdfast.wire.refusals import HEALTH, Refusals
 
 RENDER_SECONDS = 0.5
 """A rendering may be this old: a stranger who asks again and again costs the agent little."""
+
+
+_STATES = {
+    Stage.IDLE: "opening", Stage.BUILDING: "opening", Stage.WORKING: "training",
+    Stage.BROKEN: "recovering", Stage.HELD: "recovering", Stage.DONE: "over",
+}  # fmt: skip
+
+
+def state(stage: Stage, stopping: bool) -> str:
+    """What the run does on this node, in a word."""
+    return "leaving" if stopping and stage is not Stage.DONE else _STATES[stage]
 
 
 class Health:

@@ -32,7 +32,8 @@ from holdfast.policy.survivors import Held
 class Leading:
     """What a leader uses. meet: where the workers of a generation find each other. opened: told the
     number of each generation whose object was made, before anybody is told of it. durable: the
-    newest step that has a checkpoint in the run store."""
+    newest step that has a checkpoint in the run store. alone: the run has one node, whose mover
+    knows by itself whom to ask and to send to."""
 
     config: RunConfig
     planner: Planner
@@ -41,6 +42,7 @@ class Leading:
     emit: Callable[[Event], object]
     opened: Callable[[int], None]
     durable: Callable[[], int] = lambda: 0
+    alone: bool = False
 
 
 class Lead:
@@ -169,7 +171,8 @@ class Lead:
         if after.live is not None:
             step = after.live.step
         else:
-            newest = await self._it.mover.choose(generation, self.tried, [*machines, *sources])
+            asked = None if self._it.alone else [*machines, *sources]
+            newest = await self._it.mover.choose(generation, self.tried, asked)
             step, self._key = newest.step, newest.key
         rung = _rung(self._before, topology, after, newest)
         self.reached = max(self.reached, step)
@@ -179,7 +182,7 @@ class Lead:
         return {
             TAKEN: dict(Counter(topology.nodes)),
             "step": step, "newest": None if newest is None else newest.to_json(),
-            "machines": [peer.to_json() for peer in machines],
+            "machines": None if self._it.alone else [peer.to_json() for peer in machines],
             "sources": [peer.to_json() for peer in sources], "meet": self._it.meet,
         }  # fmt: skip
 

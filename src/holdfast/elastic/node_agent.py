@@ -1,11 +1,19 @@
-"""The agent of one node of a run on several: it joins with the run store and the secret alone.
+"""The agent of one node: it starts and watches the others, and joins with the run store and the
+secret alone.
 
-control (HTTP)   from its workers: /report, /orders; from other agents: /join, /beat, /term;
-                 from the generation's workers on all nodes, where it leads: /store
-health (HTTP)    /healthz, /metrics
-follower         whose orders it follows, and whether it leads (`following.py`)
-station          what the orders mean for this node's processes (`station.py`)
-lead             where it leads: what each generation is (`leading.py`)
+It holds no training state and imports no torch, so it answers within milliseconds. One event loop
+runs everything:
+
+    control (HTTP)   from its workers: /report, /orders; from other agents: /join, /beat, /term;
+                     from the generation's workers on all nodes, where it leads: /store; /notice
+    health (HTTP)    /healthz, /metrics
+    follower         whose orders it follows, and whether it leads (`following.py`)
+    station          what the orders mean for this node's processes (`station.py`)
+    office           where it leads: what each generation is, and when there is none (`office.py`)
+    leaving          signals and notices (`leaving.py`)
+
+A run of one node is the same with nobody else: its term is opened before, so that a second trainer
+is refused, nobody is waited for, and the run is over when its term is.
 """
 
 from __future__ import annotations
@@ -15,73 +23,48 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.restore import listing, step_of
-from holdfast.config.run import RunConfig
 from holdfast.elastic import exits, health
 from holdfast.elastic.board import Board, Observer, Say
-from holdfast.elastic.boot import DEFAULT_ENTRY
-from holdfast.elastic.clouds import Warned, source_of
-from holdfast.elastic.coordinator import Coordinator, Known
+from holdfast.elastic.clouds import source_of
+from holdfast.elastic.ending import End, EndedError, Over, end_of
 from holdfast.elastic.following import Follower
+from holdfast.elastic.generation import Generation
 from holdfast.elastic.host import Host
-from holdfast.elastic.leading import Lead, Leading
+from holdfast.elastic.last_upload import LastUpload
+from holdfast.elastic.leaving import Leaving
 from holdfast.elastic.mover_link import MoverLink
 from holdfast.elastic.notice_watch import NoticeWatch
+from holdfast.elastic.notices import NOTICE, Notices
+from holdfast.elastic.office import MISSED_BEATS, Desk, Joining, Office
 from holdfast.elastic.opening import mover_settings
-from holdfast.elastic.reigning import reign_over
 from holdfast.elastic.rendezvous import Rendezvous
 from holdfast.elastic.standing_in import Told
 from holdfast.elastic.station import Station, Surroundings
-from holdfast.elastic.verdict import Failed, Verdict
+from holdfast.elastic.verdict import Failed, Finished, Left, Lost, Verdict
 from holdfast.elastic.watching import counting_refusals, watch_progress
-from holdfast.errors import FencedError, HoldfastError, UserError
-from holdfast.events import (
-    Event,
-    NoticeReceived,
-    RunFailed,
-    RunFinished,
-    RunStarted,
-    RunStopped,
-)
+from holdfast.errors import CannotGoOnError, FencedError, HoldfastError, UserError
+from holdfast.events import CheckpointCommitted, Event, RunStopped
 from holdfast.plan.interface import Planner
 from holdfast.policy.hazard import Hazard
-from holdfast.policy.membership import Phase, Reign, Rules
-from holdfast.policy.restart import Restarts, give_up
 from holdfast.policy.seen import Seen
 from holdfast.policy.succession import Patience
 from holdfast.policy.survivors import Held
 from holdfast.wire import lifeline
 from holdfast.wire.auth import Verifier
-from holdfast.wire.journal import Follower as JournalFollower
-from holdfast.wire.runstore import RunStore
-from holdfast.wire.secret import Secret
+from holdfast.wire.journal import read
 from holdfast.wire.server import Guard, Listener, address_of, bind
-from holdfast.wire.term import Term, newest_generation, object_of
+from holdfast.wire.term import newest_generation
 
-MISSED_BEATS = 3
 TERM_SECONDS = 2.0
-LEAVE_SECONDS = 20.0
-"""Within which a node that was told to go is done without."""
-
-
-@dataclass(frozen=True)
-class Joining:
-    """What an agent joins with. folder: the run folder that `store` stands for."""
-
-    config: RunConfig
-    store: RunStore
-    secret: Secret
-    folder: Path
-    node: str
-    config_hash: str
-    dataset_version: str
-    entry: str = DEFAULT_ENTRY
+"""How often the run store is asked whether there is a newer term."""
+LEFT_AT_ONCE = 130
+"""Exit code after a second Ctrl-C: 128 + SIGINT, as a shell would say."""
 
 
 class NodeAgent:
@@ -92,24 +75,33 @@ class NodeAgent:
         observers: Sequence[Observer] = (), render_metrics: Callable[[], bytes] = lambda: b"",
         say: Say = print,
     ) -> None:  # fmt: skip
+        """control: the bound socket that others find in the run store. planner: lays a generation
+        out over the nodes. say: prints one line to the person."""
         self._it, self._control, self._planner = joining, control, planner
         self._render_metrics, self._say = render_metrics, say
-        self._seen = Seen(Hazard.prior(joining.config.checkpoint.node_mtbf_hours * 3600))
-        self._board = Board(joining.store, [self._seen.observe, *observers], say, joining.node)
-        self._source = source_of(joining.config.cluster)
+        config, alone = joining.config, joining.alone is not None
+        self._seen = Seen(Hazard.prior(config.checkpoint.node_mtbf_hours * 3600))
+        self._notices = Notices(config, lambda event: self._board.emit("agent", event), say)
+        self._told = Told(config)
+        learn: list[Observer] = [self._seen.observe, self._notices.observe]
+        if alone:
+            learn.append(lambda record: self._told.observe(record.event))
+        self._board = Board(joining.store, [*learn, *observers], say, joining.suffix)
+        self._source = source_of(config.cluster)
+        self._live = config.cluster.recovery == "live"
         self._opened = 0  # the newest generation that is known here
-        self._session = False  # whether this session's beginning is in the journal
-        self._stop: str | None = None
-        self._outcome: Verdict | None = None
-        self._restarts = Restarts()
-        self._journal, self._told = JournalFollower(joining.store), Told(joining.config)
-        self._lead: Lead | None = None
-        self._term: Term | None = None
+        self._committed = 0
+        self._now = False  # whether nothing is waited for any more
 
     def run(self) -> int:
-        """Until the run is over, or this node leaves it. The exit code."""
+        """Until the run is over, or this node leaves it. The exit code: 0, 1, 130.
+
+        Raises UserError for what the person can mend (no checkpoint can be trusted, an address
+        that cannot be listened on, an error of that kind in a worker), and CannotGoOnError.
+        """
         return asyncio.run(self._main())
 
+    # --- the outer frame ------------------------------------------------------------------------
     async def _main(self) -> int:
         it, cluster = self._it, self._it.config.cluster
         self._loop = asyncio.get_running_loop()
@@ -118,51 +110,63 @@ class NodeAgent:
         metrics = bind(cluster.interface, cluster.metrics_port, "cluster.metrics_port")
         self._line, line_end = lifeline.pipe()
         settings = mover_settings(it.config, it.config_hash, it.dataset_version)
-        self._mover = MoverLink(it.config, it.folder, it.secret, settings, self._of_mover, it.node)
+        self._mover = MoverLink(
+            it.config, it.folder, it.secret, settings, self._of_mover, it.suffix
+        )
         self._host = Host(
             self._mover, it.folder, it.secret, it.entry, self._line, self,
-            mover_gone=self._mover_gone, template_gone=lambda: None,
+            mover_gone=self._mover_gone, template_gone=self._template_gone,
         )  # fmt: skip
-        address = address_of(self._control)
-        around = Surroundings(it.config, it.node, it.folder, it.secret, address, self._seen)
-        self._station = Station(
-            around, self._host, self._mover, self._board, self._say, self._open, self._ended
-        )
+        self._upload = LastUpload(self._mover, it.config.checkpoint.bucket_wait_seconds, self._say)
+        self._furnish()
         try:
-            places = cluster.places or it.config.layout.workers
-            await self._host.prepare(places)  # the mover's address is told to the others
-            self._follower = self._following(address)
             return await self._serve(metrics)
         finally:
+            if self._now:
+                os.close(line_end)  # ends every child
             await self._host.end()
             await asyncio.to_thread(self._refusals.close)
             await self._board.flush(sync=True)
-            os.close(line_end)
+            if not self._now:
+                os.close(line_end)
             os.close(self._line)
 
-    def _following(self, address: str) -> Follower:
-        it, cluster = self._it, self._it.config.cluster
-        peer = self._mover.peer
-        told = {"address": address, "peer": None if peer is None else peer.to_json()}
+    def _furnish(self) -> None:
+        """The parts that decide; see the module."""
+        it, cluster, address = self._it, self._it.config.cluster, address_of(self._control)
+        alone = it.alone is not None
+        around = Surroundings(
+            it.config, it.node, it.folder, it.secret, address, self._seen, it.places
+        )
+        if alone:
+            around = replace(around, again=self._told.again)
+        self._station = Station(
+            around, self._host, self._mover, self._board, self._say, self._open, self._began,
+            self._ended,
+        )  # fmt: skip
+        desk = Desk(
+            address, lambda: self._host.prepare(0), self._made, opened=lambda: self._opened,
+            why=lambda: self._leaving.stopping, committed=lambda: self._saved,
+        )  # fmt: skip
+        self._office = Office(
+            it, desk, self._planner, self._mover, self._board, self._say, self._told
+        )
         silence = MISSED_BEATS * cluster.beat_seconds
-        return Follower(
-            it.node, address, it.store, it.secret, self._station, self._reign,
-            places=cluster.places or it.config.layout.workers, told=told,
+        self._follower = Follower(
+            it.node, address, it.store, it.secret, self._station, self._office.reign,
+            places=it.places, told={"address": address},
             patience=Patience(silence, cluster.beat_seconds / 2, cluster.alone_seconds),
-            beat=cluster.beat_seconds, complain=self._say,
+            beat=cluster.beat_seconds, complain=self._say, own=it.alone,
+        )  # fmt: skip
+        self._leaving = Leaving(
+            it.config, it.node, alone, board=self._board, say=self._say, station=self._station,
+            follower=self._follower, office=self._office, notices=self._notices,
+            upload=self._upload, at_once=self._at_once,
         )  # fmt: skip
 
     async def _serve(self, metrics: socket.socket) -> int:
-        handlers = {
-            "/report": self._report, "/orders": self._host.orders,
-            "/store": self._rendezvous.handle, **self._follower.handlers,
-        }  # fmt: skip
-        guard = Guard(
-            handlers, self._it.secret, Verifier(self._it.secret, time.time), lambda: self._opened,
-            outside=frozenset({"/orders", *self._follower.handlers}), refusals=self._refusals,
-        )  # fmt: skip
         listeners = [
-            Listener(guard.application, self._control),
+            Listener(self._guard().application, self._control),
             Listener(
                 health.application(self._health, self._render_metrics, self._refusals), metrics
             ),
@@ -175,160 +179,136 @@ class NodeAgent:
             ),
             asyncio.create_task(self._watch_term()),
         ]
-        following = asyncio.create_task(self._follower.run())
-        every = self._it.config.cluster.notices_every_seconds
-        self._watch = NoticeWatch(self._source, every, self._warned, self._say, self._write_down)
+        self._part = asyncio.create_task(self._take_part())
         self._catch_signals()
+        every = self._it.config.cluster.notices_every_seconds
+        watch = NoticeWatch(self._source, every, self._leaving.warned, self._say, self._write_down)
+        self._leaving.understood = watch.signalled
         try:
-            await asyncio.wait({following, *served, *watches}, return_when=asyncio.FIRST_COMPLETED)
+            # A watch or a listener ends only by a bug of ours, which must not go unseen.
+            await asyncio.wait({self._part, *served, *watches}, return_when=asyncio.FIRST_COMPLETED)
             others: list[asyncio.Task[Any]] = [*served, *watches]
             for task in others:
-                if task.done() and not following.done():
+                if task.done() and not self._part.done():
                     task.result()
-            return self._code(await following)
+            return await self._part
+        except asyncio.CancelledError:
+            if not self._now:
+                raise
+            return LEFT_AT_ONCE
         finally:
-            following.cancel()
-            if self._stop is not None:
-                await self._watch.acknowledge()
-            self._watch.close()
+            self._part.cancel()
+            if self._leaving.why is not None and not self._now:
+                await watch.acknowledge()
+            watch.close()
+            self._office.close()
             for task in watches:
                 task.cancel()
             for listener in listeners:
                 listener.close()
             await asyncio.wait(served, timeout=5.0)
 
-    def _code(self, verdict: str) -> int:
+    def _guard(self) -> Guard:
+        outside = {"/orders": self._host.orders, NOTICE: self._leaving.asked,
+                   **self._follower.handlers}  # fmt: skip
+        return Guard(
+            {"/report": self._report, "/store": self._rendezvous.handle, **outside},
+            self._it.secret, Verifier(self._it.secret, time.time), lambda: self._opened,
+            outside=frozenset(outside), refusals=self._refusals,
+        )  # fmt: skip
+
+    # --- taking part ----------------------------------------------------------------------------
+    async def _take_part(self) -> int:
+        try:
+            if await asyncio.to_thread(newest_generation, self._it.store):
+                await self._recall()
+            await self._host.prepare(self._it.places)
+        except UserError:
+            raise
+        except HoldfastError as error:  # of the mover or the template
+            self._say(str(error))
+            return 1
+        peer = self._mover.peer  # others are told where its mover is
+        self._follower.told["peer"] = None if peer is None else peer.to_json()
+        try:
+            await self._follower.run()
+        except EndedError as error:
+            return self._tell(end_of(str(error), error.kind, (), "", self._saved))
+        if self._follower.fault is not None:
+            raise self._follower.fault
+        return await self._code()
+
+    async def _recall(self) -> None:
+        """What older sessions saw break, and how long their saves took. A journal that cannot be
+        read costs that only."""
+        try:
+            records = await asyncio.to_thread(read, self._it.store)
+        except HoldfastError as error:
+            self._say(f"how often the run broke before is not known: {error}")
+            return
+        for record in records:
+            self._seen.observe(record)
+            self._notices.measured.observe(record)
+
+    async def _code(self) -> int:
         """The exit code; the coordinator's agent has written the end into the journal."""
-        if verdict:
-            self._say(verdict)
-            return 1
-        unsaved = getattr(self._outcome, "unsaved", None)
-        if unsaved is not None:
-            self._say(f"the last state could not be saved: {unsaved}")
-            return 1
-        if self._stop is not None:
-            self._say(f"{self._it.node} has left the run ({self._stop})")
-        return 0
+        end = await self._end()
+        if end is None:
+            self._say(f"{self._it.node} has left the run ({self._leaving.why or 'it was told to'})")
+            return 0
+        return self._tell(end)
+
+    def _tell(self, end: End) -> int:
+        self._office.last.say(end)
+        if end.error is not None:
+            raise end.error
+        short = end.code == 0 and self._station.closing and not self._leaving.why
+        return CannotGoOnError.exit_code if short else end.code
+
+    async def _end(self) -> End | None:
+        """None: the run goes on without this node."""
+        over, coordinator = self._follower.over, self._follower.coordinator
+        if over is None and self._it.alone is not None:
+            try:
+                await asyncio.to_thread(self._it.alone.check)
+            except HoldfastError as error:
+                return end_of(str(error), Over.FENCED, (), "", self._saved)
+        if over is None:
+            return None
+        if coordinator is not None:
+            return self._office.end(over[0])
+        why = self._station.closing or self._leaving.why or "the workers left"
+        held = self._station.held
+        if not over[0] and "kind" not in held:  # it had no part in it
+            return End(None, "", 0)
+        return end_of(over[0], over[1], [held], why, self._saved)
 
     # --- leading --------------------------------------------------------------------------------
-    async def _reign(self, term: Term) -> Coordinator:
-        it, cluster = self._it, self._it.config.cluster
-        self._term = term
-        await self._host.prepare(0)  # the mover that chooses what is begun from
-        lead = self._lead = Lead(
-            Leading(it.config, self._planner, self._mover, address_of(self._control),
-                    lambda event: self._board.emit("agent", event), self._made, self._durable)
-        )  # fmt: skip
-        newest = await asyncio.to_thread(newest_generation, it.store)
-        if newest:
-            with suppress(HoldfastError):
-                lead.found(await asyncio.to_thread(object_of, it.store, newest))
-
-        def fits(nodes: Any) -> tuple[str, ...]:
-            return lead.fits(nodes) if len(nodes) >= cluster.min_nodes else ()
-
-        rules = Rules(
-            fits, MISSED_BEATS * cluster.beat_seconds, cluster.gather_seconds,
-            cluster.settle_seconds, full=lead.full, more=lead.more,
-        )  # fmt: skip
-        self._say(f"{it.node} coordinates the run (term {term.number})")
-        return await reign_over(
-            term, it.store, rules, self._plan, lead.begin, changed=self._changed,
-            complain=self._say,
-        )  # fmt: skip
-
-    def _durable(self) -> int:
-        keys = listing(self._it.store)
-        return step_of(keys[0]) if keys else 0
-
-    async def _plan(
-        self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
-    ) -> dict[str, Any]:
-        assert self._lead is not None
-        for one in known.values():
-            if sentence := one.held.get("failed"):
-                if self._follower.coordinator is not None:
-                    self._follower.coordinator.done(str(sentence))
-                raise FencedError("the run has failed")
-        rotten = self._lead.rotten(known)
-        value = await self._lead.plan(reign, generation, names, known)
-        if rotten is not None:
-            self._say(f"{rotten}; the next older one is tried")  # each goes once: this ends
-        elif reign.reason in ("worker_lost", "halted") and (sentence := self._hopeless(known)):
-            if self._follower.coordinator is not None:
-                self._follower.coordinator.done(sentence)
-            raise FencedError("the run has failed")
-        return value
-
-    def _hopeless(self, known: Mapping[str, Known]) -> str | None:
-        """Why it makes no sense to go on, as a sentence, after one more loss of a worker."""
-        assert self._lead is not None
-        self._restarts = self._restarts.after_loss(self._lead.reached)
-        causes = [str(one.held["cause"]) for one in known.values() if one.held.get("cause")]
-        limit = self._it.config.cluster.max_restarts_without_progress
-        return give_up(self._restarts, limit, causes[0] if causes else "not known")
-
-    def _changed(self, old: Reign, new: Reign) -> None:
-        if self._lead is not None:
-            self._lead.tell_lost(new)
-        if new.phase is Phase.ENDED and self._opened:
-            self._write_end(new.verdict)
-        if new.phase is Phase.TRAINING and old.phase is not Phase.TRAINING:
-            self._standing_in = asyncio.create_task(self._stand_in())
-
-    async def _stand_in(self) -> None:
-        """Every worker of the generation has told what it had to tell: what is missing then of the
-        steps that it stands after was to be told by those who are gone."""
-        await self._board.flush()
-        try:
-            for record in await asyncio.to_thread(self._journal.new):
-                self._told.observe(record.event)
-            missing = self._told.missing()
-            for event in await asyncio.to_thread(self._told.made, missing) if missing else ():
-                self._board.emit("agent", event)
-        except HoldfastError as error:
-            self._say(f"the ledger of a lost node could not be made again: {error}")
-        self._told.settled()
-
-    def _write_end(self, verdict: str) -> None:
-        """How the run ended, by what the nodes said of it: this one may have had no part in it."""
-        coordinator = self._follower.coordinator
-        known = () if coordinator is None else coordinator.known.values()
-        ends = [one.held for one in known if "kind" in one.held]
-        unsaved = next((end["unsaved"] for end in ends if end["unsaved"] is not None), None)
-        if verdict or not ends:
-            self._board.emit("agent", RunFailed(verdict or "no node said how it ended",
-                                                step=self._step))  # fmt: skip
-            return
-        step = int(ends[0]["step"])
-        if ends[0]["kind"] == "finished" and unsaved is None:
-            self._board.emit("agent", RunFinished(step=step))
-            return
-        self._board.emit("agent", RunStopped(
-            unsaved or self._stop or "the workers left", step=step))  # fmt: skip
-
     def _made(self, generation: int) -> None:
         """The object of a generation was made by this agent."""
         self._open(generation)
         self._rendezvous.begin(generation)
-        if not self._session:
-            self._session = True
-            it = self._it
-            self._board.emit("agent", RunStarted(
-                it.config.name, it.config_hash, it.dataset_version, generation > 1))  # fmt: skip
 
     async def _watch_term(self) -> None:
         while True:
             await asyncio.sleep(TERM_SECONDS)
-            coordinator, term = self._follower.coordinator, self._term
+            coordinator, term = self._follower.coordinator, self._office.term
             if coordinator is None or term is None:
                 continue
             try:
                 await asyncio.to_thread(term.check)
-            except FencedError:
+            except FencedError as error:
+                current = self._station.current
+                if self._it.alone is not None and current is not None:
+                    current.decide(Failed(str(error), exits.FENCED))  # nothing else is told of it
                 coordinator.fence()
             except HoldfastError:
                 continue  # the run store is out of reach: that stops no training
+
+    @property
+    def _saved(self) -> int:
+        """The newest step that is known here to be committed."""
+        return max(self._committed, self._office.restored)
 
     # --- this node ------------------------------------------------------------------------------
     def _open(self, generation: int) -> None:
@@ -337,26 +317,65 @@ class NodeAgent:
             self._opened = generation
             self._board.begin(generation)
 
-    def _ended(self, verdict: Verdict) -> None:
-        self._outcome = verdict
-        if isinstance(verdict, Failed) and verdict.exit_code != exits.FENCED:
-            self._say(verdict.sentence)
+    def _began(self, current: Generation) -> None:
+        self._leaving.began(current)
 
-    @property
-    def _step(self) -> int:
-        return 0 if self._station.current is None else self._station.current.step
+    async def _ended(self, verdict: Verdict) -> Verdict:
+        """What follows the end of this node's workers, before anybody is told."""
+        if not isinstance(verdict, Finished | Left):
+            return verdict
+        generation = self._opened
+        if isinstance(verdict, Left) and verdict.unsaved is None:
+            verdict = replace(verdict, unsaved=await self._notices.not_kept(verdict.step))
+        if verdict.unsaved is None:
+            missing = await self._in_bucket(verdict, generation)
+            verdict = replace(verdict, missing=missing)
+        await self._mover.drain(generation)
+        return verdict
+
+    async def _in_bucket(self, verdict: Finished | Left, generation: int) -> str | None:
+        """What the bucket lacks at the end. Whoever leaves writes that down first: it may be killed
+        while it waits."""
+
+        async def written() -> None:
+            why = self._leaving.stopping or self._station.closing or "the workers left"
+            self._office.last.write(RunStopped(why, step=verdict.step))
+            await self._board.flush(sync=True)
+
+        leads = self._follower.coordinator is not None
+        before = written if leads and isinstance(verdict, Left) else None
+        return await self._upload.arrived(generation, before, self._notices.seconds_left)
+
+    def _template_gone(self) -> None:
+        if self._live:
+            self._say("the template ended; a new one is started behind the training")
+            return
+        self._say("the template ended; its workers are given up and a new one is started")
+        if self._station.current is not None:
+            self._station.current.decide(Lost("template_lost", "the template ended"))
 
     def _mover_gone(self) -> None:
-        self._say("the mover ended; a new one is started behind the training")
-        self._reviving = asyncio.create_task(self._revive())
+        if self._live:
+            self._say("the mover ended; a new one is started behind the training")
+            self._reviving = asyncio.create_task(self._revive())
+            return
+        self._say("the mover ended, and its arenas with it; a new one is started")
+        if self._station.current is not None:
+            self._station.current.decide(Lost("mover_lost", "the mover ended"))
 
     async def _revive(self) -> None:
         with suppress(HoldfastError):
             await self._mover.revive(self._line, self._mover_gone)
 
     def _of_mover(self, event: Event) -> None:
+        if isinstance(event, CheckpointCommitted):
+            self._committed = max(self._committed, event.step)
         if self._opened:
             self._board.emit("mover", event)
+
+    def _write_down(self, event: Event) -> None:
+        if self._opened:
+            self._board.emit("agent", event)
 
     # --- news of processes (`host.News`) --------------------------------------------------------
     def joined(self, generation: int, rank: int, process: int) -> None:
@@ -382,69 +401,45 @@ class NodeAgent:
         current = self._station.current
         if current is None or current.number != number:
             raise FencedError(f"generation {number} is over")
+        rank = int(body["rank"])
         events, sync = current.report(body), bool(body["sync"])
         stored = True
         if events or sync:
-            stored = await self._board.flush(f"rank{int(body['rank'])}", sync)
-        current.answered(int(body["rank"]))
+            stored = await self._board.flush(f"rank{rank}", sync)
+            stored = stored and not (sync and self._office.owing)
+        current.answered(rank)
         self._station.stored()
-        stop = self._stop is not None and self._alone
+        stop = bool(self._leaving.stopping or self._station.closing)
+        told = self._notices.answer(rank, current.ranks[0])
         return {"stop": stop, "generation": number, "stored": stored,
-                "pause": self._station.pausing}  # fmt: skip
-
-    @property
-    def _alone(self) -> bool:
-        """Whether no other node takes part: then leaving stops the run."""
-        return len(self._follower.agents) <= 1
+                "pause": self._station.pausing} | told  # fmt: skip
 
     def _health(self) -> dict[str, Any]:
         current = self._station.current
         return {
-            "state": str(self._station.stage), "term": self._follower.seat.term,
+            "state": health.state(self._station.stage, bool(self._leaving.stopping)),
+            "term": self._follower.seat.term,
             "standing": str(self._follower.seat.standing), "generation": self._opened,
-            "step": self._step,
+            "step": self._saved if current is None else current.step,
+            "committed": self._saved,
             "workers": 0 if current is None else len(current.members.alive),
         }  # fmt: skip
 
-    # --- leaving --------------------------------------------------------------------------------
+    # --- signals --------------------------------------------------------------------------------
     def _catch_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
+            # Only a process's main thread may; elsewhere whoever started us has them.
             with suppress(ValueError, RuntimeError):
-                self._loop.add_signal_handler(number, self._signalled, number)
+                self._loop.add_signal_handler(number, self._leaving.signalled, number)
 
-    def _signalled(self, number: signal.Signals) -> None:
-        if number is signal.SIGTERM and self._stop is None and self._watch.signalled(number):
-            return  # its source says how much is left
-        self._leave(number.name)
-
-    def _warned(self, warned: Warned) -> None:
-        """The cloud says when this machine is gone."""
-        if not self._stop:
-            self._write_down(
-                NoticeReceived(warned.seconds, [self._it.node], warned.leave, warned.source,
-                               step=self._step)
-            )  # fmt: skip
-            if warned.leave:
-                self._leave(warned.source, warned.seconds)
-
-    def _write_down(self, event: Event) -> None:
-        if self._opened:
-            self._board.emit("agent", event)
-
-    def _leave(self, why: str, seconds: float = 0.0) -> None:
-        """Leave the run, which goes on without this node, within `seconds`."""
-        if self._stop is not None:
-            if why == "SIGINT":
-                self._follower.leave()
-            return
-        self._stop = why
-        if self._alone:
-            self._say(f"{why}: saving and leaving at the next step (Ctrl-C again: at once)")
-            return
-        self._say(f"{why}: the others go on without {self._it.node}")
-        grace = seconds or self._it.config.cluster.grace_seconds or LEAVE_SECONDS
-        self._follower.leaving = grace
-        self._station.changed.set()
+    def _at_once(self, missing: str) -> None:
+        """Nothing is waited for any more."""
+        self._now = True
+        if missing:
+            event = RunStopped(missing, step=self._saved)
+            self._office.last.write(event)
+            self._office.last.say(End(event, f"stopped after step {event.step} ({missing})", 0))
+        self._part.cancel()
 
 
 def check_node_name(node: str) -> None:

@@ -143,13 +143,19 @@ class Notices:
         return (min(surviving, key=lambda route: route.needs(nbytes)).tier,)
 
     # --- what the workers are told --------------------------------------------------------------
-    def answer(self, rank: int) -> dict[str, Any]:
-        """Part of the answer to a worker's report. One rank asks for all, with its vote."""
+    def answer(self, rank: int, first: int = 0) -> dict[str, Any]:
+        """Part of the answer to a worker's report. first: the rank of this node that asks for all,
+        with its vote."""
         told: dict[str, Any] = {"brief": self._brief}
+        if rank == first:
+            told |= {"request": self._request, "into": list(self._into)}
         if rank == 0:
-            told |= {"request": self._request, "into": list(self._into),
-                     "durations": self.measured.to_json()}  # fmt: skip
+            told["durations"] = self.measured.to_json()
         return told
+
+    def begin(self) -> None:
+        """A generation begins: what peers had of older ones is not its state."""
+        self._kept = -1
 
     # --- leaving --------------------------------------------------------------------------------
     def seconds_left(self) -> float | None:
@@ -159,7 +165,7 @@ class Notices:
     def observe(self, record: Record) -> None:
         self.measured.observe(record)
         if isinstance(record.event, GenerationStarted):
-            self._kept = -1
+            self.begin()
         elif isinstance(record.event, SnapshotKept):
             self._kept = max(self._kept, record.event.step)
             self._news.set()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from holdfast.checkpoint.service import Settings
 from holdfast.config.run import RunConfig
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.layout import Topology, place_replicas
+from holdfast.plan.interface import NodePlaces, Plan, Present
 from holdfast.plan.layouts import layouts_of
 from holdfast.policy.seen import Seen
 from holdfast.wire.runstore import spoken_error
@@ -18,6 +20,15 @@ def plan_topology(config: RunConfig, generation: int, node: str) -> Topology:
     layouts = layouts_of(config)
     workers = sum(layout.world_size for layout in layouts)
     return place_replicas(layouts, generation, (node,) * workers)
+
+
+def here(
+    config: RunConfig, nodes: Sequence[NodePlaces], generation: int, present: Present | None = None
+) -> Plan:
+    """The Planner of a run of one node: all that the run file asks for, as it asks for it."""
+    topology = plan_topology(config, generation, nodes[0].name)
+    ranks = topology.world_size
+    return Plan(topology, (None,) * ranks, 0, 0, 0, "")
 
 
 def mover_settings(config: RunConfig, config_hash: str, dataset_version: str) -> Settings:

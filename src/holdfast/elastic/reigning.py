@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.elastic.coordinator import Coordinator, Known, TakenError
-from holdfast.errors import CorruptError, FencedError
+from holdfast.errors import CorruptError, FencedError, UserError
 from holdfast.policy import membership
 from holdfast.policy.membership import Node, Reign, Rules
 from holdfast.wire.runstore import MissingKeyError, RunStore
@@ -39,11 +39,17 @@ async def reign_over(
     term: Term, store: RunStore, rules: Rules, plan: Plan, begin: Begin = nothing, *,
     changed: Callable[[Reign, Reign], None] = lambda old, new: None,
     complain: Callable[[str], None] = lambda sentence: None,
+    above: int = 0, expects: bool = True,
+    refused: Callable[[UserError], None] = lambda error: None,
 ) -> Coordinator:  # fmt: skip
-    """The coordinator of a term that was just opened. Raises what the run store raises."""
+    """The coordinator of a term that was just opened. above: the next generation is newer than
+    that, too. expects: the nodes of the newest generation are waited for, until they are heard or
+    lost. refused: told what the run store says where the object could not be made; what it raises
+    counts instead. Raises what the run store raises."""
     generation = await asyncio.to_thread(newest_generation, store)
+    reason = "resume" if generation else "start"
     value: dict[str, Any] = {}
-    if generation:
+    if generation and expects:
         with suppress(CorruptError, MissingKeyError):  # then nobody is expected
             value = await asyncio.to_thread(object_of, store, generation)
     now = asyncio.get_running_loop().time()
@@ -51,18 +57,20 @@ async def reign_over(
         Node(str(name), str(said["mark"]), int(said["places"]), now, now)
         for name, said in dict(value.get("agents", {})).items()
     ]
-    make = Maker(term, store, plan, begin)
-    reign = membership.begin(
-        term.number, now, generation, nodes, "resume" if generation else "start"
-    )
+    make = Maker(term, store, plan, begin, refused)
+    reign = membership.begin(term.number, now, max(generation, above), nodes, reason)
     return Coordinator(reign, rules, make, changed, complain)
 
 
 class Maker:
     """Makes generations' objects under one term; see `coordinator.Make`."""
 
-    def __init__(self, term: Term, store: RunStore, plan: Plan, begin: Begin) -> None:
+    def __init__(
+        self, term: Term, store: RunStore, plan: Plan, begin: Begin,
+        refused: Callable[[UserError], None] = lambda error: None,
+    ) -> None:  # fmt: skip
         self._term, self._store, self._plan, self._begin = term, store, plan, begin
+        self._refused = refused
 
     async def __call__(
         self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
@@ -72,7 +80,7 @@ class Maker:
         nodes = [node for name in sorted(used) if (node := reign.node(name)) is not None]
         value |= {
             "term": self._term.number,
-            "reason": reign.reason,
+            "reason": value.get("reason", reign.reason),
             "agents": {
                 node.name: {
                     "address": str(known[node.name].told.get("address", "")),
@@ -81,7 +89,11 @@ class Maker:
                 for node in nodes
             },
         }  # fmt: skip
-        await asyncio.to_thread(self._create, generation, value)
+        try:
+            await asyncio.to_thread(self._create, generation, value)
+        except UserError as error:
+            self._refused(error)
+            raise
         return await self._begin(generation, value)
 
     def _create(self, generation: int, value: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 from holdfast.checkpoint.mover_client import Newest
 from holdfast.checkpoint.peer_settings import Peer
 from holdfast.config.run import RunConfig
+from holdfast.elastic import exits
 from holdfast.elastic.board import Board, Say
 from holdfast.elastic.generation import Generation
 from holdfast.elastic.host import Host, Start
@@ -31,7 +32,8 @@ from holdfast.elastic.mover_link import MoverLink
 from holdfast.elastic.noticing import Blame, Watch
 from holdfast.elastic.opening import boots, standby_boot, standbys, wanted_workers
 from holdfast.elastic.verdict import Failed, Finished, Left, Lost, Verdict
-from holdfast.errors import FencedError, HoldfastError
+from holdfast.errors import FencedError, HoldfastError, UserError
+from holdfast.events import Event
 from holdfast.layout import Topology
 from holdfast.plan.hardware import usable_cores
 from holdfast.policy.membership import LET_GO, Stage
@@ -47,7 +49,8 @@ HOLD_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a station is told once. control: where this node's agent listens."""
+    """What a station is told once. control: where this node's agent listens. again: whether an
+    event was told before."""
 
     config: RunConfig
     node: str
@@ -55,6 +58,8 @@ class Surroundings:
     secret: Secret
     control: str
     seen: Seen
+    places: int
+    again: Callable[[Event], bool] = lambda event: False
 
 
 class Station:
@@ -62,18 +67,22 @@ class Station:
 
     def __init__(
         self, around: Surroundings, host: Host, mover: MoverLink, board: Board, say: Say,
-        opened: Callable[[int], None], ended: Callable[[Verdict], None],
+        opened: Callable[[int], None], began: Callable[[Generation], None],
+        ended: Callable[[Verdict], Awaitable[Verdict]],
     ) -> None:  # fmt: skip
-        """opened: called with a generation's number before anything of it is done here; ended: with
-        how it ended for this node."""
+        """opened: called with a generation's number before anything of it is done here; began: once
+        its workers can be heard; ended: with how it ended for this node, before anybody is told,
+        and makes of it what is told."""
         self.changed = asyncio.Event()
         self.at, self.stage = 0, Stage.IDLE
         self.pausing = 0  # the generation whose workers are asked to end their step and hold
         self.current: Generation | None = None
         self.verdict: str | None = None  # of the run, once it is over
+        self.closing = ""  # why the run stops after this generation's first step
         self._around, self._host, self._mover = around, host, mover
         self._board, self._say = board, say
-        self._opened, self._ended = opened, ended
+        self._live = around.config.cluster.recovery == "live"
+        self._opened, self._began, self._ended = opened, began, ended
         self._voices: dict[str, int] = {}
         self._watch = Watch(kill=host.kill, tell=self.changed.set)
         self._outcome: dict[str, Any] = {}
@@ -85,6 +94,7 @@ class Station:
         self._spared = -math.inf  # when standbys were last seen to
         self._counts = False  # whether it is known here which processes are ready
         host.noticed = self._counted
+        self._all_here = False  # whether no other node takes part
 
     # --- what the coordinator hears -------------------------------------------------------------
     @property
@@ -102,8 +112,7 @@ class Station:
 
     @property
     def _room(self) -> int:
-        config = self._around.config
-        return config.cluster.places or config.layout.workers
+        return self._around.places
 
     def _counted(self) -> None:
         if self.ready is not None and self.ready != self._told_ready:
@@ -160,6 +169,9 @@ class Station:
             return
         if not isinstance(error, HoldfastError):
             self._say(f"a fault of this node's agent: {error!r}")
+        if isinstance(error, UserError) and self._all_here:
+            self._become(Stage.BROKEN, failed=str(error), code=exits.USER)
+            return
         self._become(Stage.BROKEN, cause=str(error))
 
     # --- one generation -------------------------------------------------------------------------
@@ -169,17 +181,24 @@ class Station:
         topology = Topology.from_json(value["topology"])
         self._opened(generation)
         self._meet = str(begin["meet"])
+        self.closing = str(value.get("closing", ""))
         ranks = [rank for rank, node in enumerate(topology.nodes) if node == self._around.node]
+        self._all_here = len(ranks) == topology.world_size
         await self._host.prepare(len(ranks))
         newest = None if begin.get("newest") is None else Newest.from_json(begin["newest"])
         step = int(begin["step"])
-        machines = [Peer.from_json(row) for row in begin["machines"]]
-        sources = [Peer.from_json(row) for row in begin["sources"]]
-        await self._mover.expect(topology, step, newest, machines, sources)
+        await self._tell_mover(topology, step, newest, begin)
         self.current = current = Generation(
             topology, step, self._around.config.cluster, self._board, self._say, self._ready,
-            self._voices, self._around.node, watch=self._watch,
+            self._voices, self._around.node, self._around.again, self._watch,
         )  # fmt: skip
+        self._began(current)
+        if self._done_before(value, newest, step):
+            assert newest is not None, "nobody holds a state"
+            await self._judge(await self._nothing_to_do(generation, newest))
+            return
+        if not (self._live or self._mover.alive):
+            current.decide(Lost("mover_lost", "the mover ended"))
         processes = self._processes(value, ranks)
         current.expect({rank: pid for rank, pid in zip(ranks, processes, strict=True) if pid})
         told = boots(
@@ -197,6 +216,31 @@ class Station:
             self._become(Stage.WORKING)
             return
         await self._judge(await current.verdict)
+
+    async def _tell_mover(
+        self, topology: Topology, step: int, newest: Newest | None, begin: Mapping[str, Any]
+    ) -> None:
+        if begin["machines"] is None:  # this node is the run's only one
+            await self._mover.expect(topology, step)
+            return
+        machines = [Peer.from_json(row) for row in begin["machines"]]
+        sources = [Peer.from_json(row) for row in begin["sources"]]
+        await self._mover.expect(topology, step, newest, machines, sources)
+
+    def _done_before(self, value: Mapping[str, Any], newest: Newest | None, step: int) -> bool:
+        """Whether no step is left, and the state of the last one is this node's to look after."""
+        restored = value.get("came_from") is None and newest is not None
+        chosen = self._meet == self._around.control  # by this node's mover
+        return restored and step >= self._around.config.train.steps and self._all_here and chosen
+
+    async def _nothing_to_do(self, generation: int, newest: Newest) -> Verdict:
+        """The last step has been done. No worker will read its checkpoint, so its mover does: a
+        run is not finished with a state that nobody can have back."""
+        unsaved = None if newest.durable else await self._mover.made_durable(newest)
+        problem = None
+        if unsaved is None and newest.key is not None:
+            problem = await self._mover.damage(generation, newest.key)
+        return Finished(newest.step, unsaved) if problem is None else Lost("rot", problem, problem)
 
     def _processes(self, value: Mapping[str, Any], ranks: list[int]) -> list[int | None]:
         """Which process of this node takes which of its ranks; None: a newcomer. One that has died
@@ -251,11 +295,11 @@ class Station:
         await self._host.standby(count, boot)
 
     async def _judge(self, verdict: Verdict) -> None:
-        self._ended(verdict)
+        verdict = await self._ended(verdict)
         match verdict:
-            case Finished(step, unsaved) | Left(step, unsaved):
+            case Finished(step, unsaved, missing) | Left(step, unsaved, missing):
                 kind = "finished" if isinstance(verdict, Finished) else "left"
-                self._become(Stage.DONE, kind=kind, step=step, unsaved=unsaved)
+                self._become(Stage.DONE, kind=kind, step=step, unsaved=unsaved, missing=missing)
             case Failed(sentence, code):
                 self._become(Stage.BROKEN, failed=sentence, code=code)
             case Lost(reason, cause, rotten):
@@ -279,6 +323,8 @@ class Station:
         if current is not None and current.number == generation:
             seconds += 3 * current.step_seconds
             lost = {member.rank for member in current.members if not member.alive}
+            verdict = current.verdict.result() if current.verdict.done() else None
+            lost |= verdict.ranks if isinstance(verdict, Lost) else frozenset()
             # A replica that spans nodes may have lost somebody elsewhere: then all of it is woken.
             inside = [
                 rank
@@ -286,8 +332,14 @@ class Station:
                 if lost & set(replica.ranks) or self._spans(current.topology, replica.ranks)
                 for rank in replica.ranks
             ]
-        with suppress(FencedError):
-            await self._host.halt(generation, inside, seconds)
+        if self._live and "failed" not in self._outcome:
+            with suppress(FencedError):
+                await self._host.halt(generation, inside, seconds)
+        else:
+            await self._host.clear()
+        if self._all_here:  # the next generation fences what is being saved
+            with suppress(HoldfastError):
+                await self._mover.settle(generation)
         self._become(Stage.HELD, **self._outcome)
 
     def _spans(self, topology: Topology, ranks: tuple[int, ...]) -> bool:

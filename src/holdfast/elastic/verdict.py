@@ -7,18 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finished:
-    """Every step of the run file is done; committed, unless `unsaved` says why not."""
+    """Every step of the run file is done; committed, unless `unsaved` says why not. missing: what
+    the bucket does not have."""
 
     step: int
     unsaved: str | None = None
+    missing: str | None = None
 
 
 @dataclass(frozen=True)
 class Left:
-    """The workers left, as they were asked to; saved, unless `unsaved` says why not."""
+    """The workers left, as they were asked to; saved, unless `unsaved` says why not. missing: as
+    in Finished."""
 
     step: int
     unsaved: str | None = None
+    missing: str | None = None
 
 
 @dataclass(frozen=True)

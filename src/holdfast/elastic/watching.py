@@ -1,4 +1,4 @@
-"""What an agent looks at again and again: whether its workers get on, and whose the run is."""
+"""What an agent looks at again and again: whether its workers get on, and what it has refused."""
 
 from __future__ import annotations
 
@@ -6,17 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from holdfast.elastic import exits
 from holdfast.elastic.board import Board, Say
 from holdfast.elastic.generation import Generation
-from holdfast.elastic.verdict import Failed, Verdict
-from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import RequestsRefused
 from holdfast.wire.refusals import Refusals, sentence
-from holdfast.wire.term import Term
-
-TERM_SECONDS = 2.0
-"""How often the run store is asked whether another trainer has taken over."""
 
 
 async def watch_progress(
@@ -57,15 +50,3 @@ def counting_refusals(board: Board, opened: Callable[[], bool], say: Say) -> Ref
             loop.call_soon_threadsafe(tell, event)
 
     return Refusals(told)
-
-
-async def watch_term(term: Term, decide: Callable[[Verdict], None]) -> None:
-    """Without end."""
-    while True:
-        await asyncio.sleep(TERM_SECONDS)
-        try:
-            await asyncio.to_thread(term.check)
-        except FencedError as error:
-            decide(Failed(str(error), exits.FENCED))
-        except HoldfastError:
-            continue  # the run store is out of reach: that stops no training

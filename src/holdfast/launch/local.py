@@ -1,11 +1,19 @@
-"""Training on this machine: one agent, in the process that the person started."""
+"""Training on this machine: one agent, in the process that the person started.
+
+By itself it is the run's only node. With `cluster.node` it is one of several: whoever is started
+first makes the run folder and leads; whoever is started later, on whatever machine, joins by the
+run folder and its secret. None of them needs to know of the others.
+"""
 
 from __future__ import annotations
 
+import platform
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from holdfast.checkpoint.beginning import begin_above
 from holdfast.checkpoint.fence import take_over
@@ -13,14 +21,18 @@ from holdfast.checkpoint.peer_wire import identity
 from holdfast.checkpoint.uploading import bring_back
 from holdfast.config.identity import config_hash
 from holdfast.config.load import Loaded
+from holdfast.config.run import RunConfig
 from holdfast.data.dataset import Dataset
-from holdfast.elastic.agent import Agent
 from holdfast.elastic.board import Observer, Say
 from holdfast.elastic.boot import DEFAULT_ENTRY
+from holdfast.elastic.node_agent import NodeAgent, check_node_name
+from holdfast.elastic.office import Joining
+from holdfast.elastic.opening import here
 from holdfast.elastic.peering import peer_settings
 from holdfast.errors import HoldfastError, RunFolderError
+from holdfast.plan.places import plan
 from holdfast.wire.runstore import FolderStore, RunStore
-from holdfast.wire.secret import open_secret
+from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.server import address_of, bind
 from holdfast.wire.term import open_term
 
@@ -34,13 +46,16 @@ def run(
     dataset_version: str | None = None,
     entry: str = DEFAULT_ENTRY,
     fresh: bool = False,
+    resume: str = "",
 ) -> int:
     """Train in the run folder of a planned configuration; the exit code (0, 1, 130).
 
     `observers` see every record of the journal as it is written, `render_metrics` answers
     `/metrics`, `say` prints one line. The dataset's version is read from its folder unless given.
-    `fresh`: this is to be a beginning, whatever a bucket or peers hold.
-    Raises UserError: the folder is in use, not writable, holds no trustworthy checkpoint, ...
+    `fresh`: this is to be a beginning, whatever a bucket or peers hold. `resume`: the command that
+    takes the run up again.
+    Raises UserError: the folder is in use, not writable, holds no trustworthy checkpoint, ...; and
+    CannotGoOnError.
     """
     config = loaded.config
     folder = Path(config.run_folder)
@@ -48,45 +63,69 @@ def run(
         raise RunFolderError(
             "the number of workers and the device have not been planned", where="layout.workers"
         )
+    node = config.cluster.node or platform.node() or "localhost"
+    if config.cluster.node:
+        check_node_name(node)
     version = (
         Dataset.open(config.data.folder).version if dataset_version is None else dataset_version
     )
     store: RunStore = FolderStore(folder)
     secret = open_secret(folder)
-    bucket = None
-    if config.checkpoint.bucket:
-        bucket = bring_back(store, config.checkpoint.bucket, config_hash(config), fresh, say)
+    start = _Beginning(config, store, secret, identity(config_hash(config), version), fresh, say)
+    joining = Joining(
+        config, store, secret, folder, node, config_hash(config), version, entry,
+        resume or resume_command(loaded), begin=start.all,
+    )  # fmt: skip
+    views: dict[str, Any] = {"observers": observers, "render_metrics": render_metrics, "say": say}
+    if config.cluster.node:
+        with bind(config.cluster.interface, 0, "cluster.interface") as control:
+            return NodeAgent(joining, control, plan, **views).run()
+    start.bring_back()
     # The agent listens before the term names its address: whoever finds the term can ask.
-    control = bind(config.cluster.interface, 0, "cluster.interface")
-    with control:
+    with bind(config.cluster.interface, 0, "cluster.interface") as control:
         term = open_term(store, address_of(control), secret)
         try:
-            peers = peer_settings(config.checkpoint)
-            above = begin_above(
-                store, () if peers is None else peers.peers, secret,
-                identity(config_hash(config), version), fresh, say,
-            )  # fmt: skip
-            if bucket is not None:
-                take_over(store, bucket, say)
-            return Agent(
-                config,
-                store,
-                secret,
-                term,
-                control,
-                folder=folder,
-                above=above,
-                config_hash=config_hash(config),
-                dataset_version=version,
-                observers=observers,
-                render_metrics=render_metrics,
-                say=say,
-                resume=resume_command(loaded),
-                entry=entry,
-            ).run()
+            joining = replace(joining, alone=term, begin=start.above)
+            return NodeAgent(joining, control, here, **views).run()
         finally:
             with suppress(HoldfastError):  # a full disk: the next trainer asks, and gets no answer
                 term.close()
+
+
+@dataclass
+class _Beginning:
+    """What a run goes on from whose folder is new, or was lost: what a bucket and peers have."""
+
+    config: RunConfig
+    store: RunStore
+    secret: Secret
+    identity: str
+    fresh: bool
+    say: Say
+    bucket: RunStore | None = None
+
+    def all(self) -> int:
+        self.bring_back()
+        return self.above()
+
+    def bring_back(self) -> None:
+        """Raises UserError where the bucket is another run's, or cannot be asked."""
+        location = self.config.checkpoint.bucket
+        if location:
+            hash_ = config_hash(self.config)
+            self.bucket = bring_back(self.store, location, hash_, self.fresh, self.say)
+
+    def above(self) -> int:
+        """Above which generation the folder's are to be. Raises UserError where a peer does not
+        accept the run's secret."""
+        peers = peer_settings(self.config.checkpoint)
+        above = begin_above(
+            self.store, () if peers is None else peers.peers, self.secret, self.identity,
+            self.fresh, self.say,
+        )  # fmt: skip
+        if self.bucket is not None:
+            take_over(self.store, self.bucket, self.say)
+        return above
 
 
 def resume_command(loaded: Loaded) -> str:

@@ -227,7 +227,7 @@ def begin(
     )
     return Reign(
         term,
-        Phase.STARTING if generation else Phase.GATHERING,
+        Phase.STARTING if expected else Phase.GATHERING,
         generation,
         frozenset(node.name for node in expected),
         tuple(sorted(expected, key=lambda node: node.name)),

@@ -1,4 +1,4 @@
-"""When to restart and when to give up, and the states that a run passes through.
+"""When to restart and when to give up.
 
 Pure: the agent feeds it what happened, the simulator may too.
 """
@@ -6,49 +6,6 @@ Pure: the agent feeds it what happened, the simulator may too.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
-
-
-class RunState(StrEnum):
-    """What a run is doing, as its agent sees it."""
-
-    OPENING = "opening"  # a generation is being set up: restore point, workers forked
-    TRAINING = "training"  # every worker has reported ready
-    RECOVERING = "recovering"  # a worker, the mover or the template was lost; cleaning up
-    LEAVING = "leaving"  # asked to stop: workers save and leave at one common step
-    FINISHED = "finished"
-    STOPPED = "stopped"  # left early, resumable
-    FAILED = "failed"
-
-
-TRANSITIONS: dict[RunState, frozenset[RunState]] = {
-    RunState.OPENING: frozenset(
-        {
-            RunState.TRAINING,
-            RunState.RECOVERING,
-            RunState.LEAVING,
-            RunState.FINISHED,  # nothing was left to do
-            RunState.STOPPED,
-            RunState.FAILED,
-        }
-    ),
-    RunState.TRAINING: frozenset(
-        {RunState.RECOVERING, RunState.LEAVING, RunState.FINISHED, RunState.STOPPED,
-         RunState.FAILED}
-    ),
-    RunState.RECOVERING: frozenset({RunState.OPENING, RunState.STOPPED, RunState.FAILED}),
-    RunState.LEAVING: frozenset({RunState.STOPPED, RunState.FINISHED, RunState.FAILED}),
-    RunState.FINISHED: frozenset(),
-    RunState.STOPPED: frozenset(),
-    RunState.FAILED: frozenset(),
-}  # fmt: skip
-
-
-def advance(state: RunState, to: RunState) -> RunState:
-    """The new state. Raises ValueError for a transition that is not in the table."""
-    if to not in TRANSITIONS[state]:
-        raise ValueError(f"a run that is {state} cannot become {to}")
-    return to
 
 
 @dataclass(frozen=True)

@@ -80,16 +80,21 @@ def open_term(
         newest, holder = newest_term(store)
         if holder is not None and ask(str(holder.get("address", ""))):
             raise RunFolderError(_in_use(holder), remedy="stop it, or use another run folder")
-        term = claim(store, newest + 1, address, platform.node())
+        term = claim(store, newest + 1, address, platform.node(), alone=True)
         if term is not None:
             return term  # else another trainer was faster: ask that one
 
 
-def claim(store: RunStore, number: int, address: str, node: str) -> Term | None:
-    """Open term `number` without asking anybody; None where somebody else was faster."""
+def claim(
+    store: RunStore, number: int, address: str, node: str, alone: bool = False
+) -> Term | None:
+    """Open term `number` without asking anybody; None where somebody else was faster. alone: of a
+    run that takes in no other node."""
     value = {
         "term": number,
         "node": node,
+        "machine": platform.node(),
+        "alone": alone,
         "pid": os.getpid(),
         "address": address,
         "since": time.time(),

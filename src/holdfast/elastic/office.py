@@ -1,0 +1,340 @@
+"""What an agent does while it coordinates the run, beside the coordinator itself.
+
+plan, begin   what the next generation is (`leading.py`), or why there is none: it failed, was
+              given up, is to stop, has no state to begin from
+gathering     too few nodes: that is said, and waited for as the run file says
+told          the ledger of those who are gone is made whole (`standing_in.py`)
+end           how the run ended, into the journal (`ending.py`)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.mover_client import Newest
+from holdfast.checkpoint.restore import listing, step_of
+from holdfast.config.run import RunConfig
+from holdfast.elastic import exits
+from holdfast.elastic.board import Board, Say
+from holdfast.elastic.boot import DEFAULT_ENTRY
+from holdfast.elastic.coordinator import Coordinator, Known
+from holdfast.elastic.ending import End, EndedError, Last, Over, end_of
+from holdfast.elastic.leading import Lead, Leading
+from holdfast.elastic.mover_link import MoverLink
+from holdfast.elastic.reigning import reign_over
+from holdfast.elastic.standing_in import StandIn, Told
+from holdfast.errors import CheckpointError, HoldfastError, UserError
+from holdfast.events import RunStarted
+from holdfast.plan.interface import Planner
+from holdfast.policy.membership import Node, Phase, Reign, Rules
+from holdfast.policy.restart import Restarts, give_up
+from holdfast.wire.journal import Follower as JournalFollower
+from holdfast.wire.runstore import RunStore
+from holdfast.wire.secret import Secret
+from holdfast.wire.term import Term, newest_generation, object_of
+
+MISSED_BEATS = 3
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What an agent joins with. folder: the run folder that `store` stands for. resume: the command
+    that takes the run up again. alone: the term of a run of this node only. begin: looks for what a
+    lost run folder held, by whoever leads first; above which generation the run's are to be then.
+    entry: a worker's main function."""
+
+    config: RunConfig
+    store: RunStore
+    secret: Secret
+    folder: Path
+    node: str
+    config_hash: str
+    dataset_version: str
+    entry: str = DEFAULT_ENTRY
+    resume: str = "holdfast train"
+    alone: Term | None = None
+    begin: Callable[[], int] = lambda: 0
+
+    @property
+    def suffix(self) -> str:
+        """What this node's part of the run is called by; "" where it is the only one."""
+        return "" if self.alone is not None else self.node
+
+    @property
+    def places(self) -> int:
+        workers = self.config.layout.workers
+        return workers if self.alone is not None else self.config.cluster.places or workers
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What an office uses of its agent. meet: where the workers of a generation find each other.
+    prepare: sees to it that there is a mover, which chooses what is begun from.
+    made: told the number of each generation whose object was made. opened: the newest that is known
+    here. why: the reason why the whole
+    run is to stop, "" as long as it is not. committed: the newest committed step."""
+
+    meet: str
+    prepare: Callable[[], Awaitable[None]]
+    made: Callable[[int], None]
+    opened: Callable[[], int]
+    why: Callable[[], str]
+    committed: Callable[[], int]
+
+
+class Office:
+    """Lives in one event loop."""
+
+    def __init__(
+        self, joining: Joining, desk: Desk, planner: Planner, mover: MoverLink, board: Board,
+        say: Say, told: Told,
+    ) -> None:  # fmt: skip
+        """told: fed with all that the board is told, where the run has one node only."""
+        self.coordinator: Coordinator | None = None
+        self.term: Term | None = None
+        self.restored = 0
+        """The step of the newest checkpoint that a generation has begun from."""
+        self.last = Last(board, say, joining.resume)
+        self._it, self._desk, self._planner, self._mover = joining, desk, planner, mover
+        self._board, self._say, self._told = board, say, told
+        self._stand_in = StandIn(told, board, say, joining.config.cluster.heartbeat_seconds)
+        self._journal = JournalFollower(joining.store)
+        self._lead: Lead | None = None
+        self._restarts, self._counted = Restarts(), 0
+        self._resumed = False
+        self._above_all: int | None = None
+        self._begun = False  # whether this session's beginning is in the journal
+        self._closing = ""  # why the next generation is the last
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def owing(self) -> bool:
+        """Whether the ledger may lack something: no snapshot is announced before it."""
+        return self._it.alone is not None and self._stand_in.owing
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+    # --- a term begins --------------------------------------------------------------------------
+    async def reign(self, term: Term) -> Coordinator:
+        it, cluster = self._it, self._it.config.cluster
+        self.term, alone = term, self._it.alone is not None
+        newest = await asyncio.to_thread(newest_generation, it.store)
+        above = await self._above()
+        lead = self._lead = Lead(
+            Leading(it.config, self._planner, self._mover, self._desk.meet,
+                    lambda event: self._board.emit("agent", event), self._made, self._durable,
+                    alone)
+        )  # fmt: skip
+        self._resumed = newest > 0
+        if newest and not alone:
+            with suppress(HoldfastError):
+                lead.found(await asyncio.to_thread(object_of, it.store, newest))
+            self._say(f"{it.node} coordinates the run (term {term.number})")
+        rules = Rules(
+            self.fits, MISSED_BEATS * cluster.beat_seconds, cluster.gather_seconds,
+            cluster.settle_seconds, full=lead.full, more=lead.more,
+        )  # fmt: skip
+        self.coordinator = await reign_over(
+            term, it.store, rules, self._plan, self._begin, changed=self._changed,
+            complain=self._say, above=above, expects=not alone, refused=self._refused,
+        )  # fmt: skip
+        if self.coordinator.reign.phase is Phase.GATHERING and not alone:
+            self._start("wait", self._too_few(cluster.gather_seconds))
+        return self.coordinator
+
+    async def _above(self) -> int:
+        """Above which generation the next is to be. Once in a session: who has taken part in the
+        run knows its generations. Raises EndedError."""
+        if self._desk.opened():
+            return 0
+        if self._above_all is None:
+            try:
+                self._above_all = await asyncio.to_thread(self._it.begin)
+            except UserError as error:
+                raise EndedError(str(error), Over.MEND) from error
+        return self._above_all
+
+    def _refused(self, error: UserError) -> None:
+        """A run of one node that cannot begin says so; one that has begun waits for its store."""
+        if self._it.alone is not None and not self._begun:
+            raise EndedError(str(error), Over.MEND) from error
+
+    def _durable(self) -> int:
+        keys = listing(self._it.store)
+        return step_of(keys[0]) if keys else 0
+
+    def _made(self, generation: int) -> None:
+        """The object of a generation was made by this agent."""
+        self._desk.made(generation)
+        if not self._begun:
+            self._begun = True
+            it = self._it
+            self._board.emit("agent", RunStarted(
+                it.config.name, it.config_hash, it.dataset_version, self._resumed))  # fmt: skip
+        self._resumed = True
+
+    # --- a generation ---------------------------------------------------------------------------
+    async def _plan(
+        self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
+    ) -> dict[str, Any]:
+        """Raises EndedError where there is to be none."""
+        assert self._lead is not None
+        held = [one.held for one in known.values()]
+        _failed(held)
+        cause = next((str(each["cause"]) for each in held if each.get("cause")), "")
+        why = self._desk.why()
+        if cause and why and not self._closing:
+            raise EndedError(f"{why}; lost while saving: {cause}", Over.STOPPED)
+        await self._prepare(generation)
+        rotten = self._lead.rotten(known)
+        reason = next((str(each["reason"]) for each in held if each.get("reason")), reign.reason)
+        lost = reign.reason in ("worker_lost", "halted")
+        value = await self._lead.plan(reign, generation, names, known)
+        if rotten is not None:
+            self._say(f"{rotten}; the next older one is tried")  # each goes once: this ends
+        elif lost and (sentence := self._hopeless(generation, cause)):
+            raise EndedError(sentence)
+        value["reason"] = reason if lost else reign.reason
+        return value | ({"closing": self._closing} if self._closing else {})
+
+    async def _prepare(self, generation: int) -> None:
+        """A mover that does not start is tried again, as often as any other loss."""
+        try:
+            await self._desk.prepare()
+        except HoldfastError as error:
+            self._counted = 0
+            if sentence := self._hopeless(generation, str(error)):
+                raise EndedError(sentence) from error
+            raise
+
+    def _hopeless(self, generation: int, cause: str) -> str | None:
+        """Why it makes no sense to go on, as a sentence, after one more loss of a worker."""
+        assert self._lead is not None
+        if generation > self._counted:  # it may be tried again, while the run store is away
+            self._counted = generation
+            reached = max(self._lead.reached, self._desk.committed())
+            self._restarts = self._restarts.after_loss(reached)
+        limit = self._it.config.cluster.max_restarts_without_progress
+        return give_up(self._restarts, limit, cause or "not known")
+
+    async def _begin(self, generation: int, value: dict[str, Any]) -> dict[str, Any]:
+        assert self._lead is not None
+        self._stand_in.owing = value.get("came_from") is not None
+        try:
+            begun = await self._lead.begin(generation, value)
+        except CheckpointError as error:
+            raise EndedError(str(error), Over.STATELESS) from error
+        except UserError as error:
+            if self._it.alone is None:
+                raise
+            raise EndedError(str(error), Over.MEND) from error
+        newest = begun["newest"]
+        if newest is not None and Newest.from_json(newest).durable:
+            self.restored = int(begun["step"])
+        await self._board.flush()
+        return begun
+
+    # --- what changes ---------------------------------------------------------------------------
+    def _changed(self, old: Reign, new: Reign) -> None:
+        if self._lead is not None:
+            self._lead.tell_lost(new)
+        if new.phase is Phase.ENDED and self._begun:
+            self.last.write(self.end(new.verdict).event)
+        if new.phase is Phase.TRAINING and old.phase is not Phase.TRAINING:
+            self._start("told", self._make_whole())
+        if new.phase is Phase.GATHERING and old.phase is not Phase.GATHERING:
+            self._start("wait", self._too_few())
+        elif new.phase is not Phase.GATHERING and "wait" in self._tasks:
+            self._tasks.pop("wait").cancel()
+
+    def _start(self, name: str, what: Any) -> None:
+        if name in self._tasks:
+            self._tasks[name].cancel()
+        self._tasks[name] = asyncio.create_task(what)
+
+    async def _make_whole(self) -> None:
+        """Every worker of the generation has told what it had to tell: what is missing then of the
+        steps that it stands after was to be told by those who are gone."""
+        if self._it.alone is not None:
+            await self._stand_in.make()
+            return
+        await self._board.flush()
+        try:
+            for record in await asyncio.to_thread(self._journal.new):
+                self._told.observe(record.event)
+            missing = self._told.missing()
+            for event in await asyncio.to_thread(self._told.made, missing) if missing else ():
+                self._board.emit("agent", event)
+        except HoldfastError as error:
+            self._say(f"the ledger of a lost node could not be made again: {error}")
+        self._told.settled()
+
+    def end(self, verdict: str) -> End:
+        """How the run ended, by what the nodes said of it: this one may have had no part in it."""
+        coordinator = self.coordinator
+        known = () if coordinator is None else coordinator.known.values()
+        ends = [one.held for one in known if "kind" in one.held]
+        kind = "" if coordinator is None else coordinator.kind
+        why = self._closing or self._desk.why() or "the workers left"
+        return end_of(verdict, kind, ends, why, self._desk.committed())
+
+    # --- too few nodes --------------------------------------------------------------------------
+    def fits(self, nodes: Sequence[Node]) -> tuple[str, ...]:
+        """Which of these nodes a generation would use; () where it cannot be."""
+        assert self._lead is not None
+        least = 1 if self._closing or self._it.alone else self._it.config.cluster.min_nodes
+        return self._lead.fits(nodes) if len(nodes) >= least else ()
+
+    async def _too_few(self, seconds: float = 0.0) -> None:
+        """What is lacking is said after `seconds`; and then it is waited for, or not."""
+        await asyncio.sleep(seconds)
+        coordinator, cluster = self.coordinator, self._it.config.cluster
+        assert coordinator is not None, "nobody gathers before there is one"
+        try:
+            _failed([one.held for one in coordinator.known.values()])
+        except EndedError as error:
+            coordinator.done(str(error), error.kind)
+            return
+        if (why := self._desk.why()) or cluster.below_minimum == "leave":
+            patience = 0.0 if why else cluster.below_minimum_seconds
+            if not why:
+                self._say(f"{self._lacking()}; leaving in {patience:g} s if nobody comes")
+            await asyncio.sleep(patience)
+            self.stop(why or f"{self._lacking()}, for {patience:g} s")
+        else:
+            self._say(f"{self._lacking()}; waiting for more")
+
+    def _lacking(self) -> str:
+        assert self.coordinator is not None
+        nodes, least = self.coordinator.reign.nodes, self._it.config.cluster.min_nodes
+        if len(nodes) < least:
+            return f"{len(nodes)} of at least {least} nodes (cluster.min_nodes) are here"
+        return f"no layout fits the {sum(n.places for n in nodes)} places that are here"
+
+    def stop(self, why: str) -> None:
+        """Nobody works, and nobody is waited for any more: one last generation of those who are
+        here saves what they hold; where there can be none, it is over."""
+        coordinator = self.coordinator
+        if coordinator is None or coordinator.reign.phase is not Phase.GATHERING:
+            return
+        self._closing = why
+        if self._begun:  # else nobody holds anything
+            coordinator.look()
+        if coordinator.reign.phase is Phase.GATHERING:
+            kind = Over.STOPPED if self._desk.why() else Over.TOO_FEW
+            coordinator.done(why, kind)
+
+
+def _failed(held: Sequence[Mapping[str, Any]]) -> None:
+    """Raises EndedError where a node's workers failed in a way that a restart would not mend."""
+    for each in held:
+        if sentence := each.get("failed"):
+            kinds = {exits.USER: Over.MEND, exits.FENCED: Over.FENCED}
+            raise EndedError(str(sentence), kinds.get(each.get("code", 1), Over.FAILED))
