@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from holdfast.cli.call import app as make_app
 from holdfast.cli.output import say
 from holdfast.errors import UserError
+
+if TYPE_CHECKING:
+    from holdfast.elastic.faults.schedule import Draw
 
 app = make_app("Break a run on purpose, and see that it comes to the same end.")
 
@@ -62,12 +65,19 @@ def chaos(
       holdfast chaos --layout replicated,tp,pp --faults 150 --shard 1/2
       holdfast chaos --trace faults.jsonl                   {"step": 12, "fault": "agent"} a line
     """
-    from holdfast.elastic.faults.campaign import RESULT, Campaign, Settings, summary, table, tasks
+    from holdfast.elastic.faults.campaign import (
+        RESULT,
+        Campaign,
+        Settings,
+        Task,
+        summary,
+        table,
+        tasks,
+    )
     from holdfast.elastic.faults.library import FAULTS
     from holdfast.elastic.faults.own import OVERRIDES, write_run_file
     from holdfast.elastic.faults.schedule import names_of
     from holdfast.elastic.faults.shapes import SHAPES, shape_of
-    from holdfast.elastic.faults.traces import draws_of
 
     if known:
         for fault in FAULTS.values():
@@ -81,15 +91,18 @@ def chaos(
                         remedy=f"use 2 or more, or one of {', '.join(SHAPES)}")  # fmt: skip
     draws = None
     if trace is not None:
-        draws = tuple(draws_of(trace, seed, shapes[0].nodes))
-        number = len(draws)
+        draws = tuple(_draws(trace, seed, shapes[0].nodes))
     out.mkdir(parents=True, exist_ok=True)
     chosen = write_run_file(out) if run_file is None else run_file
     settings = Settings(
         (sys.executable, "-m", "holdfast.cli.main"), chosen, (*OVERRIDES, *(overrides or ())), out,
         seed, tuple(names), draws, network,
     )  # fmt: skip
-    work = tasks(shapes, number or 25)
+    if draws is None:
+        work = tasks(shapes, number or 25)
+    else:
+        last = max(draw.step for draw in draws)
+        work = [Task(shape, index, len(draws), last) for index, shape in enumerate(shapes, 1)]
     index, parts = _shard(shard)
     results = Campaign(settings, say).run(work[index - 1 :: parts])
     found = summary(results)
@@ -99,6 +112,35 @@ def chaos(
     say(f"{sum(r['recovered'] for r in results)} of {len(results)} runs recovered, "
         f"{found['faults']} faults; {out / RESULT}")  # fmt: skip
     return 0 if found["recovered"] else 1
+
+
+def _draws(trace: Path, seed: int, nodes: int) -> list[Draw]:
+    """From a file of faults, or one of machines that come and go (docs/chaos.md).
+
+    Raises UserError for a file that cannot be read, or in which nothing happens."""
+    from holdfast.elastic.faults.schedule import read_trace
+    from holdfast.elastic.faults.traces import draws_of
+    from holdfast.simulate.traces import load
+
+    try:
+        text = trace.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"this cannot be read ({error})", where=str(trace),
+                        remedy="name a file of faults") from None  # fmt: skip
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    if first.lstrip().startswith('{"step"'):
+        draws = read_trace(text, str(trace), str(seed))
+    else:
+        shares, there = [], 0
+        for _, gone, come in load(text, str(trace), seed=seed).instants():
+            if gone:
+                shares.append(len(gone) / max(1, there))
+            there += len(come) - len(gone)
+        draws = draws_of(shares, seed, nodes)
+    if not draws:
+        raise UserError("nothing happens in this trace", where=str(trace),
+                        remedy="use another one")  # fmt: skip
+    return draws
 
 
 def _shard(text: str) -> tuple[int, int]:

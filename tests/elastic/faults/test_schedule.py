@@ -12,6 +12,7 @@ from holdfast.elastic.faults.deeds import DEEDS
 from holdfast.elastic.faults.library import FAULTS
 from holdfast.elastic.faults.schedule import drawn, names_of, read_trace, unfit
 from holdfast.elastic.faults.shapes import SHAPES, shape_of
+from holdfast.elastic.faults.traces import draws_of
 from holdfast.errors import UserError
 
 
@@ -60,6 +61,13 @@ def test_a_file_says_which_fault_comes_when() -> None:
         read_trace("step 9", "f.jsonl", "1")
     with pytest.raises(UserError, match="cannot be at 'lunch'"):
         read_trace('{"step": 9, "fault": "kill", "point": "lunch"}', "f.jsonl", "1")
+
+
+def test_a_trace_of_machines_takes_as_large_a_part_of_ours() -> None:
+    draws = draws_of([0.05, 0.5, 1.0, 0.3], 1, 4)
+    assert [draw.fault.name for draw in draws] == ["agent", "two-agents", "everything", "agent"]
+    assert draws == draws_of([0.05, 0.5, 1.0, 0.3], 1, 4)
+    assert [draw.fault.name for draw in draws_of([0.5, 1.0], 1, 2)] == ["agent", "everything"]
 
 
 def test_faults_are_a_number_or_names_or_both() -> None:

@@ -66,6 +66,7 @@ class Task:
     shape: Shape
     number: int
     faults: int
+    last: int = 0  # the step of the last fault, where that is known
 
     def name(self, seed: int) -> str:
         plain = "".join(c if c.isalnum() or c in "_-" else "-" for c in self.shape.name)
@@ -73,7 +74,7 @@ class Task:
 
     @property
     def steps(self) -> int:
-        return 4 * self.faults + 20
+        return max(4 * self.faults + 20, self.last + 2 * TAIL)
 
 
 def tasks(shapes: Sequence[Shape], faults: int) -> list[Task]:
@@ -262,6 +263,9 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(f"{name:<18}{len(hit):>5}{len(good):>11}{missed:>8}{median(seconds):>10.2f}"
                      f"{max(seconds):>9.2f}")  # fmt: skip
     lines.append(f"{'all':<18}{total['hit']:>5}{total['good']:>11}{total['missed']:>8}")
+    named = [d["named"] for row in rows.values() for d in row if d["named"] is not None]
+    if named:
+        lines.append(f"workers that were to be lost, and were named: {sum(named)} of {len(named)}")
     rejected = Counter(
         (row["fault"], row["why"].split(" in step")[0]) for r in results for row in r["rejected"]
     )

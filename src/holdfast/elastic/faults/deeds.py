@@ -21,6 +21,7 @@ from holdfast.elastic.faults.network import Network
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.term import newest_term
 
+_STRIDE = 10007  # bytes from one turned bit to the next: so that some lie in every snapshot
 _SMALL = 4096  # bytes: no blob fits
 
 
@@ -75,6 +76,13 @@ def _everything(at: Scene, node: str) -> Deed:
     for each in gone:
         at.fleet.kill(each)
     return Deed("all agents", gone=gone)
+
+
+def _workers(at: Scene, node: str) -> Deed:
+    for each in at.fleet.alive:
+        for pid in at.fleet.workers(each):
+            _signal(pid, signal.SIGKILL)
+    return Deed("all workers")
 
 
 def _child(at: Scene, node: str, what: str) -> int:
@@ -162,7 +170,7 @@ def _zombie(at: Scene, node: str) -> Deed:
 
 
 def _rotten_memory(at: Scene, node: str) -> Deed:
-    """A byte in the middle of each of the mover's memory files."""
+    """Bits here and there in each of the mover's memory files."""
     pid = _child(at, node, "mover")
     changed = 0
     for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -170,11 +178,12 @@ def _rotten_memory(at: Scene, node: str) -> Deed:
             if not os.readlink(link).startswith("/memfd:"):
                 continue
             size = os.stat(link).st_size
-            for at_byte in range(size // 3, size, max(1, size // 3)):
+            for at_byte in range(_STRIDE, size, _STRIDE):
                 changed += _flip(link, at_byte)
     if not changed:
         raise NotNowError(f"{node} keeps nothing in memory")
-    return Deed(f"{changed} bytes in the memory of {node}")
+    _workers(at, node)
+    return Deed(f"{changed} bytes of {node}, and all workers")
 
 
 def _rotten_checkpoint(at: Scene, node: str) -> Deed:
@@ -229,6 +238,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 DEEDS: Mapping[str, Callable[[Scene, str], Deed]] = {
     "agent": _agent, "coordinator": _coordinator, "everything": _everything,
+    "workers": _workers,
     "mover": _kill_child("mover"), "template": _kill_child("template"),
     "mover-stop": _mover_stop, "slow-disk": _slow_disk, "full-disk": _full_disk,
     "run-store": _run_store, "leave": _leave, "notice": _notice, "notice-kill": _notice_kill,

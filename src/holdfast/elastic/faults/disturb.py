@@ -110,6 +110,7 @@ class Disturbance:
                     break
                 if not self._one(number, draw):
                     break
+            self._await_nodes()
             self._armoury.open_gate(self._steps)
             self._until(self._over, "the end of the run", 2 * RECOVERED_SECONDS)
         except StuckError as error:
@@ -161,6 +162,8 @@ class Disturbance:
         view, first = self.view, number * _PARTS
         generation = view.generation
         for index, (part, point) in enumerate(zip(draw.fault.parts, draw.points, strict=True)):
+            if index and part.outside:
+                continue  # done with the first
             late = point in RECOVERY
             self._armoury.arm(Order(
                 first + index, draw.fault.name, "wait" if part.outside else part.deed, point,
@@ -176,7 +179,7 @@ class Disturbance:
         done = Done(number, draw.fault.name, draw.points[0], step, hit, generation)
         for index, part in enumerate(draw.fault.parts):
             if part.outside:
-                self._do(part, draw, first + index, done)
+                self._do(part, draw, first, index, done)
         return done
 
     def _when_hit(self, number: int, step: int) -> str | None:
@@ -209,9 +212,9 @@ class Disturbance:
             time.sleep(POLL)
         return False
 
-    def _do(self, part: Part, draw: Draw, number: int, done: Done) -> None:
+    def _do(self, part: Part, draw: Draw, number: int, index: int, done: Done) -> None:
         hit = self._armoury.hit(number)
-        alive = sorted(node for node in self._scene.fleet.alive if node in self.view.nodes)
+        alive = sorted(set(self._scene.fleet.alive) & set(self.view.nodes) - self._away)
         node = draw.target or alive[draw.pick % len(alive)]
         try:
             deed = DEEDS[part.deed](self._scene, node)
@@ -221,7 +224,7 @@ class Disturbance:
             self._away |= set(deed.gone)
             if deed.heal is not None:
                 self._bad.append(_Bad(deed, time.monotonic()))
-            done.target = deed.target
+            done.target = f"{done.target}, {deed.target}" if index else deed.target
             if hit is not None and part.deed != "run-store":
                 self._write(number, draw.fault.name, deed.target, done.point, hit.step,
                             hit.generation)  # fmt: skip
@@ -268,7 +271,8 @@ class Disturbance:
                                  f"{RECOVERED_SECONDS:g} s")  # fmt: skip
         done.seconds = round(time.time() - when, 3)
         last = draw.points[-1]
-        if len(draw.points) > 1 and self._armoury.hit(number * _PARTS + 1) is None:
+        second = len(draw.points) > 1 and not draw.fault.parts[1].outside
+        if second and self._armoury.hit(number * _PARTS + 1) is None:
             self._armoury.disarm(number * _PARTS + 1)
             done.outcome = f"second part missed ({last})"
         else:

@@ -69,6 +69,17 @@ class Fleet:
                     return int(child.pid)
         return None
 
+    def workers(self, node: str) -> list[int]:
+        """Those who were forked from the node's template, standbys too."""
+        with suppress(psutil.Error, KeyError):
+            agent = psutil.Process(self.pid(node))
+            template, module = self.child(node, "template"), MODULES["template"]
+            return [
+                child.pid for child in agent.children(recursive=True)
+                if child.pid != template and module in child.cmdline()
+            ]  # fmt: skip
+        return []
+
     def family(self, node: str) -> list[int]:
         """The agent and everything that it started, eldest first."""
         with suppress(psutil.Error):

@@ -80,6 +80,8 @@ _ALL = (
     # --- to a node ----------------------------------------------------------------------------
     _outside("agent", "the agent of a node is killed, and with it all that it started; it comes "
              "back", nodes=2, weight=5),
+    Fault("two-agents", "the agents of two nodes are killed at once",
+          (Part("agent", QUIET, True), Part("agent", QUIET, True)), nodes=3, weight=2),
     _outside("coordinator", "as agent, the node that leads", nodes=2, weight=4),
     _outside("mover", "the mover of a node is killed", again=False),
     _outside("mover-stop", "the mover of a node stands still for a while", again=False),
@@ -90,15 +92,16 @@ _ALL = (
              nodes=2, weight=3),
     _outside("zombie", "a whole node stands still until it is given up, and wakes with its old "
              "sockets", nodes=2, weight=2),
+    _outside("workers", "all workers are killed at once; agents and what memory holds stay",
+             weight=3),
     _outside("everything", "all nodes are killed at once", weight=1),
     # --- to bytes -----------------------------------------------------------------------------
     _outside("slow-disk", "the mover of a node gets a tenth of its time", again=False),
     _outside("full-disk", "the mover of a node can write no file any more, for a while",
              again=False),
     _outside("run-store", "the run folder is out of reach for a while", again=False),
-    Fault("rotten-memory", "bytes of a node's snapshots are changed, and a worker is killed",
-          (Part("rotten-memory", ("begin",), True), Part("kill", ("forward", "computed"))),
-          weight=3),
+    _outside("rotten-memory", "bytes of a node's snapshots in memory are changed, and all workers "
+             "are killed", weight=3),
     Fault("rotten-checkpoint", "the newest checkpoint is changed, and all nodes are killed",
           (Part("rotten-checkpoint", QUIET, True),), weight=1),
     # --- to the line --------------------------------------------------------------------------
@@ -112,8 +115,8 @@ _ALL = (
           (Part("raise", IN_STEP), _KILL), ranks=3),
     Fault("recovery", "a worker is killed, and another one while they recover",
           (_KILL, Part("kill", _RECOVERY)), ranks=3, weight=5),
-    Fault("restore", "a worker is killed, and another one while it reads a snapshot",
-          (_KILL, Part("kill", ("restoring",))), ranks=3, needs="shared"),
+    Fault("restore", "all workers are killed, and one again while it reads a snapshot",
+          (Part("workers", QUIET, True), Part("kill", ("restoring",))), weight=3),
     Fault("recovery-raise", "a worker is killed, and another one raises while they recover",
           (_KILL, Part("raise", _RECOVERY)), ranks=3),
 )  # fmt: skip
