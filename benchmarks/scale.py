@@ -1,16 +1,22 @@
 """One coordinator and many agents: what it costs, and how long a generation takes to be decided.
 
-    python -m benchmarks.scale [--agents 64 512 4096] [--seconds 30]
+    python -m benchmarks.scale [--agents 64 512 4096] [--seconds 30] [--changes 5]
 
 The coordinator is a process of its own; the agents are the agents' own client code over real HTTP
 on loopback, many to a process, each with a node whose workers are a switch. Heartbeats come every
-2 s (5 s at 4,096), and an agent is lost after three. Measured in the coordinator:
+2 s (5 s at 4,096), and an agent is lost after three. Measured:
 
-    steady      CPU seconds a second while nothing happens but heartbeats
-    fault       one agent reports a broken worker, all halt, hold, and begin the next generation:
-                from the report to the last agent's acknowledgement
+    steady      CPU seconds a second of the coordinator, and of all agents together, while nothing
+                happens but heartbeats
+    change      one agent reports a broken worker; all halt, hold, begin the next generation, work:
+                from that report to the last agent's acknowledgement
+    lost        one agent falls silent: from the moment it is given up to the last acknowledgement
+                of a generation without it
+    floor       what a signed request that does nothing costs the same server, in the same run
 
-The floor is a signed request that does nothing, both ends of it in one process.
+Agents and coordinator share the machine, so a change takes as long as both together need. One thing
+is not as on machines of their own: a generation's object in the run store is read and parsed once
+for all agents of a process, not once for each (`read` says how long that takes).
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,7 +38,7 @@ from typing import Any
 from tests.elastic.fleet import SECRET, FleetAgent, Switch, until
 
 from holdfast.elastic.coordinator import Coordinator
-from holdfast.elastic.following import Follower
+from holdfast.elastic.following import Follower, Opened, read_opened
 from holdfast.policy.membership import Phase, Reign
 from holdfast.policy.succession import Patience
 from holdfast.wire.runstore import FolderStore
@@ -40,6 +46,8 @@ from holdfast.wire.talker import Talker
 
 PROCESSES = 4
 JOIN_SECONDS = 240.0
+LINES, ASKED = 16, 200
+"""Connections of each process of agents, and requests on each, that the floor is taken of."""
 
 
 def beat_of(agents: int) -> float:
@@ -47,14 +55,28 @@ def beat_of(agents: int) -> float:
 
 
 # --- the agents -------------------------------------------------------------------------------
+class Reading:
+    """What generations' objects say, each read once."""
+
+    def __init__(self, store: FolderStore) -> None:
+        self._store = store
+        self._read: dict[int, asyncio.Task[Opened]] = {}
+
+    async def __call__(self, generation: int) -> Opened:
+        if generation not in self._read:
+            self._read = {generation: asyncio.create_task(read_opened(self._store, generation))}
+        return await self._read[generation]
+
+
 class Client:
     """An agent that nobody asks: it has no listener."""
 
-    def __init__(self, name: str, store: FolderStore, beat: float) -> None:
+    def __init__(self, name: str, store: FolderStore, beat: float, read: Reading) -> None:
         self.work = Switch()
         self.follower = Follower(
             name, "127.0.0.1:1", store, SECRET, self.work, self._never, beat=beat,
             patience=Patience(silence=3 * beat, alone=1e9), told={"address": "127.0.0.1:1"},
+            read=read,
         )  # fmt: skip
 
     async def _never(self, term: object) -> Coordinator:
@@ -62,16 +84,74 @@ class Client:
 
 
 async def agents(folder: Path, first: int, count: int, beat: float) -> None:
-    """SIGUSR1: a worker of the first of them breaks."""
-    loop, store = asyncio.get_running_loop(), FolderStore(folder)
-    clients = [Client(f"n{first + i:05d}", store, beat) for i in range(count)]
+    """Does what is said on standard input, a line each, and says when it is done: `break`, a worker
+    of the first agent; `stop`, the last agent that is left; `floor ADDRESS`; `cpu`."""
+    store = FolderStore(folder)
+    read = Reading(store)
+    clients = [Client(f"n{first + i:05d}", store, beat, read) for i in range(count)]
     tasks = []
-    loop.add_signal_handler(signal.SIGUSR1, lambda: clients[0].work.breaks())
     for client in clients:
         tasks.append(asyncio.create_task(client.follower.run()))
         if len(tasks) % 50 == 0:
             await asyncio.sleep(0.02)  # not all in one moment: a backlog has an end
-    await asyncio.gather(*tasks, return_exceptions=True)
+    lines = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(lines), sys.stdin
+    )
+    while line := (await lines.readline()).decode().split():
+        said = ""
+        match line[0]:
+            case "break":
+                clients[0].work.breaks()
+            case "stop":
+                tasks.pop().cancel()
+            case "floor":
+                await _ask_much(line[1])
+            case "cpu":
+                said = str(time.process_time())
+        print(said, flush=True)
+
+
+async def _ask_much(address: str) -> None:
+    async def ask() -> None:
+        talker = Talker(address, SECRET)
+        for _ in range(ASKED):
+            await talker.post("/term", {})
+        talker.close()
+
+    await asyncio.gather(*(ask() for _ in range(LINES)))
+
+
+class Crowd:
+    """The processes of agents."""
+
+    def __init__(self, folder: Path, count: int, beat: float) -> None:
+        each = -(-count // PROCESSES)
+        self._children = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.scale", "--role", "agents", str(folder),
+                 str(first), str(min(each, count - first)), str(beat)],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )
+            for first in range(0, count, each)
+        ]  # fmt: skip
+
+    def do(self, line: str, which: int | None = None) -> list[str]:
+        """Say it to one or all of them; what they answer, once all have done it."""
+        asked = self._children if which is None else [self._children[which]]
+        for child in asked:
+            assert child.stdin is not None
+            print(line, file=child.stdin, flush=True)
+        return [child.stdout.readline().strip() for child in asked if child.stdout is not None]
+
+    async def cpu(self) -> float:
+        return sum(map(float, await asyncio.to_thread(self.do, "cpu")))
+
+    def close(self) -> None:
+        for child in self._children:
+            child.kill()
+            child.wait()
 
 
 # --- the coordinator ----------------------------------------------------------------------------
@@ -94,37 +174,45 @@ class Watch:
         return at[0] - halted
 
 
-async def lead(folder: Path, count: int, seconds: float) -> dict[str, Any]:
+class Measured:
+    """CPU seconds of the coordinator and of its agents, since it was made."""
+
+    def __init__(self, crowd: Crowd, agents: float) -> None:
+        self._crowd, self._agents = crowd, agents
+        self._cpu, self._wall = time.process_time(), time.perf_counter()
+
+    @staticmethod
+    async def begin(crowd: Crowd) -> Measured:
+        return Measured(crowd, await crowd.cpu())
+
+    async def end(self) -> tuple[float, float, float]:
+        """Coordinator, agents, wall."""
+        own, wall = time.process_time() - self._cpu, time.perf_counter() - self._wall
+        return own, await self._crowd.cpu() - self._agents, wall
+
+
+async def lead(folder: Path, count: int, seconds: float, changes: int) -> dict[str, Any]:
     beat = beat_of(count)
     watch = Watch()
     leader = FleetAgent(
-        "coordinator", FolderStore(folder), count + 1, count + 1,
+        "coordinator", FolderStore(folder), count // 2, count + 1,
         patience=Patience(silence=3 * beat), beat=beat, lost_after=3 * beat, changed=watch,
+        gather=JOIN_SECONDS,
     )  # fmt: skip
     await until(lambda: leader.reigns, "the term to be opened")
-    each = -(-count // PROCESSES)
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.scale", "--role", "agents", str(folder),
-             str(first), str(min(each, count - first)), str(beat)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for first in range(0, count, each)
-    ]  # fmt: skip
+    crowd = Crowd(folder, count, beat)
     try:
-        return await _measure(leader, children, watch, count, seconds)
+        return await _measure(leader, crowd, watch, count, seconds, changes)
     finally:
-        for child in children:
-            child.kill()
-            child.wait()
+        crowd.close()
 
 
 async def _measure(
-    leader: FleetAgent, children: list[subprocess.Popen[bytes]], watch: Watch, count: int,
-    seconds: float,
-) -> dict[str, Any]:  # fmt: skip
+    leader: FleetAgent, crowd: Crowd, watch: Watch, count: int, seconds: float, changes: int
+) -> dict[str, Any]:
     coordinator = leader.follower.coordinator
     assert coordinator is not None
+    requests = _counted(coordinator)
 
     def training(generation: int) -> Callable[[], bool]:
         return lambda: (
@@ -134,62 +222,99 @@ async def _measure(
     began = time.perf_counter()
     await until(training(1), "all agents to work", JOIN_SECONDS)
     joined = time.perf_counter() - began
-    cpu, wall = time.process_time(), time.perf_counter()
+    measured = await Measured.begin(crowd)
     await asyncio.sleep(seconds)
-    steady = (time.process_time() - cpu) / (time.perf_counter() - wall)
+    own, theirs, wall = await measured.end()
+    steady = own / wall, theirs / wall
 
-    decided, costs = [], []
-    for generation in range(2, 7):
-        cpu = time.process_time()
-        children[0].send_signal(signal.SIGUSR1)
+    rows: list[tuple[float, float, float, float]] = []
+    for generation in range(2, 2 + changes):
+        requests.clear()
+        measured = await Measured.begin(crowd)
+        await asyncio.to_thread(crowd.do, "break", 0)
         await until(training(generation), f"generation {generation}", 120)
-        decided.append(watch.decided(generation))
-        costs.append(time.process_time() - cpu)
+        own, theirs, _ = await measured.end()
+        rows.append((watch.decided(generation), own, theirs, len(requests) / count))
+        await asyncio.sleep(0.5)
+    generation = 2 + changes
+    await asyncio.to_thread(crowd.do, "stop", 0)
+    await until(training(generation), "a generation without the one that is silent", 120)
+
+    measured = await Measured.begin(crowd)
+    await asyncio.to_thread(crowd.do, f"floor {leader.address}")
+    own, theirs, _ = await measured.end()
+    asked = PROCESSES * LINES * ASKED
+    began = time.perf_counter()
+    await read_opened(leader.store, generation)
     return {
-        "agents": count, "join": joined, "steady": steady, "decided": decided, "cpu": costs,
-        "floor": await _floor(leader.address),
+        "agents": count, "join": joined, "steady": steady, "lost": watch.decided(generation),
+        "decided": [row[0] for row in rows], "cpu": [row[1] for row in rows],
+        "agents cpu": [row[2] for row in rows], "requests": [row[3] for row in rows],
+        "floor": own / asked, "agents floor": theirs / asked, "read": time.perf_counter() - began,
     }  # fmt: skip
 
 
-async def _floor(address: str) -> float:
-    """CPU seconds of this process for a signed request that does nothing, both ends of it."""
-    talker = Talker(address, SECRET)
-    await talker.post("/term", {})
-    began = time.process_time()
-    for _ in range(500):
-        await talker.post("/term", {})
-    talker.close()
-    return (time.process_time() - began) / 500
+def _counted(coordinator: Coordinator) -> list[int]:
+    """Gets an entry for every question that the coordinator is asked from now on."""
+    found: list[int] = []
+    beat = coordinator.beat
+
+    async def counted(generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        found.append(1)
+        return await beat(generation, body)
+
+    coordinator.beat = counted  # type: ignore[method-assign]
+    return found
 
 
-def once(count: int, seconds: float) -> dict[str, Any]:
+def once(count: int, seconds: float, changes: int) -> dict[str, Any]:
     """One size, in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.scale", "--role", "lead"]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            [*command, folder, str(count), str(seconds)], stdout=subprocess.PIPE, check=True
-        )
+            [*command, folder, str(count), str(seconds), str(changes)],
+            stdout=subprocess.PIPE, check=True,
+        )  # fmt: skip
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 # --- the table ------------------------------------------------------------------------------------
 def show(rows: list[dict[str, Any]]) -> None:
-    print(f"{'agents':>7}{'join s':>8}{'steady CPU':>12}{'decided s, median':>19}{'worst':>8}"
-          f"{'CPU s a change':>16}{'per agent ms':>14}{'floors':>8}")  # fmt: skip
+    print("| agents | joined s | steady: coordinator, agents (cores) | decided s: median, worst "
+          "| a lost agent s | requests an agent | coordinator: CPU s, ms an agent "
+          "| agents: CPU s | floor ms: coordinator, agents |")  # fmt: skip
+    print("|" + "---|" * 9)
     for row in rows:
-        decided, cpu = sorted(row["decided"]), sorted(row["cpu"])
-        middle = cpu[len(cpu) // 2]
-        per = middle / row["agents"]
-        print(f"{row['agents']:>7}{row['join']:>8.1f}{row['steady']:>12.3f}"
-              f"{decided[len(decided) // 2]:>19.3f}{decided[-1]:>8.3f}{middle:>16.3f}"
-              f"{1e3 * per:>14.3f}{per / row['floor']:>8.1f}", flush=True)  # fmt: skip
+        cpu = statistics.median(row["cpu"])
+        print(
+            f"| {row['agents']} | {row['join']:.1f} "
+            f"| {row['steady'][0]:.3f}, {row['steady'][1]:.3f} "
+            f"| {statistics.median(row['decided']):.3f}, {max(row['decided']):.3f} "
+            f"| {row['lost']:.3f} | {statistics.median(row['requests']):.1f} "
+            f"| {cpu:.2f}, {1e3 * cpu / row['agents']:.2f} "
+            f"| {statistics.median(row['agents cpu']):.2f} "
+            f"| {1e3 * row['floor']:.3f}, {1e3 * row['agents floor']:.3f} |"
+        )  # fmt: skip
+    print("\nCPU of the coordinator for a change, ms an agent (level: it grows as they do)")
+    _bars({row["agents"]: 1e3 * statistics.median(row["cpu"]) / row["agents"] for row in rows})
+    print("\nseconds to decide a generation")
+    _bars({row["agents"]: statistics.median(row["decided"]) for row in rows})
+
+
+def _bars(values: dict[int, float], width: int = 60) -> None:
+    most = max(values.values())
+    for agents, value in values.items():
+        print(f"{agents:>6} {'#' * max(1, round(width * value / most)):<{width}} {value:.3f}")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--agents", type=int, nargs="+", default=[64, 512, 4096])
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--changes", type=int, default=5)
     parser.add_argument("--role", nargs="+", default=[])
     arguments, rest = parser.parse_known_args()
     role = [*arguments.role, *rest]
@@ -198,12 +323,10 @@ def main() -> int:
             asyncio.run(agents(Path(role[1]), int(role[2]), int(role[3]), float(role[4])))
         return 0
     if role:
-        print(json.dumps(asyncio.run(lead(Path(role[1]), int(role[2]), float(role[3])))))
+        led = lead(Path(role[1]), int(role[2]), float(role[3]), int(role[4]))
+        print(json.dumps(asyncio.run(led)))
         return 0
-    rows = []
-    for count in arguments.agents:
-        rows.append(once(count, arguments.seconds))
-        print(json.dumps(rows[-1]), flush=True)
+    rows = [once(count, arguments.seconds, arguments.changes) for count in arguments.agents]
     show(rows)
     return 0
 

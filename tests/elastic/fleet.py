@@ -86,12 +86,13 @@ class FleetAgent:
     def __init__(
         self, name: str, store: RunStore, least: int = 1, most: int = 100, *,
         patience: Patience = QUICK, beat: float = BEAT, lost_after: float = 1.0,
-        changed: Callable[[Reign, Reign], None] = lambda old, new: None,
+        changed: Callable[[Reign, Reign], None] = lambda old, new: None, gather: float = 0.3,
     ) -> None:  # fmt: skip
         self.name, self.store = name, store
         self.work = Switch()
         self.said: list[str] = []
         self._least, self._most, self._changed, self._lost_after = least, most, changed, lost_after
+        self._gather = gather
         self._bound = bind("127.0.0.1", 0, "cluster.interface")
         self.address = address_of(self._bound)
         self.follower = Follower(
@@ -112,7 +113,7 @@ class FleetAgent:
             return tuple(names) if len(names) >= self._least else ()
 
         rules = Rules(
-            fits, lost_after=self._lost_after, gather=0.3, settle=0.1,
+            fits, lost_after=self._lost_after, gather=self._gather, settle=0.1,
             full=lambda nodes: len(nodes) >= self._most,
         )  # fmt: skip
         return await reign_over(

@@ -17,6 +17,8 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from holdfast.elastic.coordinator import BEAT, JOIN, JOIN_FIRST, REPLACED, Coordinator, within
@@ -93,6 +95,27 @@ class Work(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A generation's object in the run store. agents: name -> address of all who take part."""
+
+    value: Mapping[str, Any]
+    agents: Mapping[str, str]
+    members: tuple[str, ...]
+
+
+async def read_opened(store: RunStore, generation: int) -> Opened:
+    """Raises what the run store raises."""
+
+    def read() -> Opened:
+        value = object_of(store, generation)
+        said = dict(value["agents"])
+        agents = {str(name): str(said[name]["address"]) for name in sorted(said)}
+        return Opened(value, agents, tuple(agents))
+
+    return await asyncio.to_thread(read)
+
+
 class Follower:
     """Lives in one event loop; `run` ends when the run is over, or raises."""
 
@@ -100,18 +123,20 @@ class Follower:
         self, name: str, address: str, store: RunStore, secret: Secret, work: Work,
         reign: Callable[[Term], Awaitable[Coordinator]], *, places: int = 1,
         told: Mapping[str, Any] | None = None, patience: Patience | None = None, beat: float = 2.0,
-        complain: Callable[[str], None] = lambda sentence: None, own: Term | None = None,
+        complain: Callable[[str], None] = lambda sentence: None,
+        read: Callable[[int], Awaitable[Opened]] | None = None, own: Term | None = None,
     ) -> None:  # fmt: skip
         """address: where this agent's control listens. reign: makes the coordinator of a term that
         this agent has opened. told: what the coordinator is to know of this node. beat: seconds
-        from one heartbeat to the next, when nothing happens. own: a term that was opened for a run
-        of this node alone: it follows nobody else, and leaves when that term is over."""
+        from one heartbeat to the next, when nothing happens. read: reads a generation's object, in
+        place of `read_opened`. own: a term that was opened for a run of this node alone: it follows
+        nobody else, and leaves when that term is over."""
         self.seat = Seat(name)
         self.mark = secrets.token_hex(8)
         self.coordinator: Coordinator | None = None
         self.leaving = 0.0
         """Seconds within which this node is to be done without; 0: it stays."""
-        self.agents: dict[str, str] = {}
+        self.agents: Mapping[str, str] = {}
         """Of the newest generation: name -> address."""
         self.told: dict[str, Any] = dict(told or {})
         self.over: tuple[str, str] | None = None
@@ -121,6 +146,7 @@ class Follower:
         self._address, self._store, self._secret, self._work = address, store, secret, work
         self._make_reign, self._places, self._own = reign, places, own
         self._patience, self._beat, self._complain = patience or Patience(), beat, complain
+        self._read = read or partial(read_opened, store)
         self._loop = asyncio.get_running_loop()
         self._doing: tuple[str, int] = (Order.WAIT.value, 0)
         self._talkers: dict[str, tuple[Talker, Talker]] = {}
@@ -310,14 +336,13 @@ class Follower:
         self._doing = (order, generation)
         match Order(order):
             case Order.START if generation > self._work.at:
-                value = await asyncio.to_thread(object_of, self._store, generation)
+                opened = await self._read(generation)
                 if generation <= self._work.at or term < self.seat.term:
                     return  # overtaken by a newer order meanwhile
-                agents = dict(value["agents"])
-                self.agents = {str(name): str(said["address"]) for name, said in agents.items()}
-                members = tuple(sorted(self.agents))
-                self._set(succession.took(self.seat, term, generation, members))
-                self._work.start(generation, value, dict(answer["begin"]))
+                self.agents = opened.agents
+                self._set(succession.took(self.seat, term, generation, opened.members))
+                self._work.start(generation, opened.value, dict(answer["begin"]))
+                self._doing = (Order.WORK.value, generation)  # what the order becomes, once begun
             case Order.HALT | Order.PAUSE as halt if generation == self._work.at:
                 reason = str(answer.get("reason", ""))
                 self._work.halt(generation, reason, gentle=halt is Order.PAUSE)

@@ -210,6 +210,15 @@ class Reign:
         nodes = (*self.nodes[:place], node, *self.nodes[place + there :])
         return replace(self, nodes=nodes)
 
+    def put_all(self, known: Mapping[str, Node]) -> Reign:
+        """With these, all of them known, in the places of those that have their names."""
+        if len(known) < 4:
+            reign = self
+            for node in known.values():
+                reign = reign.put(node)
+            return reign
+        return replace(self, nodes=tuple(known.get(node.name, node) for node in self.nodes))
+
     @property
     def opening(self) -> tuple[int, frozenset[str]] | None:
         """The generation that is to be made in the run store, and its nodes."""
@@ -285,9 +294,29 @@ def came(reign: Reign, new: Node, now: float, rules: Rules) -> Reign:
 def heard(reign: Reign, reports: Iterable[Report], now: float, rules: Rules) -> Reign:
     """Nodes say which generation they hold, and what their workers do there. One that is unknown,
     or speaks for another process, is to join first: nothing changes."""
+    beating: dict[str, Node] = {}
+    news = []
     for report in reports:
+        node = reign.node(report.name)
+        if node is not None and _as_before(node, report):
+            beating[node.name] = replace(node, heard=now)
+        else:
+            news.append(report)
+    # A heartbeat changes nothing but when it was heard: thousands come without being weighed.
+    reign = reign.put_all(beating)
+    for report in news:
         reign = _heard(reign, report, now)
-    return _go_on(reign, now, rules)
+    return _go_on(reign, now, rules) if news else reign
+
+
+def _as_before(node: Node, report: Report) -> bool:
+    """Whether nothing has changed there since it was heard last."""
+    return (
+        node.mark == report.mark
+        and (node.at, node.stage, node.ready) == (report.at, report.stage, report.ready)
+        and not node.expected
+        and node.stage in (Stage.IDLE, Stage.BUILDING, Stage.WORKING)
+    )
 
 
 def _heard(reign: Reign, report: Report, now: float) -> Reign:
