@@ -94,6 +94,12 @@ class Generation:
         if not self.verdict.done():
             self.verdict.set_result(verdict)
 
+    @property
+    def ended(self) -> Verdict | None:
+        """What has ended it, where that was found here."""
+        verdict = self.verdict
+        return verdict.result() if verdict.done() and not verdict.cancelled() else None
+
     # --- news of processes ------------------------------------------------------------------
     def joined(self, rank: int, pid: int) -> None:
         self.members.joined(rank, pid)
@@ -115,7 +121,8 @@ class Generation:
     @property
     def _lives_on(self) -> bool:
         """Whether those who are left go on, so that nobody but the lost ones is to end."""
-        lost = self.verdict.done() and isinstance(self.verdict.result(), Lost)
+        elsewhere = self.verdict.cancelled()  # nobody waits for it any more: others ended it
+        lost = elsewhere or isinstance(self.ended, Lost)
         return lost and self._cluster.recovery == "live"
 
     def held(self, rank: int, held: Held) -> None:

@@ -323,7 +323,7 @@ class Station:
         if current is not None and current.number == generation:
             seconds += 3 * current.step_seconds
             lost = {member.rank for member in current.members if not member.alive}
-            verdict = current.verdict.result() if current.verdict.done() else None
+            verdict = current.ended
             lost |= verdict.ranks if isinstance(verdict, Lost) else frozenset()
             # A replica that spans nodes may have lost somebody elsewhere: then all of it is woken.
             inside = [
