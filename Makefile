@@ -1,5 +1,5 @@
 # make install      a virtual environment in .venv, with the versions of constraints.txt
-# make quickstart   train a small model on real text, kill a worker, resume, report, sample
+# make quickstart   train a small model on four nodes, kill and cut off, compare, report, sample
 # make test         every check that a change has to pass
 # make test-torch   the tests on another release of torch: make test-torch TORCH=2.11
 # make campaign     the long tests (marker slow)
