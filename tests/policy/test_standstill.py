@@ -14,6 +14,7 @@ from holdfast.policy.standstill import (
     judge,
     normal_step,
     stopped,
+    stuck,
 )
 
 STEPS = [0.2] * 32
@@ -130,3 +131,13 @@ def test_a_process_that_is_stopped_is_given_up_sooner() -> None:
     assert frozen_limit(0.2) < 3 * 0.2 + 1.0
     assert frozen_limit(None) > 1.0
     assert frozen_limit(0.2, lag=0.5) == frozen_limit(0.2) + 0.5
+
+
+def test_where_all_are_heard_and_wait_all_are_stuck_and_nobody_is_named() -> None:
+    here = {who: Mark(7, 10.0, computed=0.0, waits=True) for who in range(4)}
+    assert judge(here, 0.2, 99.0) == {}
+    assert stuck(here, 0.2, 14.7) is None
+    assert stuck(here, 0.2, 15.0) == 5.0
+    assert stuck(here | {2: Mark(7, 10.0, computed=4.0)}, 0.2, 15.0) is None, "one computes"
+    assert stuck(here | {2: Mark(7, 14.0, waits=True)}, 0.2, 15.0) is None, "one came on"
+    assert stuck(here | {2: Mark(7, 10.0, waits=True, patient=True)}, 0.2, 15.0) is None

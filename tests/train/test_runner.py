@@ -61,7 +61,7 @@ class World:
         self.log.append(event)
 
     def progress(self, step: int, phase: str) -> None:
-        assert phase in ("compute", "reduce", "capture", "evaluate")
+        assert phase in ("compute", "reduce", "vote", "capture", "evaluate", "data")
 
     def ready(self) -> bool:
         return True

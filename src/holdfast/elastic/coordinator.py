@@ -255,7 +255,9 @@ class Coordinator:
             self._blamed[name] = blamed
         if still and (self._looking is None or self._looking.done()):
             self._looking = asyncio.create_task(self._look_for_silent())
-        if still and (found := self._comparing.hung(self._now, self.reign.members)):
+        if still and self._comparing.stuck(self._now, self.reign.members):
+            self.halt("hang")
+        elif still and (found := self._comparing.hung(self._now, self.reign.members)):
             self._blamed[found[0]] = [found[1]]
             self._ask([found[0]])
         return name in self._blamed

@@ -18,7 +18,7 @@ from holdfast.elastic import exits
 from holdfast.elastic.board import Board, Say
 from holdfast.elastic.children import last_lines
 from holdfast.elastic.members import Member, Members
-from holdfast.elastic.noticing import Blame, Lookout, Watch
+from holdfast.elastic.noticing import NOBODY, Blame, Lookout, Watch
 from holdfast.elastic.verdict import Failed, Finished, Left, Lost, Verdict
 from holdfast.events import (
     Event,
@@ -246,7 +246,8 @@ class Generation:
     # --- who stands still -----------------------------------------------------------------
     def watch_progress(self, now: float) -> None:
         """Called at every tick: one that hangs is named, and ends the generation."""
-        for blame in self.lookout.tick(now, self._cluster.heartbeat_seconds):
+        over = self.verdict.done()
+        for blame in self.lookout.tick(now, self._cluster.heartbeat_seconds, over):
             self._give_up(blame)
         if not self.verdict.done() and self.lookout.due(now):
             self._watch.tell()
@@ -264,6 +265,9 @@ class Generation:
     def _give_up(self, blame: Blame) -> None:
         """Name a worker, kill it, and end the generation for it; one that is over only waits for
         its end."""
+        if blame.rank == NOBODY:
+            self.decide(Lost("hang", f"all workers wait for one another for {blame.seconds:.1f} s"))
+            return
         member = self.members[blame.rank]
         cause = blame.cause(member.phase)
         if not self.verdict.done() and not member.lost:

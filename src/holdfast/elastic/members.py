@@ -14,7 +14,8 @@ from holdfast.policy.survivors import Held
 class Member:
     """One worker. `since` is when it last got further, on the agent's monotonic clock; `marks`
     counts how often it did within its step. heard: when it last reported anything. answering: its
-    report is not answered yet, so it cannot be heard. excused: what it reported was to be stored,
+    report is not answered yet, so it cannot be heard. reporting: seconds of CPU that reports took
+    it. excused: what it reported was to be stored,
     and it may do something else before it reports again."""
 
     rank: int
@@ -32,6 +33,7 @@ class Member:
     heard: float = 0.0
     answering: bool = False
     excused: bool = False
+    reporting: float = 0.0
 
     @property
     def alive(self) -> bool:
@@ -97,6 +99,7 @@ class Members:
         rank = int(body["rank"])
         member = self._members[rank]
         member.heard, member.answering, member.excused = now, True, bool(body.get("sync"))
+        member.reporting = max(member.reporting, float(body.get("own", 0.0)))
         progress = (int(body["step"]), str(body["phase"]), int(body["marks"]))
         if progress != (member.step, member.phase, member.marks):
             member.step, member.phase, member.marks = progress

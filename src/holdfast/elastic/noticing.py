@@ -30,12 +30,19 @@ from holdfast.policy.standstill import (
     frozen_limit,
     judge,
     normal_step,
+    stuck,
 )
 
+AT_WORK = ("compute", "reduce", "vote")
+WAITING = ("reduce", "vote")
+"""Phases in which a worker has nothing to do but wait for others."""
 KEPT_STEPS = 32
 """Steps by which the normal one is known."""
 OWN_CALLS = 10.0
 """Seconds that a worker's reporter may be busy with something else after its events were stored."""
+
+NOBODY = -1
+"""Of all ranks: they stand still, and nothing says for whom they wait."""
 
 _FIRST = 0.3  # beside a normal step: standing still for so long is told
 _AGAIN, _WAITS_AGAIN = 1.2, 2.0  # times as old as when it was told last: it is told again
@@ -64,7 +71,8 @@ def process_of(pid: int) -> Process | None:
 
 @dataclass(frozen=True)
 class Blame:
-    """Who is given up, where it stood, and why. sign: stopped, silent, behind, progress."""
+    """Who is given up, where it stood, and why. sign: stopped, silent, behind, progress; stuck, of
+    nobody."""
 
     rank: int
     step: int
@@ -109,7 +117,7 @@ class _Seen:
 
     at: float  # its last progress, at which `base` was read
     base: float | None = None
-    cpu: float | None = None
+    cpu: float | None = None  # without what its own reports took
     frozen: float | None = None  # since when it was seen stopped
     told: float = 0.0  # its age when it was told of last
     waits: bool = False
@@ -152,8 +160,9 @@ class Lookout:
             self._furthest = (member.step, now)
             self._begun += 1
 
-    def tick(self, now: float, beat: float) -> list[Blame]:
-        """Look at all of them; who is to be given up by what is known here."""
+    def tick(self, now: float, beat: float, over: bool = False) -> list[Blame]:
+        """Look at all of them; who is to be given up by what is known here. over: the generation
+        is, and nobody works any more."""
         late = 0.0 if self._last is None else max(0.0, now - self._last - beat)
         self._last = now
         if late > _ASLEEP:
@@ -164,9 +173,9 @@ class Lookout:
             late = 0.0
         self._late.append(late)
         found = [blame for member in self._watched if (blame := self._frozen(member, now))]
-        if found or not self._here:
-            return found if self._compare else []
-        return self._judged(now)
+        if not self._compare:
+            found = []
+        return found if found or over or not self._here else self._judged(now)
 
     def _judged(self, now: float) -> list[Blame]:
         """All ranks are here."""
@@ -174,6 +183,8 @@ class Lookout:
         named = judge(marks, self.normal, now, lag=max(self._late)) if self._compare else {}
         if named:
             return [self._blame(rank, one) for rank, one in named.items()]
+        if self._compare and (waited := stuck(marks, self.normal, now, lag=max(self._late))):
+            return [Blame(NOBODY, 0, 0, "stuck", waited)]
         hung = self._members.hung(now, self._progress_seconds)
         if hung is None:
             return []
@@ -200,10 +211,10 @@ class Lookout:
         if process is None:
             seen.cpu = seen.frozen = None
             return None
-        before, seen.cpu = seen.cpu, process.cpu
+        before, seen.cpu = seen.cpu, process.cpu - member.reporting
         if seen.at != member.since or seen.base is None:
-            seen.at, seen.base, seen.told = member.since, process.cpu, 0.0
-        still = process.state == "T" and before == process.cpu and not member.answering
+            seen.at, seen.base, seen.told = member.since, seen.cpu, 0.0
+        still = process.state == "T" and before == seen.cpu and not member.answering
         if not still:
             seen.frozen = None
             return None
@@ -225,10 +236,10 @@ class Lookout:
         quiet = 0.0 if member.answering else now - member.heard
         if member.excused:
             quiet = max(0.0, quiet - OWN_CALLS)
-        at_work = member.phase in ("compute", "reduce") and self._begun > 0
+        at_work = member.phase in AT_WORK and self._begun > 0
         return Mark(
             (member.step << _STEP_BITS) + member.marks, member.since, computed,
-            member.phase == "reduce", quiet, not at_work,
+            member.phase in WAITING, quiet, not at_work,
         )  # fmt: skip
 
     # --- what the coordinator is told -----------------------------------------------------------
@@ -238,7 +249,7 @@ class Lookout:
             return False
         for rank, mark in self._still(now).items():
             seen, age = self._seen[rank], now - mark.at
-            if age >= seen.told * (_WAITS_AGAIN if mark.waits else _AGAIN):
+            if age >= seen.told * (_WAITS_AGAIN if mark.waits and not mark.quiet else _AGAIN):
                 return True
         return False
 
@@ -286,23 +297,24 @@ class Comparing:
     """What the nodes of one generation have told of those who stand still."""
 
     def __init__(self) -> None:
-        self._generation = 0
+        self._generation = self._furthest = 0
         self._told: dict[str, _Told] = {}
 
     def hear(self, name: str, generation: int, still: Mapping[str, Any], now: float) -> list[Blame]:
         """What a node says with a question; who of its workers is to be given up. Raises KeyError,
         TypeError and ValueError for what makes no sense."""
         if generation != self._generation:
-            self._generation, self._told = generation, {}
+            self._generation, self._told, self._furthest = generation, {}, 0
         if not still:
             self._told.pop(name, None)
             return []
         self._told[name] = told = _told(still, now)
         limit = self.limit
+        self._furthest = max(self._furthest, *(mark.point for mark in told.marks.values()))
         if limit is None or not any(
-            now - mark.at > limit and (not mark.waits or mark.quiet > limit)
+            now - mark.at > limit and (mark.point < self._furthest or mark.quiet > limit)
             for mark in told.marks.values()
-        ):
+        ):  # most who tell of themselves wait for another: that costs nothing
             return []
         named = judge(self._marks, self.normal, now, lag=told.late)
         return [
@@ -336,6 +348,15 @@ class Comparing:
             (mark.at for told in self._told.values() if told.at >= since
              for mark in told.marks.values() if mark.waits), default=None,
         )  # fmt: skip
+
+    def stuck(self, now: float, members: frozenset[str]) -> float | None:
+        """For how long all workers of these nodes have waited for one another."""
+        if not members <= self._told.keys():
+            return None
+        if any(one.of != len(one.marks) for one in self._told.values()):
+            return None
+        late = max(one.late for one in self._told.values())
+        return stuck(self._marks, self.normal, now, lag=late)
 
     def hung(self, now: float, members: frozenset[str]) -> tuple[str, Blame] | None:
         """Where every worker of these nodes has stood still for long, and nothing says more of

@@ -15,7 +15,7 @@ gloo shape this file (all observed with torch 2.13):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Protocol
@@ -128,10 +128,14 @@ def hang_up(group: Receives, others: Iterable[int]) -> None:
             group.recv([nothing], peer, _NEVER).wait(timedelta(milliseconds=1))
 
 
-def exchange(peers: Peers, record: Tensor, lengths: list[int], tag: int) -> list[Tensor]:
+def exchange(
+    peers: Peers, record: Tensor, lengths: list[int], tag: int,
+    said: Callable[[], None] = lambda: None,
+) -> list[Tensor]:  # fmt: skip
     """Everybody's record, in rank order. A small all-gather by direct messages.
 
-    record: [lengths[rank]] int64. Raises PeerLostError when a peer is gone.
+    record: [lengths[rank]] int64. said: called when nobody waits for this rank any more. Raises
+    PeerLostError when a peer is gone.
     """
     out = [
         record if rank == peers.rank else torch.empty(length, dtype=torch.int64)
@@ -142,6 +146,7 @@ def exchange(peers: Peers, record: Tensor, lengths: list[int], tag: int) -> list
     try:
         receipts = [peers.receive(out[peer], peer, tag) for peer in peers.others]
         peers.say(record, tag)
+        said()
         for receipt in receipts:
             receipt.wait()
         peers.heard()

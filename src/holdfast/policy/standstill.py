@@ -8,6 +8,8 @@ and he does not. Three signs, the surest first:
               interpreter is held, or the process does not run; and others wait
     behind    it is heard, and gets no further, while most of the others are further and wait
 
+Where all are heard and wait, nobody is named: all are told to stop, and who does not is the one.
+
 What is long follows the step time: three normal steps and a second. Where a worker runs, the
 seconds of processor that it had are counted instead: a load on all cores keeps it from working, but
 uses up none of them. Nobody is named where nobody waits: then all are slow, or wait for something
@@ -30,6 +32,8 @@ FROZEN_STEPS, FROZEN_SECONDS = 1.5, 0.4
 """One that the operating system has stopped, sooner: that is no matter of opinion."""
 PATIENT = 10.0
 """Times as long, where what is done takes as long as it takes."""
+ALL = 3.0
+"""Times as long, where all wait: nobody is excluded then, but all stop and go on."""
 UNKNOWN_STEP = 1.0
 """Seconds of a step, before there was one."""
 
@@ -141,6 +145,21 @@ def stopped(
         if _spent(mark, now, waited) > limit_of(normal, mark, lag):
             found[who] = waited
     return found
+
+
+def stuck(
+    marks: Mapping[Who, Mark], normal: float | None, now: float, *, lag: float = 0.0
+) -> float | None:
+    """For how long all have stood still, are heard and wait, where it is too long for a message
+    that is late: somebody does not do what the others wait for, and nothing says who. They are to
+    stop, all of them: whoever does not is the one."""
+    if normal is None or len(marks) < 2:
+        return None
+    for mark in marks.values():
+        limit = limit_of(normal, mark, lag)
+        if not _idles(mark, now) or mark.quiet > limit or now - mark.at <= ALL * limit:
+            return None
+    return min(now - mark.at for mark in marks.values())
 
 
 def all_still(marks: Mapping[Who, Mark], now: float, seconds: float) -> Who | None:

@@ -119,6 +119,7 @@ class StepEngine:
     applied: the newest step whose update was made by this engine; None before the first.
     torn: an update has begun and has not ended. since: the first step among the present replicas.
     verdict, account: of the newest step that has come so far; that of `verdict_step`.
+    cast: called when this rank's vote is on its way.
     voted: the last few steps that this process has applied, each with its verdict; a session that
     is built anew takes them along.
     """
@@ -132,6 +133,7 @@ class StepEngine:
         self.parameters, self.groups = parameters, groups
         self.train = train
         self._feed, self._device = feed, device
+        self.cast: Callable[[], None] = lambda: None
         self._gradients = feed(groups, None)
         self.dealer = dealer
         self._schedule = BatchSchedule(
@@ -294,7 +296,8 @@ class StepEngine:
         self.stage = advance(self.stage, Stage.WHOLE)
         if self._stopping:
             raise _interrupted(self._step)
-        return vote(self.groups, self.account, Ballot(self._gradients.squares(), wishes))
+        ballot = Ballot(self._gradients.squares(), wishes)
+        return vote(self.groups, self.account, ballot, self.cast)
 
     def _hear(self, verdict: Verdict | None) -> None:
         """Every vote is known."""

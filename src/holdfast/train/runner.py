@@ -109,6 +109,7 @@ class _Loop:
     ):  # fmt: skip
         self.engine, self.membership, self.reporter = engine, membership, reporter
         self.saver, self.evaluator, self.config, self.rank = saver, evaluator, config, rank
+        engine.cast = lambda: reporter.progress(engine.step, "vote")
         self.clock = clock
         self.watch = _Watch(clock)
         self.watch.start()
@@ -146,6 +147,7 @@ class _Loop:
             self.saver.announce(step, meta, into)
         watch.start()
         self.pausing = verdict.wishes.pause
+        self.reporter.progress(step, "data")
         return verdict.wishes.stop
 
     def _trace(self, step: int) -> None:

@@ -20,7 +20,7 @@ the reported loss and norm have the same bits for any dealing.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache, reduce
 from math import isfinite
@@ -159,10 +159,13 @@ class Accounts:
         return Account(sum(words[0] for words in said), tuple(losses))
 
 
-def vote(groups: Groups, account: Account, ballot: Ballot) -> Verdict:
-    """Exchange ballots and combine them. Raises PeerLostError when a peer is gone."""
+def vote(
+    groups: Groups, account: Account, ballot: Ballot, said: Callable[[], None] = lambda: None
+) -> Verdict:
+    """Exchange ballots and combine them. said: called when this one's is on its way. Raises
+    PeerLostError when a peer is gone."""
     control = groups.control
-    records = exchange(control, _encode(ballot), [2] * control.size, _TAG)
+    records = exchange(control, _encode(ballot), [2] * control.size, _TAG, said)
     ballots = [_decode(record) for record in records]
     # Replicas of unlike shapes add their squares up in unlike orders: one of them speaks for all.
     norm = combine([b.squares for b, _ in ballots[: len(groups.topology.replicas[0].ranks)]])

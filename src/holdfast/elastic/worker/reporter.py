@@ -264,6 +264,7 @@ class Reporter:
             "step": step,
             "phase": phase,
             "marks": marks,
+            "own": round(time.thread_time(), 4),  # beside which the process computes
             # The agent drops what it has seen: a batch whose answer was lost is sent again.
             "first": self._first,
             "events": [{"kind": event.kind, "event": asdict(event)} for _, event in batch],

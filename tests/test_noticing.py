@@ -1,0 +1,135 @@
+"""Who stands still is named and replaced, and the others go on live; who only has little of the
+machine is left in peace. Nothing here waits for `cluster.progress_seconds`, which are 300."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.elastic.faults.armed import Armoury, Order
+from holdfast.events import GenerationStarted, WorkerLost, WorkerStarted
+from tests.cli.support import apart, write_run_file
+from tests.nodes import DEADLINE, Nodes, nodes_of
+
+STEPS = 120
+SETTINGS = (
+    f"train.steps={STEPS}", "train.batch_size=8", "train.evaluate.every=25",
+    "checkpoint.every_steps=25", "layout.workers=4",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_run_file(tmp_path_factory.mktemp("noticing"))
+    prepared = apart("data", "prepare", path)
+    assert prepared.code == 0, prepared.err
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run_file: Path) -> dict[int, float]:
+    """Beside two loops that keep both cores busy: nobody is named."""
+    folder = run_file.parent / "alone"
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        done = apart("train", run_file, f"folder={folder}", *SETTINGS, deadline=DEADLINE)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    assert done.code == 0, done.err
+    run = Nodes(run_file, folder)
+    assert run.events(WorkerLost) == []
+    assert len(run.events(GenerationStarted)) == 1
+    return run.losses()
+
+
+def _wait(run: Nodes, condition: object, what: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():  # type: ignore[operator]
+        if time.monotonic() > deadline or not run.alive:
+            raise AssertionError(f"{what}\n{run.story()}")
+        time.sleep(0.05)
+
+
+def _live(run: Nodes) -> bool:
+    """Whether every generation but the first went on with what processes held."""
+    return all(e.came_from is not None for e in run.events(GenerationStarted)[1:])
+
+
+@pytest.mark.parametrize("nodes", ["abcd", "a"])
+def test_a_worker_that_is_stopped_is_named_and_killed(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, nodes: str
+) -> None:
+    with nodes_of(run_file, tmp_path / "run", *SETTINGS) as run:
+        run.start(*nodes, settings=[f"cluster.places={4 // len(nodes)}"])
+        run.wait_step(20, nodes=set(nodes))
+        stopped = next(e for e in run.events(WorkerStarted) if e.rank == 2)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        assert set(run.end().values()) == {0}, run.story()
+        (lost,) = run.events(WorkerLost)
+        assert (lost.rank, lost.pid, lost.node) == (2, stopped.pid, stopped.node)
+        assert lost.noticed_by == "stopped"
+        assert lost.cause.startswith("its process was stopped for ")
+        assert not Path(f"/proc/{stopped.pid}").exists()
+        assert _live(run)
+        assert run.losses() == undisturbed, run.story()
+
+
+def test_a_node_that_is_stopped_is_done_without_and_joins_again_when_it_wakes(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    """Its agent with its worker: when they wake up, they are fenced."""
+    settings = [
+        *SETTINGS, "layout.workers=3", "cluster.min_nodes=2", "cluster.gather_seconds=120",
+        f"cluster.faults={tmp_path}",
+    ]  # fmt: skip
+    gate = Armoury(tmp_path)
+    gate.prepare(20)
+    with nodes_of(run_file, tmp_path / "run", *settings) as run:
+        run.start("a", "b", "c")
+        run.wait_step(20, nodes={"a", "b", "c"})
+        stopped = next(e for e in run.events(WorkerStarted) if e.node != run.leader)
+        gate.open_gate(60)
+        run.signal(stopped.node, signal.SIGSTOP)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        run.wait_step(21, nodes={"a", "b", "c"} - {stopped.node})
+        (lost,) = run.events(WorkerLost)
+        assert (lost.rank, lost.node, lost.noticed_by) == (stopped.rank, stopped.node, "heartbeat")
+        run.signal(stopped.node, signal.SIGCONT)
+        os.kill(stopped.pid, signal.SIGCONT)
+        before = run.newest
+        gate.open_gate(10 * STEPS)
+        run.wait_step(22, after=before, nodes={"a", "b", "c"})
+        assert set(run.end().values()) == {0}, run.story()
+        assert run.losses() == undisturbed, run.story()
+
+
+def test_a_worker_that_hangs_is_named_wherever_it_does(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    """It never comes to the reduction; it holds the whole gradient and never votes; it holds the
+    interpreter, so that it says nothing at all. Nobody's system call or signal tells of that."""
+    armoury = Armoury(tmp_path)
+    armoury.prepare()
+    deeds = (("hang", "forward", "behind"), ("hang", "reduced", "behind"),
+             ("hold the GIL", "backward", "silent"))  # fmt: skip
+    for number, (deed, point, _) in enumerate(deeds, 1):
+        armoury.arm(Order(number, deed, deed, point, 30 * number, number))
+    settings = [*SETTINGS, f"cluster.faults={tmp_path}"]
+    with nodes_of(run_file, tmp_path / "run", *settings) as run:
+        run.start("a", "b", settings=["cluster.places=2"])
+        assert set(run.end().values()) == {0}, run.story()
+        lost = run.events(WorkerLost)
+        assert [e.noticed_by for e in lost] == [sign for *_, sign in deeds], run.story()
+        hits = [armoury.hit(number) for number in range(1, 4)]
+        assert [e.pid for e in lost] == [hit.pid for hit in hits if hit is not None]
+        assert all("while others wait for it" in e.cause for e in lost)
+        assert _live(run)
+        assert run.losses() == undisturbed, run.story()
