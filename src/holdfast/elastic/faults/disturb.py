@@ -35,6 +35,8 @@ RECOVERED_SECONDS = 90.0
 BACK_SECONDS = 60.0
 TAIL = 4
 """Steps after the last fault."""
+_REFUSES = 2  # the exit code of what a person has to mend
+_ENOUGH = 20  # agents that ended though nobody touched them
 _ENDS = ("kill", "exit", "stop", "hang", "hang inside", "hold the GIL")
 _PARTS = 10  # numbers of a fault's orders
 
@@ -332,6 +334,8 @@ class Disturbance:
                 continue
             if not expected:
                 self.story.ends.append([node, code])
+                if code == _REFUSES or len(self.story.ends) > _ENOUGH:
+                    raise StuckError(f"{node} ended with {code}: {self._scene.fleet.said(node)}")
             (self._scene.notices / node).unlink(missing_ok=True)
             self._away.discard(node)
             self._scene.fleet.start(node)

@@ -127,6 +127,12 @@ class Fleet:
                 found.append((name, code, life.killed))
         return found
 
+    def said(self, node: str) -> str:
+        """The last line of its newest life."""
+        log = self._folder / f"{node}.{self._started[node]}.log"
+        lines = log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
     def end(self) -> None:
         """Leave nobody behind."""
         for life in self._lives.values():
