@@ -47,7 +47,8 @@ def train(boot: WorkerBoot, secret: Secret) -> int:
     client = Client(boot.agent, secret, boot.generation)
     reporter = Reporter(client, boot.rank, heartbeat=boot.heartbeat_seconds)
     reporter.start()
-    store = HttpStore(client, timedelta(seconds=30))
+    meet = Client(boot.meet or boot.agent, secret, boot.generation)
+    store = HttpStore(meet, timedelta(seconds=30))
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("world", store), rank=boot.rank, world_size=boot.world_size,
         timeout=timedelta(seconds=60),

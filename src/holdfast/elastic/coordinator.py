@@ -175,6 +175,11 @@ class Coordinator:
             answer["blamed"] = [report.at, [one.to_json() for one in blamed]]
         return answer
 
+    @property
+    def _idle(self) -> bool:
+        """Whether nobody works, and others stay who may go on."""
+        return self.reign.phase is Phase.GATHERING and len(self.reign.nodes) > 1
+
     def _answer(self, name: str, mark: str | None = None) -> dict[str, Any]:
         node, term = self.reign.node(name), self.reign.term
         over = self.reign.phase in OVER
@@ -184,7 +189,7 @@ class Coordinator:
         answer: dict[str, Any] = {
             "term": term, "order": due.order.value, "generation": due.generation,
             "outside": name not in self.reign.members and self.reign.phase is Phase.TRAINING,
-            "go": name in self.sent_away, "free": self.reign.phase is Phase.GATHERING,
+            "go": name in self.sent_away, "free": self._idle,
         }  # fmt: skip
         if due.order is Order.START and self._begin is None:
             # The coordinator that made the generation was lost before all had begun, and what they

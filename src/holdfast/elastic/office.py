@@ -245,7 +245,7 @@ class Office:
     def _changed(self, old: Reign, new: Reign) -> None:
         if self._lead is not None:
             self._lead.tell_lost(new)
-        if new.phase is Phase.ENDED and self._begun:
+        if new.phase is Phase.ENDED and self._desk.opened():
             self.last.write(self.end(new.verdict).event)
         if new.phase is Phase.TRAINING and old.phase is not Phase.TRAINING:
             self._start("told", self._make_whole())
@@ -325,7 +325,7 @@ class Office:
         if coordinator is None or coordinator.reign.phase is not Phase.GATHERING:
             return
         self._closing = why
-        if self._begun:  # else nobody holds anything
+        if self._desk.opened():  # else nobody holds anything
             coordinator.look()
         if coordinator.reign.phase is Phase.GATHERING:
             kind = Over.STOPPED if self._desk.why() else Over.TOO_FEW

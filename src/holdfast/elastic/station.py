@@ -94,6 +94,7 @@ class Station:
         self._spared = -math.inf  # when standbys were last seen to
         self._counts = False  # whether it is known here which processes are ready
         host.noticed = self._counted
+        self._halting = 0  # the newest generation that was to halt
         self._all_here = False  # whether no other node takes part
 
     # --- what the coordinator hears -------------------------------------------------------------
@@ -138,6 +139,9 @@ class Station:
             self.pausing = generation  # told with the answer to each worker's next report
             return
         self.pausing = 0
+        if self._halting == generation and self._task is not None and not self._task.done():
+            return  # it is told with every heartbeat, as long as it lasts
+        self._halting = generation
         self._replace_task(self._halt(generation))
 
     def leave(self, verdict: str) -> None:
