@@ -82,7 +82,7 @@ def serving(**doors: Any) -> Iterator[tuple[str, Refusals]]:
         guard = Guard({"/echo": echo}, SECRET, Verifier(SECRET, time.time), lambda: 1,
                       refusals=refusals)  # fmt: skip
         guard.doors = Doors(CONTROL, refusals, **doors)
-        listener = Listener(guard.application, bound)
+        listener = Listener(guard, bound)
         loops.append((asyncio.get_running_loop(), listener))
         started.set()
         await listener.serve()
@@ -202,9 +202,9 @@ async def main():
     guard = Guard({"/echo": echo}, secret, Verifier(secret, time.time), lambda: 1)
     bound = [bind("127.0.0.1", 0, "x"), bind("127.0.0.1", 0, "x")]
     print(json.dumps([address_of(b) for b in bound]), flush=True)
-    everybody = health.application(lambda: {}, lambda: b"")
+    everybody = health.Health(lambda: {}, lambda: b"")
     await asyncio.gather(*(Listener(a, b).serve() for a, b in
-                           zip((guard.application, everybody), bound)))
+                           zip((guard, everybody), bound)))
 
 asyncio.run(main())
 """

@@ -94,7 +94,7 @@ class Control:
             handlers, SECRET, verifier, lambda: self.generation, max_body=self._max_body,
             outside=frozenset({"/orders"}),
         )  # fmt: skip
-        self._listener = Listener(guard.application, self._bound)
+        self._listener = Listener(guard, self._bound)
         self._started.set()
         await self._listener.serve()
 

@@ -39,6 +39,7 @@ class Switch:
         self.history: list[tuple[str, int]] = []
         self.slow = False  # stays in `building`
         self.still: dict[str, Any] = {}
+        self.paces: list[list[Any]] = []
         self.blamed: list[tuple[int, int]] = []
         self.ready: int | None = None
 
@@ -103,7 +104,7 @@ class FleetAgent:
         guard = Guard(
             handlers, SECRET, Verifier(SECRET, time.time), lambda: 0, outside=frozenset(handlers)
         )
-        self._listener = Listener(guard.application, self._bound)
+        self._listener = Listener(guard, self._bound)
         self._serving = asyncio.create_task(self._listener.serve())
         self.running = asyncio.create_task(self.follower.run())
 

@@ -54,7 +54,7 @@ class Service:
             outside=frozenset({"/who", *self._more}),
             max_body=10_000,
         )
-        self._listener = Listener(guard.application, self._bound)
+        self._listener = Listener(guard, self._bound)
         self._started.set()
         await self._listener.serve()
 

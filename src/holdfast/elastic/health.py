@@ -59,6 +59,3 @@ class Health:
         if self._rendered is None or now - self._rendered[0] > RENDER_SECONDS:
             self._rendered = now, self._render()
         return self._rendered[1]
-
-
-application = Health

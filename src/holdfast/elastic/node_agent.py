@@ -166,10 +166,8 @@ class NodeAgent:
 
     async def _serve(self, metrics: socket.socket) -> int:
         listeners = [
-            Listener(self._guard().application, self._control),
-            Listener(
-                health.application(self._health, self._render_metrics, self._refusals), metrics
-            ),
+            Listener(self._guard(), self._control),
+            Listener(health.Health(self._health, self._render_metrics, self._refusals), metrics),
         ]
         served = [asyncio.create_task(listener.serve()) for listener in listeners]
         beat = self._it.config.cluster.heartbeat_seconds

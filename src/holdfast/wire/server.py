@@ -73,10 +73,6 @@ class Guard:
         self._handlers = {path.encode(): (path, handler) for path, handler in handlers.items()}
         self.doors = Doors(CONTROL, self._refusals)
 
-    @property
-    def application(self) -> Application:
-        return self
-
     def admit(self, head: Head) -> Answer | Reader:
         found = self._handlers.get(head.target)
         if found is None:  # or another way to write one of ours
