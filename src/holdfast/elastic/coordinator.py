@@ -97,7 +97,7 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         self._begin: dict[str, Any] | None = None  # what the nodes begin from; see `_answer`
         self._inbox: list[Report] = []
-        self._waiting: dict[str, tuple[asyncio.Future[None], Directive]] = {}
+        self._waiting: dict[str, tuple[asyncio.Future[None], Directive, bool]] = {}
         self._news = asyncio.Event()
         self._dismissed: set[str] = set()  # who has been told that the run is over
         self._comparing = Comparing()
@@ -140,11 +140,13 @@ class Coordinator:
         )  # fmt: skip
         self.known[name] = Known(dict(body["told"]), dict(body.get("held", {})))
         self._set(membership.came(self.reign, new, now, self._rules))
+        self._news.set()  # it settles at a time of its own
         return self._answer(name)
 
     async def beat(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
         """{"name", "mark", "term", "at", "stage", "held", "doing": [order, generation], "wait"}:
-        the answer comes when the order is another than `doing`, or after `wait` seconds."""
+        the answer comes when there is something else to do than `doing`, or after `wait` seconds.
+        """
         name, mark = str(body["name"]), str(body["mark"])
         if int(body["term"]) > self.reign.term:
             self.fence()
@@ -161,7 +163,7 @@ class Coordinator:
         if self._compare(name, body):
             wait = 0.0
         woken = self._loop.create_future()
-        self._waiting[name] = woken, doing
+        self._waiting[name] = woken, doing, bool(body.get("leaving"))
         self._hear(report)
         timer = self._loop.call_later(wait, _wake, woken)
         try:
@@ -239,10 +241,15 @@ class Coordinator:
         waiting = self._waiting.get(name)
         if waiting is None:
             return
+        woken, doing, leaving = waiting
         node = self.reign.node(name)
-        unknown = node is None and self.reign.phase not in OVER
-        if unknown or directive(self.reign, name) != waiting[1]:
-            _wake(waiting[0])
+        if node is None and self.reign.phase not in OVER:
+            _wake(woken)
+            return
+        due = directive(self.reign, name)
+        # To wait and to go on is no news, but that others work without a node that leaves.
+        if due != doing and (leaving or due.order not in (Order.WAIT, Order.WORK)):
+            _wake(woken)
 
     def _let_go(self, name: str) -> None:
         """Its agent asks anew: the question before has no reader any more."""
