@@ -17,7 +17,7 @@ from holdfast.events import GenerationStarted, WorkerLost, WorkerStarted
 from tests.cli.support import apart, write_run_file
 from tests.nodes import DEADLINE, Nodes, nodes_of
 
-STEPS = 120
+STEPS = 90
 SETTINGS = (
     f"train.steps={STEPS}", "train.batch_size=8", "train.evaluate.every=25",
     "checkpoint.every_steps=25", "layout.workers=4",
@@ -121,7 +121,7 @@ def test_a_worker_that_hangs_is_named_wherever_it_does(
     deeds = (("hang", "forward", "behind"), ("hang", "reduced", "behind"),
              ("hold the GIL", "backward", "silent"))  # fmt: skip
     for number, (deed, point, _) in enumerate(deeds, 1):
-        armoury.arm(Order(number, deed, deed, point, 30 * number, number))
+        armoury.arm(Order(number, deed, deed, point, 20 * number, number))
     settings = [*SETTINGS, f"cluster.faults={tmp_path}"]
     with nodes_of(run_file, tmp_path / "run", *settings) as run:
         run.start("a", "b", settings=["cluster.places=2"])

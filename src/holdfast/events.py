@@ -94,6 +94,17 @@ class WorkerLost(Event):
 
 
 @dataclass(frozen=True)
+class WorkerPaced(Event):
+    """A worker is judged otherwise beside those who do the same work."""
+
+    node: str
+    pid: int
+    pace: str  # well, slow: it gets fewer microbatches; standby, out: none; trial: it is back
+    slower: float  # times, for a microbatch
+    why: str
+
+
+@dataclass(frozen=True)
 class WorkerHeld(Event):
     """A worker has stopped in the midst of its generation, lives, and waits for the next one."""
 

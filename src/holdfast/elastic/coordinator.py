@@ -15,14 +15,15 @@ and returns what its nodes begin from.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Protocol
 
 from holdfast.elastic.ending import EndedError
 from holdfast.elastic.noticing import Blame, Comparing
+from holdfast.elastic.pacing import Pacing
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy import membership
 from holdfast.policy.membership import (
@@ -37,6 +38,7 @@ from holdfast.policy.membership import (
     Stage,
     directive,
 )
+from holdfast.policy.stragglers import Change
 
 JOIN, BEAT = "/join", "/beat"
 JOIN_FIRST, REPLACED = "join", "replaced"
@@ -103,6 +105,9 @@ class Coordinator:
         self._comparing = Comparing()
         self._blamed: dict[str, list[Blame]] = {}
         self._looking: asyncio.Task[None] | None = None
+        self.pacing = Pacing()
+        self.paced: Callable[[Sequence[Change]], None] = lambda changes: None
+        """Told whenever a worker is judged otherwise: slow, well, to rest."""
 
     # --- what is decided elsewhere --------------------------------------------------------------
     def halt(self, reason: str, *, gentle: bool = False) -> None:
@@ -256,6 +261,22 @@ class Coordinator:
         if name in self._waiting:
             _wake(self._waiting.pop(name)[0])
 
+    # --- who is slow ----------------------------------------------------------------------------
+    def rest(self, name: str) -> bool:
+        """A node slows all down: it is left out, if the others are enough; whether they are."""
+        others = [node for node in self.reign.nodes if node.name != name and not node.banned]
+        if not self._rules.fits(others):
+            return False
+        self._set(membership.ban(self.reign, name, "slow_worker", self._now, self._rules))
+        return True
+
+    def admit(self, name: str) -> None:
+        """It has rested: it is tried again."""
+        node = self.reign.node(name)
+        if node is not None:
+            self.reign = self.reign.put(replace(node, banned=False))
+            self.look()
+
     # --- who stands still -----------------------------------------------------------------------
     def _compare(self, name: str, body: Mapping[str, Any]) -> bool:
         """What a node says of those who stand still there; whether it is to give up somebody."""
@@ -263,6 +284,8 @@ class Coordinator:
         going = self.reign.phase in (Phase.STARTING, Phase.TRAINING)
         if not going or at != self.reign.generation or name not in self.reign.members:
             return False
+        if "paces" in body and (changes := self.pacing.hear(name, at, body["paces"])):
+            self.paced(changes)
         if blamed := self._comparing.hear(name, at, still, self._now):
             self._blamed[name] = blamed
         if still and (self._looking is None or self._looking.done()):

@@ -90,6 +90,12 @@ class Work(Protocol):
         """Who stands still here (`noticing.Lookout.told`); {} if nobody does."""
         ...
 
+    @property
+    def paces(self) -> list[list[Any]]:
+        """What the workers here took for their microbatches (`Generation.paces`); [] if nothing is
+        to be told now."""
+        ...
+
     def blame(self, generation: int, blamed: Sequence[Blame]) -> None:
         """For whom the others wait, of the workers here."""
         ...
@@ -265,6 +271,7 @@ class Follower:
             "name": self.seat.name, "mark": self.mark, "term": self.seat.term,
             "doing": list(self._doing), "leaving": self.leaving, **self._state(),
             **({"still": still} if (still := self._work.still) else {}),
+            **({"paces": paces} if (paces := self._work.paces) else {}),
         }  # fmt: skip
 
     async def _ask(self, path: str, body: dict[str, Any], wait: float = 0.0) -> None:

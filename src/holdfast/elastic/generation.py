@@ -256,6 +256,21 @@ class Generation:
         """Who stands still here, for whoever compares nodes; {} if nobody does."""
         return {} if self.verdict.done() else self.lookout.told(self._loop.time())
 
+    def paces(self) -> list[list[Any]]:
+        """What each worker here has computed since it was asked last: process, what is equal for
+        all who do the same work, seconds, microbatches. The first steps do not count."""
+        if not self._cluster.compare or not self.has_stepped or self.verdict.done():
+            return []
+        rows = []
+        for member in self.members.alive:
+            (seconds, done), (before, passed) = member.pace, member.paced
+            member.paced = member.pace
+            if done > passed > 0:
+                replica = self.topology.replica_of(member.rank)
+                place = f"{replica.kind} {replica.ranks.index(member.rank)}"
+                rows.append([member.pid, place, round(seconds - before, 6), done - passed])
+        return rows
+
     def blame(self, blamed: Iterable[Blame]) -> None:
         """The coordinator says for whom the others wait."""
         for one in blamed:

@@ -24,6 +24,7 @@ from holdfast.errors import LayoutError
 from holdfast.events import Event, GenerationStarted, RestorePointFound, WorkerLost
 from holdfast.layout import Topology
 from holdfast.plan.interface import NodePlaces, Planner, Present
+from holdfast.plan.places import weighted
 from holdfast.policy.membership import Node, Reign
 from holdfast.policy.survivors import Held
 
@@ -56,6 +57,8 @@ class Lead:
         self._peers: dict[str, Peer] = {}
         self._key: str | None = None  # of the checkpoint that the last generation began from
         self._declined: tuple[int, tuple[NodePlaces, ...]] | None = None
+        self.speeds: dict[tuple[str, int], float] = {}
+        """Beside the others' 1, of nodes' processes that are slow."""
         self._told_lost: set[tuple[int, str]] = set()
         self.reached = 0
         """The newest step that a generation has begun from."""
@@ -123,6 +126,8 @@ class Lead:
         where = {key: node for key, (node, _) in keys.items()}
         durable = await asyncio.to_thread(self._it.durable)
         topology, after = self._chosen(nodes, generation, held, where, durable)
+        if speeds := self._speeds_of(after, keys):
+            topology = weighted(topology, speeds)
         self._plans = {generation: (topology, after)}
         seats = [None if key is None else keys[key][1] for key in after.seats.processes]
         came_from = None if after.came_from is None else list(after.came_from)
@@ -198,6 +203,14 @@ class Lead:
             topology.to_json(), str(value["reason"]), None if newest is None else newest.key,
             -1 if first else rung, value["came_from"], step=step,
         ))  # fmt: skip
+
+    def _speeds_of(
+        self, after: Aftermath, keys: Mapping[int, tuple[str, int]]
+    ) -> dict[int, float]:  # fmt: skip
+        """Of the ranks whose processes are slow."""
+        processes = enumerate(after.seats.processes)
+        seated = {rank: keys[key] for rank, key in processes if key is not None}
+        return {rank: self.speeds[who] for rank, who in seated.items() if who in self.speeds}
 
     def tell_lost(self, reign: Reign) -> None:
         """Which ranks the running generation has lost with their nodes, and why: each once."""

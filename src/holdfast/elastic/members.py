@@ -34,6 +34,8 @@ class Member:
     answering: bool = False
     excused: bool = False
     reporting: float = 0.0
+    pace: tuple[float, int] = (0.0, 0)  # seconds of computing, and microbatches, in all
+    paced: tuple[float, int] = (0.0, 0)  # of these, what has been passed on
 
     @property
     def alive(self) -> bool:
@@ -99,6 +101,9 @@ class Members:
         rank = int(body["rank"])
         member = self._members[rank]
         member.heard, member.answering, member.excused = now, True, bool(body.get("sync"))
+        if "pace" in body:
+            seconds, microbatches = body["pace"]
+            member.pace = (float(seconds), int(microbatches))
         member.reporting = max(member.reporting, float(body.get("own", 0.0)))
         progress = (int(body["step"]), str(body["phase"]), int(body["marks"]))
         if progress != (member.step, member.phase, member.marks):

@@ -26,13 +26,15 @@ from holdfast.elastic.coordinator import Coordinator, Known
 from holdfast.elastic.ending import End, EndedError, Last, Over, end_of
 from holdfast.elastic.leading import Lead, Leading
 from holdfast.elastic.mover_link import MoverLink
+from holdfast.elastic.pacing import worker_of
 from holdfast.elastic.reigning import reign_over
 from holdfast.elastic.standing_in import StandIn, Told
 from holdfast.errors import CheckpointError, HoldfastError, UserError
-from holdfast.events import RunStarted
+from holdfast.events import RunStarted, WorkerPaced
 from holdfast.plan.interface import Planner
 from holdfast.policy.membership import Node, Phase, Reign, Rules
 from holdfast.policy.restart import Restarts, give_up
+from holdfast.policy.stragglers import Change, Pace
 from holdfast.wire.journal import Follower as JournalFollower
 from holdfast.wire.runstore import RunStore
 from holdfast.wire.secret import Secret
@@ -145,6 +147,7 @@ class Office:
             term, it.store, rules, self._plan, self._begin, changed=self._changed,
             complain=self._say, above=above, expects=not alone, refused=self._refused,
         )  # fmt: skip
+        self.coordinator.paced = self._paced
         if self.coordinator.reign.phase is Phase.GATHERING and not alone:
             self._start("wait", self._too_few(cluster.gather_seconds))
         return self.coordinator
@@ -240,6 +243,26 @@ class Office:
             self.restored = int(begun["step"])
         await self._board.flush()
         return begun
+
+    # --- who is slow ----------------------------------------------------------------------------
+    def _paced(self, changes: Sequence[Change]) -> None:
+        """Fewer microbatches for who is slow, from the next generation on; for whom that is not
+        enough, none at all."""
+        coordinator, lead = self.coordinator, self._lead
+        assert coordinator is not None
+        assert lead is not None
+        for change in changes:
+            node, pid = worker_of(change)
+            self._board.emit("agent", WorkerPaced(
+                node, pid, change.after, round(change.slower, 2), change.why, step=lead.reached,
+            ))  # fmt: skip
+            if change.after is Pace.TRIAL:
+                coordinator.admit(node)
+            elif coordinator.pacing.resting(node):
+                coordinator.rest(node)
+        before, lead.speeds = lead.speeds, coordinator.pacing.speeds
+        if before != lead.speeds:
+            coordinator.halt("slow_worker", gentle=True)
 
     # --- what changes ---------------------------------------------------------------------------
     def _changed(self, old: Reign, new: Reign) -> None:

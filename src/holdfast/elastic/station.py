@@ -84,6 +84,7 @@ class Station:
         self._live = around.config.cluster.recovery == "live"
         self._opened, self._began, self._ended = opened, began, ended
         self._voices: dict[str, int] = {}
+        self._paced = 0.0
         self._watch = Watch(kill=host.kill, tell=self.changed.set)
         self._outcome: dict[str, Any] = {}
         self._task: asyncio.Task[None] | None = None
@@ -154,6 +155,16 @@ class Station:
         current = self.current
         at_work = self.stage in (Stage.BUILDING, Stage.WORKING) and current is not None
         return current.still() if at_work and current is not None else {}
+
+    @property
+    def paces(self) -> list[list[Any]]:
+        """How quick this node's workers were lately, once for each heartbeat."""
+        now = asyncio.get_running_loop().time()
+        current, every = self.current, self._around.config.cluster.beat_seconds / 2
+        if current is None or self.stage is not Stage.WORKING or now - self._paced < every:
+            return []
+        self._paced = now
+        return current.paces()
 
     def blame(self, generation: int, blamed: Sequence[Blame]) -> None:
         """The coordinator names workers of this node for whom the others wait."""

@@ -2,11 +2,12 @@
 `standstill`.)
 
 Slow is said by comparison: seconds per microbatch, beside the median of the others that do the same
-work in the same step (same kind of replica, same stage). What slows all, such as a foreign load,
-cancels out; one slow step vanishes in a median. Steps are gathered in blocks, and the more a
+work at the same time (same kind of replica, same stage). What slows all, such as a foreign load,
+cancels out; one slow step vanishes in a median. Comparisons (of a step, or of all steps between two
+heartbeats) are gathered in blocks, and the more a
 worker is slower, the fewer blocks are needed to be sure:
 
-    slower by    blocks of 8 steps
+    slower by    blocks of 8 comparisons
     4            2
     2            4
     1.35         24, of which 18 are above 1.15 each
@@ -191,19 +192,19 @@ class Stragglers:
             return (
                 Pace.TRIAL,
                 1.0,
-                f"it has rested for {self.limits.rest * self.limits.block} steps",
+                f"it has rested for {self.limits.rest * self.limits.block} comparisons",
             )
         if worker.pace is Pace.SLOW:
             return self._of_slow(worker)
         slower, steps = self._is_slow(worker), len(worker.blocks) * self.limits.block
         if slower is not None:
             again = worker.pace is Pace.TRIAL and slower >= self.limits.demote
-            why = f"{slower:.2g} times slower than the others in the last {steps} steps"
+            why = f"{slower:.2g} times slower than the others in the last {steps} comparisons"
             return (Pace.OUT, slower, f"{why}, after a rest") if again else (Pace.SLOW, slower, why)
         if worker.pace is Pace.TRIAL and len(worker.blocks) >= self.limits.recover:
             slower = median(worker.blocks)
             if slower < self.limits.same:
-                return Pace.WELL, slower, f"as quick as the others in the last {steps} steps"
+                return Pace.WELL, slower, f"as quick as the others in the last {steps} comparisons"
         return None
 
     def _of_slow(self, worker: _Worker) -> tuple[Pace, float, str] | None:
@@ -213,13 +214,14 @@ class Stragglers:
         slower = median(lately)
         steps = len(lately) * limits.block
         if worker.since >= limits.patience and min(lately) >= limits.demote:
-            return Pace.STANDBY, slower, f"still {slower:.2g} times slower after {steps} steps"
+            why = f"still {slower:.2g} times slower after {steps} comparisons"
+            return Pace.STANDBY, slower, why
         lately = blocks[-limits.recover :]
         if worker.since >= limits.recover and max(lately) < limits.sure[-1].times:
             slower = median(lately)
             if slower < limits.same:
                 steps = len(lately) * limits.block
-                return Pace.WELL, slower, f"as quick as the others in the last {steps} steps"
+                return Pace.WELL, slower, f"as quick as the others in the last {steps} comparisons"
         return None
 
     def _is_slow(self, worker: _Worker) -> float | None:
@@ -234,9 +236,16 @@ class Stragglers:
 
 def _slower(paces: Mapping[Who, float]) -> dict[Who, float]:
     """Each beside the median of the others; nothing for one who is alone."""
-    out: dict[Who, float] = {}
-    for who, pace in paces.items():
-        others = [other for name, other in paces.items() if name != who]
-        if others:
-            out[who] = pace / median(others)
-    return out
+    if len(paces) < 2:
+        return {}
+    order = sorted(paces, key=lambda who: paces[who])
+    rest = len(order) - 1  # others of each
+
+    def others(at: int, place: int) -> float:
+        """The `place`-th of those beside the one at `at`."""
+        return paces[order[place + (place >= at)]]
+
+    return {
+        who: 2 * paces[who] / (others(at, (rest - 1) // 2) + others(at, rest // 2))
+        for at, who in enumerate(order)
+    }

@@ -193,6 +193,8 @@ class Worker:
         if self._live and self.step >= self._config.train.steps:
             return self._save_last()
         membership = AgentMembership(self.reporter, self.generation, self._outdated)
+        engine, replica = session.engine, session.engine.groups.coordinate.replica
+        self.reporter.share = lambda: len(engine.dealt[replica])
         self.training = True
         try:
             with self._interruptible(self._wake_training), session.loader(self.step) as loader:

@@ -87,6 +87,10 @@ class Reporter:
         self._calls: deque[tuple[int, Callable[[], None]]] = deque()  # events before it, the call
         self._changed = threading.Condition()
         self._progress: tuple[int, str, int] = (0, "start", 0)
+        self._computing: float | None = None  # since when
+        self._paced = (0.0, 0)  # seconds of computing, microbatches
+        self.share: Callable[[], int] | None = None
+        """How many microbatches of the open step are this rank's."""
         self._outcome: dict[str, Any] | None = None
         self._one_by_one = 0  # events of a refused batch that are still to be sent alone
         self._busy = False
@@ -114,6 +118,13 @@ class Reporter:
         The calls within a step are counted: when all ranks stand still, the one that got least
         far is the one that the others wait for.
         """
+        now = time.monotonic()
+        if phase == "compute":
+            self._computing = now
+        elif phase == "reduce" and self._computing is not None and self.share is not None:
+            seconds, microbatches = self._paced
+            self._paced = (seconds + now - self._computing, microbatches + self.share())
+            self._computing = None
         before, _, marks = self._progress
         self._progress = (step, phase, marks + 1 if step == before else 1)
 
@@ -264,6 +275,7 @@ class Reporter:
             "step": step,
             "phase": phase,
             "marks": marks,
+            "pace": list(self._paced),
             "own": round(time.thread_time(), 4),  # beside which the process computes
             # The agent drops what it has seen: a batch whose answer was lost is sent again.
             "first": self._first,

@@ -1,0 +1,165 @@
+"""What an agent sees of its own workers, and what the coordinator makes of what several tell."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+
+from holdfast.elastic.members import Members
+from holdfast.elastic.noticing import NOBODY, Comparing, Lookout, Process
+from holdfast.elastic.pacing import Pacing
+from holdfast.policy.stragglers import Limits, Pace, Sure
+
+BEAT = 0.2
+STEP = 0.2
+
+
+class World:
+    """Workers of one node with what the operating system says of each; a clock that is moved."""
+
+    def __init__(self, here: int, world_size: int) -> None:
+        self.now = 100.0
+        self.members = Members(1, here)
+        self.processes = {1000 + rank: Process("S", 1.0) for rank in range(here)}
+        self.lookout = Lookout(
+            self.members, world_size, deque([STEP] * 8), 300.0, look=self.processes.get
+        )
+        for rank in range(here):
+            self.members.expect(rank, self.now, 1000 + rank)
+        for step in (1, 2):
+            for rank in range(here):
+                self.says(rank, step, "compute", 1)
+            self.now += STEP
+
+    def says(self, rank: int, step: int, phase: str, marks: int, **more: Any) -> None:
+        body = {"rank": rank, "step": step, "phase": phase, "marks": marks, "first": 0,
+                "events": [], **more}  # fmt: skip
+        self.members.report(body, self.now)
+        self.members.answered(rank, self.now)
+        self.lookout.heard(self.members[rank], self.now)
+
+    def passes(self, seconds: float, *heard: int) -> list[tuple[int, str]]:
+        """Time, in which these workers are heard at every beat; the first who are named."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += BEAT
+            for rank in heard:
+                member = self.members[rank]
+                self.says(rank, member.step, member.phase, member.marks)
+            if found := self.lookout.tick(self.now, BEAT):
+                return [(blame.rank, blame.sign) for blame in found]
+        return []
+
+
+def test_a_process_in_the_state_of_being_stopped_is_named_by_its_own_agent() -> None:
+    world = World(1, 4)
+    assert world.passes(1.0, 0) == []
+    world.processes[1000] = Process("T", 1.0)
+    begun = world.now
+    assert world.passes(9.0) == [(0, "stopped")]
+    assert world.now - begun < 3 * STEP + 1.0
+
+
+def test_one_that_is_stopped_again_and_again_but_runs_between_is_not_named() -> None:
+    world = World(1, 4)
+    for turn in range(50):
+        world.processes[1000] = Process("T", 1.0 + 0.01 * turn)
+        assert world.passes(BEAT) == []
+
+
+def test_among_workers_of_one_node_the_one_that_the_others_wait_for_is_named() -> None:
+    world = World(4, 4)
+    for rank in (0, 1, 3):
+        world.says(rank, 2, "reduce", 2)
+    assert world.passes(1.4, 0, 1, 2, 3) == []
+    assert world.passes(1.0, 0, 1, 2, 3) == [(2, "behind")]
+
+
+def test_one_whose_report_is_being_stored_is_not_silent() -> None:
+    world = World(2, 2)
+    for rank in (0, 1):
+        world.says(rank, 2, "reduce", 2)
+    world.members[1].answering = True  # the run store is slow
+    assert world.passes(4.0, 0) == []
+    world.members[1].answering = False
+    assert world.passes(4.0, 0) == [(1, "silent")]
+
+
+def test_an_agent_that_was_stopped_itself_names_nobody() -> None:
+    world = World(4, 4)
+    for rank in (0, 1, 3):
+        world.says(rank, 2, "reduce", 2)
+    assert world.passes(0.4) == []
+    world.now += 60.0
+    assert world.passes(0.8) == []
+
+
+def test_where_all_wait_nobody_is_named_and_all_stop() -> None:
+    world = World(2, 2)
+    for rank in (0, 1):
+        world.says(rank, 2, "vote", 3)
+    assert world.passes(3 * (3 * STEP + 1.0) - 2 * BEAT, 0, 1) == []
+    assert world.passes(1.0, 0, 1) == [(NOBODY, "stuck")]
+
+
+def test_what_two_nodes_tell_of_themselves_names_the_one_that_is_behind() -> None:
+    waits, hangs, comparing = World(1, 2), World(1, 2), Comparing()
+    waits.says(0, 2, "reduce", 2)
+    assert not waits.lookout.due(waits.now)
+    assert waits.lookout.told(waits.now) == {}, "while all is well nothing travels"
+    for world in (waits, hangs):
+        world.passes(0.6, 0)
+        assert world.lookout.due(world.now)
+    assert comparing.hear("a", 1, waits.lookout.told(waits.now), waits.now) == []
+    told = hangs.lookout.told(hangs.now)
+    told["ranks"][0][0] = 1  # its rank in the generation
+    assert comparing.hear("b", 1, told, hangs.now) == []
+    assert not waits.lookout.due(waits.now), "it has just been told"
+    waits.passes(1.6, 0)
+    hangs.passes(1.6, 0)
+    told = hangs.lookout.told(hangs.now)
+    told["ranks"][0][0] = 1
+    (blame,) = comparing.hear("b", 1, told, hangs.now)
+    assert (blame.rank, blame.step, blame.sign) == (1, 2, "behind")
+    assert comparing.hear("b", 2, told, hangs.now) == [], "a generation that is over counts not"
+
+
+def test_a_name_counts_only_while_the_worker_stands_where_it_stood() -> None:
+    world, comparing = World(1, 2), Comparing()
+    world.passes(2.0, 0)
+    (row,) = world.lookout.told(world.now)["ranks"]
+    assert row[1:3] == [2, 1]
+    blame = world.lookout._blame(0, next(iter(_found())))
+    assert world.lookout.confirms(blame)
+    world.says(0, 2, "reduce", 2)
+    assert not world.lookout.confirms(blame)
+    assert comparing.waiting(0.0) is None
+
+
+def _found() -> list[Any]:
+    from holdfast.policy.standstill import Found
+
+    return [Found(2.0, "behind")]
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        Comparing().hear("a", 1, {"normal": 1.0}, 0.0)
+    with pytest.raises((TypeError, ValueError)):
+        Pacing().hear("a", 1, [[1, "x"]])
+
+
+def test_a_slow_worker_has_a_speed_and_then_its_node_rests() -> None:
+    pacing = Pacing(Limits(block=2, sure=(Sure(2.0, 2, 2, 1.8),), patience=2, rest=2))
+    changes = []
+    for _ in range(9):
+        for node in "abcd":
+            seconds = 0.6 if node == "c" else 0.2
+            changes += pacing.hear(node, 1, [[7, "same", seconds, 2]])
+    assert [c.after for c in changes][:2] == [Pace.SLOW, Pace.STANDBY]
+    assert {c.who for c in changes} == {("c", 7)}
+    assert pacing.speeds == {("c", 7): 0.33}
+    assert pacing.resting("c")
+    assert not pacing.resting("a")
