@@ -66,6 +66,22 @@ def test_a_node_that_is_lost_is_done_without_and_comes_back(tmp_path: Path) -> N
     _run(scene, tmp_path)
 
 
+def test_an_agent_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+    """Its silence would mean something after two minutes; its machine says so at once."""
+
+    async def scene(store: FolderStore) -> None:
+        agents = [FleetAgent(name, store, 2, 3, lost_after=120.0) for name in "abc"]
+        await until(lambda: _working(agents), "abc to work together")
+        gone = next(agent for agent in agents if not agent.reigns)
+        rest = [agent for agent in agents if agent is not gone]
+        before = rest[0].work.at
+        await gone.kill()
+        rest[0].work.breaks()  # as its workers do, when they lose those of the other node
+        await until(lambda: _working(rest) and rest[0].work.at > before, "the others to go on")
+
+    _run(scene, tmp_path)
+
+
 def test_a_fault_on_one_node_halts_all_and_they_go_on(tmp_path: Path) -> None:
     async def scene(store: FolderStore) -> None:
         agents = await _fleet(store, "abc", least=3)

@@ -83,16 +83,18 @@ class Survivors:
             return Aftermath(seats(before, new, living, point.ranks), point, "", before)
         return Aftermath(seats(new, new, _all_of(new, {}, held, where), ()), None, why, None)
 
-    def whole(self, held: Mapping[int, Held], where: Mapping[int, str]) -> Counter[str]:
-        """Where replicas have lost somebody and others have not: by node, the processes of those
-        others, which can go on by themselves. Else nothing. Arguments as in `plan`."""
+    def whole(self, held: Mapping[int, Held], where: Mapping[int, str]) -> Whole | None:
+        """Where replicas have lost somebody and others have not: those others, which can go on by
+        themselves. Arguments as in `plan`."""
         stood = self._stood(held)
         if isinstance(stood, str):
-            return Counter()
-        replicas = [r for r in stood.before.replicas if stood.point.ranks.issuperset(r.ranks)]
-        if len(replicas) == len(stood.before.replicas):
-            return Counter()
-        return Counter(where[stood.processes[rank]] for r in replicas for rank in r.ranks)
+            return None
+        before, there = stood.before, stood.point.ranks
+        replicas = [r for r in before.replicas if there.issuperset(r.ranks)]
+        if not 0 < len(replicas) < len(before.replicas):
+            return None
+        places = Counter(where[stood.processes[rank]] for r in replicas for rank in r.ranks)
+        return Whole(before, frozenset(range(before.world_size)) - there, places)
 
     def _stood(self, held: Mapping[int, Held]) -> _Stood | str:
         """The newest generation of which the whole state is held, else why there is none."""
@@ -108,6 +110,16 @@ class Survivors:
                 return _Stood(before, processes, found)
             why = found
         return why
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The replicas of `before` that lost nobody. lost: ranks that are gone; places: by node, the
+    processes of these replicas."""
+
+    before: Topology
+    lost: frozenset[int]
+    places: Counter[str]
 
 
 @dataclass(frozen=True)

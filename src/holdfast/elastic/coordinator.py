@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from holdfast.elastic.ending import EndedError
 from holdfast.elastic.noticing import Blame, Comparing
 from holdfast.elastic.pacing import Pacing
+from holdfast.elastic.probing import dead
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy import membership
 from holdfast.policy.membership import (
@@ -48,6 +49,9 @@ TAKEN = "taken"
 LONGEST_WAIT = 20.0
 SOON = 0.3
 """Seconds until those who have heard of something have said so."""
+UNSETTLED = (Phase.STARTING, Phase.HALTING)
+LOOK_SECONDS = 0.2
+"""From one look to the next for agents that have ended, while such as live answer at once."""
 RETRY_SECONDS = 1.0
 """Until a run store that was out of reach is asked again."""
 
@@ -101,6 +105,7 @@ class Coordinator:
         self._inbox: list[Report] = []
         self._waiting: dict[str, tuple[asyncio.Future[None], Directive, bool]] = {}
         self._news = asyncio.Event()
+        self._seeking: asyncio.Task[None] | None = None  # for agents that may have ended
         self._dismissed: set[str] = set()  # who has been told that the run is over
         self._comparing = Comparing()
         self._blamed: dict[str, list[Blame]] = {}
@@ -256,6 +261,21 @@ class Coordinator:
         if due != doing and (leaving or due.order not in (Order.WAIT, Order.WORK)):
             _wake(woken)
 
+    async def _look_for_dead(self) -> None:
+        """While the nodes of a generation stop or begin: who says nothing may be no more."""
+        while self.reign.phase in UNSETTLED:
+            await asyncio.sleep(LOOK_SECONDS)
+            silent = {
+                name: str(self.known[name].told.get("address", ""))
+                for name in membership.awaited(self.reign)
+                if name in self.known
+            }
+            for name in await dead(silent):
+                if name in membership.awaited(self.reign):
+                    cause = "its agent has ended"
+                    now = self._now
+                    self._set(membership.gone(self.reign, name, cause, now, self._rules))
+
     def _let_go(self, name: str) -> None:
         """Its agent asks anew: the question before has no reader any more."""
         if name in self._waiting:
@@ -345,6 +365,9 @@ class Coordinator:
         while self.reign.phase not in OVER:
             self._news.clear()
             self._set(membership.tick(self.reign, self._now, self._rules))
+            idle = self._seeking is None or self._seeking.done()
+            if self.reign.phase in UNSETTLED and idle:
+                self._seeking = asyncio.create_task(self._look_for_dead())
             if self.reign.opening is not None:
                 await self._open(*self.reign.opening)
                 continue

@@ -145,19 +145,18 @@ class Lead:
         present = self._present(self._lost(held))
         config, here = self._it.config, {node.name for node in nodes}
         whole = self._survivors.whole(held, where)
-        if whole and whole.keys() <= here:
-            some = [NodePlaces(name, whole[name]) for name in sorted(whole)]
-        elif not whole:
-            some = _ready(nodes)
-        else:
-            some = []
+        some = _ready(nodes)
+        if whole is not None:
+            places = whole.places if whole.places.keys() <= here else {}
+            some = [NodePlaces(name, places[name]) for name in sorted(places)]
+            present = Present(whole.before, whole.lost)
         if some and len(some) >= min(config.cluster.min_nodes, len(nodes)):
             try:
                 planned = self._it.planner(config, some, generation, present)
             except LayoutError:
                 planned = None
             if planned is not None:
-                kept = not whole or planned.untouched == len(planned.topology.replicas)
+                kept = whole is None or planned.untouched == len(planned.topology.replicas)
                 after = self._survivors.plan(planned.topology, held, where, durable)
                 if kept and after.live is not None:
                     return planned.topology, after

@@ -11,6 +11,7 @@ from holdfast.elastic.boot import WorkerBoot
 from holdfast.layout import Topology, place_replicas
 from holdfast.plan.interface import NodePlaces, Plan, Present
 from holdfast.plan.layouts import layouts_of
+from holdfast.plan.places import plan
 from holdfast.policy.seen import Seen
 from holdfast.wire.runstore import spoken_error
 
@@ -25,9 +26,12 @@ def plan_topology(config: RunConfig, generation: int, node: str) -> Topology:
 def here(
     config: RunConfig, nodes: Sequence[NodePlaces], generation: int, present: Present | None = None
 ) -> Plan:
-    """The Planner of a run of one node: all that the run file asks for, as it asks for it."""
+    """The Planner of a run of one node: all that the run file asks for, as it asks for it; with
+    fewer places, what the planner of several nodes makes of them."""
     topology = plan_topology(config, generation, nodes[0].name)
     ranks = topology.world_size
+    if nodes[0].places < ranks:
+        return plan(config, nodes, generation, present)
     return Plan(topology, (None,) * ranks, 0, 0, 0, "")
 
 

@@ -66,7 +66,10 @@ async def reign_over(
     make = Maker(term, store, plan, begin, refused)
     gc.set_threshold(*COLLECTS)
     reign = membership.begin(term.number, now, max(generation, above), nodes, reason)
-    return Coordinator(reign, rules, make, changed, complain)
+    coordinator = Coordinator(reign, rules, make, changed, complain)
+    for name, said in dict(value.get("agents", {})).items():  # where they were to be found
+        coordinator.known[str(name)] = Known({"address": str(said.get("address", ""))})
+    return coordinator
 
 
 class Maker:

@@ -486,6 +486,17 @@ def usable(reign: Reign) -> tuple[Node, ...]:
     return tuple(node for node in reign.nodes if _stays(node) and _free(node))
 
 
+def awaited(reign: Reign) -> tuple[str, ...]:
+    """Members without whose word it does not go on."""
+    due = (Stage.WORKING, Stage.DONE) if reign.phase is Phase.STARTING else LET_GO
+    return tuple(
+        node.name
+        for node in reign.nodes
+        if node.name in reign.members
+        and (node.expected or node.stage not in due or node.at != reign.generation)
+    )
+
+
 def _free(node: Node) -> bool:
     """Whether it is known that nobody works there."""
     return node.stage in LET_GO and not node.expected

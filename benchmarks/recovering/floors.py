@@ -1,0 +1,100 @@
+"""What no recovery can be quicker than: `python -m benchmarks.recovering.floors` prints JSON.
+
+error      from SIGKILL of one of four processes of a bare gloo group to the error in the last
+           of the others, which wait in a reduction
+regroup    a new gloo group of three, over a file store
+import     a process that imports torch and ends
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+WORLD = 4
+
+
+def group(rank: int, world: int, path: str) -> Any:
+    import torch.distributed as dist
+
+    store = dist.FileStore(path, world)
+    return dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=60))
+
+
+def process(rank: int, folder: str, pipe: Connection) -> None:
+    import torch
+
+    old = group(rank, WORLD, f"{folder}/old")
+    value = torch.ones(1000)
+    pipe.send("ready")
+    try:
+        while True:
+            old.allreduce([value]).wait()
+            if rank == 0:
+                time.sleep(0.002)
+    except RuntimeError:
+        noticed = time.time()
+    pipe.recv()
+    begun = time.time()
+    new = group(rank, WORLD - 1, f"{folder}/new")
+    new.allreduce([value]).wait()
+    pipe.send((noticed, time.time() - begun))
+    pipe.recv()
+    os._exit(0)  # the destructor of the broken group may wait
+
+
+def once(folder: str) -> tuple[float, float]:
+    context = multiprocessing.get_context("fork")
+    pipes, children = [], []
+    for rank in range(WORLD):
+        ours, theirs = context.Pipe()
+        child = context.Process(target=process, args=(rank, folder, theirs))
+        child.start()
+        pipes.append(ours)
+        children.append(child)
+    for pipe in pipes:
+        pipe.recv()
+    begun = time.time()
+    os.kill(children[-1].pid or 0, signal.SIGKILL)
+    time.sleep(0.5)
+    for pipe in pipes[:-1]:
+        pipe.send("regroup")
+    said = [pipe.recv() for pipe in pipes[:-1]]
+    for pipe in pipes[:-1]:
+        pipe.send("end")
+    for child in children:
+        child.join()
+    return max(noticed for noticed, _ in said) - begun, max(seconds for _, seconds in said)
+
+
+def imported() -> float:
+    begun = time.time()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return time.time() - begun
+
+
+def main() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    found = []
+    for _ in range(5):
+        with tempfile.TemporaryDirectory() as folder:
+            found.append(once(str(Path(folder))))
+    error, regroup = (statistics.median(each) for each in zip(*found, strict=True))
+    print(json.dumps({"error": error, "regroup": regroup, "import": imported()}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What the processes of a run tell while they train, a line a step: see `recovering/worker.py`."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class SilentError(Exception):
+    """What was waited for did not come."""
+
+
+@dataclass(frozen=True)
+class Line:
+    time: float
+    step: int
+    generation: int
+    rank: int
+    pid: int
+    workers: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """One loss. seconds: from the fault to the next committed step; step: how long a step took
+    before and after; cpu: seconds of the whole machine meanwhile; lost: steps done again."""
+
+    seconds: float
+    before: float
+    after: float
+    cpu: float
+    lost: int
+
+    @property
+    def beyond(self) -> float:
+        """What it took beyond one step among those who are left."""
+        return self.seconds - max(self.before, self.after)
+
+
+class Lines:
+    """The file, read as it grows."""
+
+    def __init__(self, path: Path, alive: Callable[[], str], seconds: float = 60.0) -> None:
+        """alive: "" while the run lives, else its last words."""
+        self._path, self._alive, self._seconds = path, alive, seconds
+        path.touch()
+
+    def read(self) -> list[Line]:
+        out = []
+        for text in self._path.read_text().splitlines(keepends=True):
+            if text.endswith("\n"):
+                when, *rest = text.split()
+                out.append(Line(float(when), *map(int, rest)))
+        return out
+
+    def until(self, condition: Callable[[list[Line]], bool], what: str) -> list[Line]:
+        """Raises SilentError."""
+        deadline = time.monotonic() + self._seconds
+        while not condition(found := self.read()):
+            if time.monotonic() > deadline or self._alive():
+                raise SilentError(f"{what} did not come: {self._alive() or 'time is up'}")
+            time.sleep(0.02)
+        return found
+
+    def steady(self, workers: int, steps: int, after: int = 0) -> list[Line]:
+        """Until the newest generation, later than `after`, has so many workers, all of which have
+        made so many steps in it."""
+
+        def due(found: list[Line]) -> bool:
+            if not found:
+                return False
+            newest = max(line.generation for line in found)
+            here = [line for line in found if line.generation == newest and line.step > 0]
+            ranks = {line.rank for line in here if line.workers == workers}
+            done = [sum(line.rank == rank for line in here) for rank in ranks]
+            return newest > after and len(ranks) == workers and min(done) >= steps
+
+        return self.until(due, f"{workers} workers at work")
+
+    def befall(self, deed: Callable[[list[Line]], None], after_steps: int = 3) -> Found:
+        """Do it, and see what comes of it."""
+        known = self.read()
+        newest = max(line.generation for line in known)
+        cpu, begun = machine_cpu(), time.time()
+        deed([line for line in known if line.generation == newest])
+        found = self.until(
+            lambda lines: any(_after(line, newest, begun) for line in lines),
+            "a step after the fault",
+        )
+        cpu = machine_cpu() - cpu
+        first = min(line.time for line in found if _after(line, newest, begun))
+        reached = next(line.generation for line in found if line.time == first)
+        found = self.until(
+            lambda lines: len(commits(lines, reached)) >= after_steps, "steps after the fault"
+        )
+        old = set(commits(found, newest))
+        again = old & set(commits(found, reached))
+        given_up = {line.step for line in found if line.step < 0 and line.time > begun}
+        steps = (_gap(commits(found, newest)), _gap(commits(found, reached)))
+        return Found(first - begun, *steps, cpu, len(again) + len(given_up))
+
+
+def _after(line: Line, generation: int, begun: float) -> bool:
+    return line.generation > generation and line.time > begun and line.step > 0
+
+
+def commits(lines: list[Line], generation: int) -> dict[int, float]:
+    """When each of its steps was committed: nobody applies before all have voted."""
+    out: dict[int, float] = {}
+    for line in lines:
+        if line.generation == generation and line.step > 0:
+            out[line.step] = min(line.time, out.get(line.step, line.time))
+    return out
+
+
+def _gap(times: dict[int, float]) -> float:
+    """The time of a step, of the last few."""
+    ordered = sorted(times.values())[-9:]
+    return statistics.median(b - a for a, b in itertools.pairwise(ordered))
+
+
+def machine_cpu() -> float:
+    """Seconds that the machine's cores have computed. On a machine that does nothing else, they are
+    those of the run: whatever its processes are called and whoever has reaped them."""
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    user, nice, system = (int(word) for word in words[:3])
+    return (user + nice + system) / 100.0
