@@ -63,6 +63,17 @@ class Scribe:
                 self.write(CheckpointRestored(rank, key, 1000, 0.1, step=step), after=0.25)
             self.write(WorkerReady(rank, 0.5, step=step), after=0.25)
 
+    def among(self, *nodes: str, step: int = 0, reason: str = "start", rung: int = -1) -> None:
+        """A generation of one worker a node, which go on with what they hold."""
+        self.workers = len(nodes)
+        topology = place(Layout(len(nodes)), self.generation, nodes).to_json()
+        held = list(range(len(nodes))) if step else None
+        self.write(
+            GenerationStarted(topology, reason, None, rung, held, step=step), after=0.25
+        )  # fmt: skip
+        for rank in range(len(nodes)):
+            self.write(WorkerReady(rank, 0.25, step=step), after=0.25)
+
     def steps(self, first: int, last: int, seconds: float = 1.0, **phases: float) -> None:
         share = phases or {"data": 0.125, "compute": 0.5, "reduce": 0.25, "apply": 0.125}
         for step in range(first, last + 1):

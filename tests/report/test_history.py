@@ -20,6 +20,7 @@ from holdfast.events import (
     SaveInterval,
     SettingIgnored,
     WorkerHeld,
+    WorkerLost,
     to_json,
 )
 from holdfast.report.history import build, read
@@ -63,7 +64,11 @@ def test_the_loss_is_one_incident_with_its_price() -> None:
     assert incident.steps_lost == 3
     # new generation 0.25, restore and ready 1.0, first step 1.0
     assert incident.seconds == pytest.approx(2.25)
-    assert incident.phases == pytest.approx({"decide": 0.25, "restore": 1.0, "step": 1.0})
+    assert incident.stood_still == pytest.approx(2.5)
+    assert incident.phases == pytest.approx(
+        # noticed 0.25 after step 13; step 11 is `step`, then 12 and 13 again, and 14 is new
+        {"detect": 0.25, "agree": 0.25, "restore": 1.0, "step": 1.0, "replay": 3.0}
+    )
     assert "rank 1" in incident.title
     assert "SIGKILL" in incident.title
 
@@ -86,6 +91,44 @@ def test_sessions_generations_and_checkpoints() -> None:
     assert sum(history.time.values()) == pytest.approx(history.wall)
     assert history.goodput == pytest.approx((26 * 0.625 + 4) / history.wall)
     assert history.goodput_running > history.goodput
+
+
+def nodes_run() -> Scribe:
+    """Nodes a, b, c; c is cut off after step 5 and tells late that it stopped; it comes back."""
+    run = Scribe()
+    run.start()
+    run.among("a", "b", "c")
+    run.steps(1, 5)
+    run.write(WorkerLost(2, 0, "not heard for 1.5 s", "heartbeat", node="c"), after=1.5)
+    late = Record(1, "agent.c", 0, run.at + 4.0, WorkerHeld(2, 5, None, "a peer was lost"))
+    run.open_generation()
+    run.among("a", "b", step=5, reason="node_lost", rung=0)
+    run.steps(6, 8)
+    run.write(WorkerHeld(0, 8, None, "paused after step 8"))
+    run.open_generation()
+    run.among("a", "b", "c", step=8, reason="node_joined", rung=5)
+    run.steps(9, 10)
+    run.finish()
+    run.records.append(late)
+    return run
+
+
+def test_nodes_that_are_lost_and_join_say_so_with_rung_and_price() -> None:
+    history = build(nodes_run().records)
+    lost, joined = history.incidents
+    assert (lost.title, lost.rung) == ("c lost (not heard for 1.5 s)", 0)
+    assert (lost.came, lost.gone, lost.planned) == ((), ("c",), False)
+    assert lost.phases == pytest.approx({"detect": 1.5, "agree": 0.25, "restore": 0.5, "step": 1.0})
+    assert lost.stood_still == pytest.approx(3.25)
+    assert (joined.title, joined.rung, joined.planned) == ("c joined", 5, True)
+    assert [g.nodes for g in history.generations] == [("a", "b", "c"), ("a", "b"), ("a", "b", "c")]
+    assert [s.ended for s in history.sessions] == ["finished"]
+    assert history.time["recovery"] == pytest.approx((1.5 + 0.25 + 0.5) + (0.25 + 0.75))
+    assert history.time["rework"] == history.time["stopped"] == 0
+    assert sum(history.time.values()) == pytest.approx(history.wall)
+    page = render(history, {})
+    for words in ("c lost (not heard for 1.5 s)", "0: the others went on", "5: grown", "a, b, c"):
+        assert words in page
 
 
 def test_the_order_in_which_records_come_does_not_matter() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from rich.console import Console
 
-from holdfast.events import Record, StepDone
+from holdfast.events import Record, StepDone, WorkerLost
 from holdfast.report.drawing import braille
 from holdfast.report.live import View, picture, watch
 from holdfast.report.progress import Progress
@@ -95,6 +95,35 @@ def test_the_picture_shows_the_run_as_it_is() -> None:
     lost = screen(progress_of(run.records), 100, 40)
     assert "recovering" in lost
     assert "✗ 1 lost" in lost
+
+
+def test_nodes_come_and_go_in_lines_and_in_the_picture() -> None:
+    run = Scribe()
+    run.start()
+    run.among("a", "b", "c")
+    run.steps(1, 5)
+    run.write(WorkerLost(2, 7, "SIGKILL", "exit", node="c"), after=0.25)
+    run.open_generation()
+    run.among("a", "b", step=5, reason="worker_lost", rung=0)
+    run.steps(6, 8)
+    out = io.StringIO()
+    with View(30, console=Console(file=out, width=200), every_seconds=1e9) as view:
+        for record in run.records:
+            view.observe(record)
+    for part in ("3 workers, from initial weights, on a, b, c", "rank 2 of c lost: SIGKILL",
+                 "from the state after step 5; c left out", "recovered by rung 0",
+                 "stood still for 2.0 s, 0 steps done again"):  # fmt: skip
+        assert part in out.getvalue()
+    text = screen(progress_of(run.records), 100, 40)
+    for part in ("● a", "● b", "✗ c", "rung 0: the others went on"):
+        assert part in text
+    run.open_generation()
+    run.among("a", "b", "c", step=8, reason="node_joined", rung=5)
+    run.steps(9, 9)
+    progress = progress_of(run.records)
+    assert progress.nodes == {"a": True, "b": True, "c": True}
+    assert progress.happenings[-1].text == "c joined: training stood still for 2.0 s"
+    assert progress.happenings[-2].text.endswith("; c taken in")
 
 
 def test_the_curve_forgets_what_is_done_again() -> None:

@@ -83,6 +83,8 @@ class Generation:
     workers: int
     first: int = 0
     last: int = 0
+    nodes: tuple[str, ...] = ()
+    live: bool = False  # it went on with what processes held
 
 
 @dataclass(frozen=True)
@@ -256,9 +258,11 @@ class _Builder:
 
     def _generation(self, number: int, event: GenerationStarted, elapsed: float) -> None:
         key = event.restored_from
+        ranks = event.topology.get("nodes", ())
         self.generations[number] = Generation(
-            number, event.reason, elapsed, event.step, key, len(event.topology.get("nodes", ()))
-        )
+            number, event.reason, elapsed, event.step, key, len(ranks),
+            nodes=tuple(dict.fromkeys(ranks)), live=event.came_from is not None,
+        )  # fmt: skip
         if key in self.checkpoints:
             row = self.checkpoints[key]
             self.checkpoints[key] = replace(row, restored=row.restored + 1)

@@ -2,7 +2,16 @@
 
 An incident opens when a worker is lost or stops (or when a session ends without a word) and closes
 with the first step of a newer generation. Its length is the RTO: seconds from the loss, as the
-agent noticed it, to the first new committed step; the steps done again are its RPO.
+agent noticed it, to the first committed step after it; the steps done again are its RPO. Its parts:
+
+    detect    from the last step before to the first word of it: at most so long was it not noticed
+    agree     until the next generation was decided
+    restore   until its last worker had its state
+    step      until its first step was done
+    replay    until a step was done that had not been done before; where none was lost, no part
+
+A planned change of membership (a node came, or left in time) stands still as well, and is kept in
+the same way.
 """
 
 from __future__ import annotations
@@ -26,6 +35,23 @@ from holdfast.events import (
 )
 
 _ENDS = (RunStopped, RunFinished, RunFailed)
+_PLANNED = {
+    "notice": "left in time",
+    "node_joined": "joined",
+    "worker_joined": "joined",
+    "slow_worker": "",
+}
+
+RUNGS = {
+    0: "the others went on",
+    1: "the same processes went on",
+    2: "a standby took the place",
+    3: "a spare node took the place",
+    4: "another layout of what was left",
+    5: "grown",
+    6: "from the run store",
+}
+"""The recovery ladder, in a few words each."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +60,15 @@ class Loss:
 
     rank: int
     cause: str  # "SIGKILL", "exit 1", "no progress for 30 s", ...
-    noticed_by: str  # exit, progress, peer
+    noticed_by: str  # exit, progress, peer, heartbeat, ...
+    node: str = ""  # where it sat
+
+    @property
+    def words(self) -> str:
+        """Who was lost, for people."""
+        if self.node and self.noticed_by == "heartbeat":
+            return f"{self.node} lost"
+        return f"rank {self.rank} of {self.node} lost" if self.node else f"rank {self.rank} lost"
 
 
 @dataclass(frozen=True)
@@ -51,6 +85,11 @@ class Incident:
     ready: float | None = None  # its last worker had restored its state
     recovered: float | None = None  # its first step was done
     restart_step: int | None = None  # it began from the state after this step
+    rung: int = -1  # of the recovery ladder that the next generation took; -1: none
+    came: tuple[str, ...] = ()  # nodes that the next generation has and the broken one had not
+    gone: tuple[str, ...] = ()
+    stood: float | None = None  # the last step before was done
+    caught_up: float | None = None  # a step was done that had not been done before
     found: float = 0.0  # seconds to find and open that state
     state: CheckpointRestored | None = None  # how its slowest rank read it
 
@@ -65,13 +104,28 @@ class Incident:
         return 0 if self.restart_step is None else max(0, self.reached - self.restart_step)
 
     @property
+    def planned(self) -> bool:
+        """Nothing broke: a node came, or left in time."""
+        return not self.losses and self.kind in _PLANNED
+
+    @property
+    def stood_still(self) -> float | None:
+        """From the last step before to the first one after."""
+        if self.stood is None or self.recovered is None:
+            return None
+        return self.recovered - self.stood
+
+    @property
     def phases(self) -> dict[str, float]:
-        """Parts of the recovery: deciding, starting and restoring, the first step."""
-        marks = [("decide", self.restarted), ("restore", self.ready), ("step", self.recovered)]
-        out, last = {}, self.began
+        """Parts of the recovery; see the module."""
+        out = {} if self.stood is None else {"detect": self.began - self.stood}
+        marks = [("agree", self.restarted), ("restore", self.ready), ("step", self.recovered)]
+        last = self.began
         for name, mark in marks:
             if mark is not None:
                 out[name], last = mark - last, mark
+        if self.steps_lost and self.caught_up is not None:
+            out["replay"] = self.caught_up - last
         return out
 
     @property
@@ -89,9 +143,13 @@ class Incident:
         if self.losses:
             first = self.losses[0]
             more = f" and {len(self.losses) - 1} more" if len(self.losses) > 1 else ""
-            return f"rank {first.rank} lost{more} ({first.cause})"
+            return f"{first.words}{more} ({first.cause})"
         if self.kind == "session_lost":
             return "the session ended without a word"
+        if self.kind == "slow_worker" and self.planned:
+            return "a slow worker gets another share of the work"
+        if self.planned and (who := ", ".join(self.gone or self.came)):
+            return f"{who} {_PLANNED[self.kind]}"
         return self.note or self.kind.replace("_", " ")
 
 
@@ -103,6 +161,9 @@ class IncidentBook:
         self._open: Incident | None = None
         self._generation = 0
         self._step = 0
+        self._step_at: float | None = None  # when the newest step was told
+        self._behind: int | None = None  # the incident, if any, whose steps are being done again
+        self._nodes: frozenset[str] = frozenset()  # of the newest generation
         self._in_session = False
         self._last_elapsed = 0.0
         self._note = ""
@@ -140,11 +201,13 @@ class IncidentBook:
             self._update(ready=elapsed)
         elif isinstance(event, StepDone):
             self._step = max(self._step, event.step)
+            self._catch_up(event.step, elapsed)
             if self._open is not None and self._late(record.generation, event.step):
                 # A report that came in after the loss was noticed.
                 self._update(reached=max(self._open.reached, event.step))
             else:
-                ended = self._recover(record.generation, elapsed)
+                self._step_at = elapsed
+                ended = self._recover(record.generation, event.step, elapsed)
         self._last_elapsed = elapsed
         return ended
 
@@ -157,7 +220,9 @@ class IncidentBook:
 
     def _begin(self, kind: str, generation: int, elapsed: float) -> None:
         if self._open is None:
-            self._open = Incident(generation, kind, elapsed, self._step, note=self._note)
+            self._open = Incident(
+                generation, kind, elapsed, self._step, note=self._note, stood=self._step_at
+            )
             self.incidents.append(self._open)
             self._note = ""
 
@@ -167,11 +232,13 @@ class IncidentBook:
             self._open = None
         self._begin("worker_lost", generation, elapsed)
         assert self._open is not None
-        loss = Loss(event.rank, event.cause, event.noticed_by)
+        loss = Loss(event.rank, event.cause, event.noticed_by, event.node)
         self._update(kind="worker_lost", losses=(*self._open.losses, loss))
 
     def _hold(self, generation: int, event: WorkerHeld, elapsed: float) -> None:
         """Somebody stopped, perhaps before it is known who is lost, if anybody is."""
+        if generation < self._generation:
+            return  # a node that was cut off tells it now
         if self._open is not None and self._open.restarted is not None:
             self._open = None  # the generation that should have ended the incident stopped too
         if self._open is None:
@@ -179,20 +246,34 @@ class IncidentBook:
             self._update(note=event.why)
 
     def _restart(self, generation: int, event: GenerationStarted, elapsed: float) -> None:
+        nodes = frozenset(event.topology.get("nodes", ()))
         if self._open is None and self._generation and event.reason not in ("start", "resume"):
             self._begin(event.reason, self._generation, elapsed)
         if self._open is not None and generation > self._open.generation:
             kind = event.reason if self._open.kind == "held" else self._open.kind
-            self._update(kind=kind, restarted=elapsed, restart_step=event.step)
+            self._update(
+                kind=kind, restarted=elapsed, restart_step=event.step, rung=event.rung,
+                came=tuple(sorted(nodes - self._nodes)), gone=tuple(sorted(self._nodes - nodes)),
+            )  # fmt: skip
+        self._nodes = nodes
         self._generation = max(self._generation, generation)
         self._step = event.step
 
-    def _recover(self, generation: int, elapsed: float) -> Incident | None:
+    def _catch_up(self, step: int, elapsed: float) -> None:
+        """The steps of an incident that is over have been done again."""
+        if self._behind is not None and step > self.incidents[self._behind].reached:
+            behind = self.incidents[self._behind]
+            self.incidents[self._behind] = replace(behind, caught_up=elapsed)
+            self._behind = None
+
+    def _recover(self, generation: int, step: int, elapsed: float) -> Incident | None:
         if self._open is None or self._open.restarted is None:
             return None
         if generation <= self._open.generation:
             return None
         self._update(recovered=elapsed)
+        if self._open.steps_lost and step <= self._open.reached:
+            self._behind = len(self.incidents) - 1
         ended, self._open = self._open, None
         return ended
 

@@ -23,13 +23,14 @@ from rich.text import Text
 from holdfast.events import Evaluated, Record, StepDone
 from holdfast.report.behind import Behind
 from holdfast.report.drawing import bar, braille
+from holdfast.report.incidents import RUNGS
 from holdfast.report.numbers import clock, count, duration, percent, plural, si, size
 from holdfast.report.progress import Happening, Progress
 from holdfast.report.timeline import in_order
 
 _MOODS = {"good": "green", "bad": "bold red", "plain": "default"}
 _WORKERS = {"training": ("●", "green"), "ready": ("●", "cyan"), "starting": ("○", "yellow"),
-            "lost": ("✗", "bold red")}  # fmt: skip
+            "held": ("◐", "yellow"), "lost": ("✗", "bold red")}  # fmt: skip
 _STATES = {"training": "green", "finished": "green", "failed": "bold red", "recovering": "red",
            "starting": "yellow", "stopped": "yellow"}  # fmt: skip
 _PER_SECOND = 4
@@ -131,10 +132,12 @@ def picture(progress: Progress, width: int, height: int) -> RenderableType:
     """The whole view for a terminal of that size; narrow and low ones get less of it."""
     inner = max(20, min(width, 110) - 4)
     parts: list[RenderableType] = [_bar_line(progress, inner), _numbers(progress, inner)]
-    rest = height - 12
+    rest = height - 12 - (len(progress.nodes) > 1)
     if rest >= 4 and len(progress.curve) > 1:
         parts += ["", *_curve(progress, inner, min(9, rest - 2))]
-    parts += ["", _workers(progress, inner), _saved(progress, inner)]
+    parts += ["", _workers(progress, inner)]
+    parts += [_nodes(progress, inner)] if len(progress.nodes) > 1 else []
+    parts += [_saved(progress, inner)]
     events = _events(progress, inner, max(1, min(6, height - 18)))
     parts += ["", *events] if events else []
     title = Text.assemble(
@@ -202,6 +205,16 @@ def _workers(progress: Progress, width: int) -> Text:
     if not wide:
         alive = sum(state != "lost" for state in progress.workers.values())
         pieces.append(f" {plural(alive, 'worker')}")
+    return _line(*pieces, width=width)
+
+
+def _nodes(progress: Progress, width: int) -> Text:
+    """Who takes part, who did once, and the rung by which the generation came about."""
+    pieces: list[tuple[str, str] | str] = [("nodes    ", "dim")]
+    for name, there in progress.nodes.items():
+        pieces.append((f"● {name}   ", "green") if there else (f"✗ {name}   ", "dim red"))
+    if progress.rung >= 0:
+        pieces.append((f"rung {progress.rung}: {RUNGS[progress.rung]}", "dim"))
     return _line(*pieces, width=width)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from holdfast.events import (
@@ -17,12 +18,13 @@ from holdfast.events import (
     RunStopped,
     SaveInterval,
     StepDone,
+    WorkerHeld,
     WorkerLost,
     WorkerReady,
     WorkerStarted,
 )
 from holdfast.report.history import notice
-from holdfast.report.incidents import IncidentBook
+from holdfast.report.incidents import RUNGS, IncidentBook, Loss
 from holdfast.report.numbers import duration, plural, size
 from holdfast.report.timeledger import TimeLedger
 
@@ -51,7 +53,9 @@ class Progress:
     loss: float = float("nan")
     learning_rate: float = float("nan")
     tokens_per_second: float = 0.0
-    workers: dict[int, str] = field(default_factory=dict)  # rank -> starting, training, lost
+    workers: dict[int, str] = field(default_factory=dict)  # rank -> starting, training, lost, held
+    nodes: dict[str, bool] = field(default_factory=dict)  # all that ever took part -> does it now
+    rung: int = -1  # of the recovery ladder that the generation took
     validation: Evaluated | None = None
     checkpoint: tuple[CheckpointCommitted, float] | None = None  # and when, in running time
     happenings: deque[Happening] = field(default_factory=lambda: deque(maxlen=50))
@@ -85,7 +89,15 @@ class Progress:
             found = None
             if ended is not None and ended.seconds is not None:
                 lost = plural(ended.steps_lost, "step")
-                text = f"recovered in {duration(ended.seconds)}, {lost} done again"
+                still = ended.stood_still
+                cost = duration(ended.seconds if still is None else still)
+                if ended.rung < 0:
+                    text = f"recovered in {duration(ended.seconds)}, {lost} done again"
+                elif ended.planned:
+                    text = f"{ended.title}: training stood still for {cost}"
+                else:
+                    text = f"recovered by rung {ended.rung} ({RUNGS[ended.rung]}), "
+                    text += f"stood still for {cost}, {lost} done again"
                 found = Happening(elapsed, text, "good")
         else:
             found = self._take(record, record.event, elapsed)
@@ -122,7 +134,11 @@ class Progress:
             case WorkerLost():
                 self.workers[event.rank] = "lost"
                 self.state = "recovering"
-                return Happening(elapsed, f"rank {event.rank} lost: {event.cause}", "bad")
+                loss = Loss(event.rank, event.cause, event.noticed_by, event.node)
+                return Happening(elapsed, f"{loss.words}: {event.cause}", "bad")
+            case WorkerHeld():
+                if record.generation == self.generation and event.rank in self.workers:
+                    self.workers[event.rank] = "held"
             case Evaluated():
                 self.validation = event
                 bits = f"{event.bits_per_byte:.3f} bits per byte"
@@ -149,10 +165,27 @@ class Progress:
     def _generation(self, number: int, event: GenerationStarted, elapsed: float) -> Happening:
         again = self.generation > 0
         self.generation, self.step = number, event.step
-        self.workers = dict.fromkeys(range(len(event.topology.get("nodes", ()))), "starting")
+        ranks = event.topology.get("nodes", ())
+        self.workers = dict.fromkeys(range(len(ranks)), "starting")
+        before = {name for name, there in self.nodes.items() if there}
+        self.nodes |= dict.fromkeys(self.nodes, False) | dict.fromkeys(ranks, True)
+        self.rung = event.rung
         self.curve = [point for point in self.curve if point[0] <= event.step]
         self._pace.clear()
         self.state = "recovering" if self.book.current is not None else "starting"
         origin = f"from the state after step {event.step}" if event.step else "from initial weights"
         text = f"generation {number}, {plural(len(self.workers), 'worker')}, {origin}"
+        text += _changes(before, set(ranks)) if before else _together(ranks)
         return Happening(elapsed, text, "plain" if again or not event.step else "good")
+
+
+def _together(ranks: Iterable[str]) -> str:
+    """On which nodes a run begins, where it has several."""
+    names = list(dict.fromkeys(ranks))
+    return f", on {', '.join(names)}" if len(names) > 1 else ""
+
+
+def _changes(before: set[str], now: set[str]) -> str:
+    """Which nodes came and went."""
+    came, gone = ", ".join(sorted(now - before)), ", ".join(sorted(before - now))
+    return (f"; {gone} left out" if gone else "") + (f"; {came} taken in" if came else "")

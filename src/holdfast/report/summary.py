@@ -45,11 +45,13 @@ def summary(
         "goodput": history.goodput,
         "goodput_running": history.goodput_running,
         "sessions": [asdict(s) for s in history.sessions],
-        "generations": [asdict(g) for g in history.generations],
+        "generations": [asdict(g) | {"nodes": list(g.nodes)} for g in history.generations],
         "incidents": [
             asdict(i)
             | {"losses": [asdict(loss) for loss in i.losses], "title": i.title}
-            | {"seconds": i.seconds, "steps_lost": i.steps_lost, "phases": i.phases,
+            | {"seconds": i.seconds, "stood_still": i.stood_still, "planned": i.planned}
+            | {"came": list(i.came), "gone": list(i.gone)}
+            | {"steps_lost": i.steps_lost, "phases": i.phases,
                "restored": i.source}
             for i in history.incidents
         ],

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from holdfast.report.history import History
+from holdfast.report.history import Generation, History
+from holdfast.report.incidents import RUNGS
 from holdfast.report.numbers import count, duration, percent, plural, size
 from holdfast.report.style import class_colour
 from holdfast.report.timeledger import CLASSES
@@ -76,13 +77,15 @@ def incidents(history: History) -> str:
     rows = []
     for i in history.incidents:
         phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in i.phases.items())
+        rung = f"{i.rung}: {RUNGS[i.rung]}" if i.rung in RUNGS else ""
         rows.append((
-            duration(i.began), escape(i.title), count(i.reached), count(i.steps_lost),
+            duration(i.began), escape(i.title), rung, count(i.reached), count(i.steps_lost),
             duration(i.seconds) if i.seconds is not None else "never",
             f'<span class="soft">{phases}<br>{escape(i.source)}</span>',
         ))  # fmt: skip
-    head = ("at", "what broke", "after step", "steps done again", "until a new step", "of which")
-    return table(head, rows, (0, 2, 3, 4))
+    head = ("at", "what happened", "rung", "after step", "steps done again", "until a new step",
+            "of which")  # fmt: skip
+    return table(head, rows, (0, 3, 4, 5))
 
 
 def checkpoints(history: History) -> str:
@@ -112,13 +115,21 @@ def generations(history: History) -> str:
     rows = [
         (
             str(g.number), escape(g.reason.replace("_", " ")), str(g.workers),
+            escape(", ".join(g.nodes)),
             f"{count(g.first)} to {count(g.last)}" if g.last else "none",
-            f'<span class="soft">{escape(g.restored_from or "initial weights")}</span>',
+            f'<span class="soft">{escape(_origin(g))}</span>',
         )
         for g in reversed(history.generations)
     ]  # fmt: skip
-    head = ("generation", "because of", "workers", "steps", "began from")
+    head = ("generation", "because of", "workers", "nodes", "steps", "began from")
     return _folded(head, rows, (0, 2))
+
+
+def _origin(generation: Generation) -> str:
+    """What it began from."""
+    if generation.live:
+        return "what the processes held"
+    return generation.restored_from or "initial weights"
 
 
 def notices(history: History) -> str:

@@ -4,22 +4,50 @@ Records merge by (generation, step, writer, sequence), which is the right order 
 wrong one for a story: a loss is noticed at no particular step. The agent stamps every record of a
 generation when it receives it, so inside a generation its clock gives the order; generations
 follow each other whatever their clocks say.
+
+Of several nodes each has a clock. A node that was cut off has something to tell of a generation
+after the next one began without it: such a record stands at that beginning, where the steps of both
+generations say that the clocks agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
-from holdfast.events import Record
+from holdfast.events import GenerationStarted, Record, StepDone
 
 
 def in_order(records: Iterable[Record]) -> list[Record]:
     """Generation by generation, each by the agent's clock, and each writer's records always in
     the order of their numbers, even where that clock was set back."""
+    everything = list(records)
+    limits = _limits(everything)
     newest: dict[tuple[int, str], float] = {}
     placed: list[tuple[tuple[int, float, str, int], Record]] = []
-    for record in sorted(records, key=lambda r: (r.generation, r.writer, r.sequence)):
+    for record in sorted(everything, key=lambda r: (r.generation, r.writer, r.sequence)):
         segment = (record.generation, record.writer)
         time = newest[segment] = max(newest.get(segment, record.time), record.time)
+        limit = limits.get(record.generation, time)
+        if time > limit:
+            time, record = limit, replace(record, time=limit)
         placed.append(((record.generation, time, record.writer, record.sequence), record))
     return [record for _, record in sorted(placed, key=lambda pair: pair[0])]
+
+
+def _limits(records: Sequence[Record]) -> dict[int, float]:
+    """generation -> when the next one began, on a clock that seems to be the same."""
+    begun: dict[int, float] = {}
+    stepped: dict[int, float] = {}
+    for record in records:
+        if isinstance(record.event, GenerationStarted):
+            begun.setdefault(record.generation, record.time)
+        elif isinstance(record.event, StepDone):
+            last = stepped.get(record.generation, record.time)
+            stepped[record.generation] = max(last, record.time)
+    return {
+        one: begun[other]
+        for one, other in pairwise(sorted(begun))
+        if max(begun[one], stepped.get(one, begun[one])) <= begun[other]
+    }
