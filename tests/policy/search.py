@@ -12,7 +12,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from holdfast.policy.membership import Phase, Stage
-from tests.policy.model import Agent, Model, Step, Store, ViolationError, World
+from tests.policy.model import Model
+from tests.policy.worlds import Agent, Step, Store, ViolationError, World
 
 
 class TooManyError(AssertionError):
@@ -45,7 +46,7 @@ def search(model: Model, starts: list[World], most: int = 10_000_000) -> Found:
         after = []
         for world in front:
             try:
-                _safe(model, world)
+                safe(model, world)
                 steps = model.steps(world)
             except (ViolationError, ValueError) as error:
                 raise ViolationError(f"{error}, after\n{found.way(world)}") from error
@@ -63,7 +64,7 @@ def search(model: Model, starts: list[World], most: int = 10_000_000) -> Found:
     return found
 
 
-def _safe(model: Model, world: World) -> None:
+def safe(model: Model, world: World) -> None:
     """What no world may show."""
     store: Store = model.stores.values[world.store]
     agents: list[Agent] = [model.agents.values[number] for number in world.agents]
@@ -109,12 +110,12 @@ def stuck(found: Found) -> list[World]:
             if world not in good:
                 good.add(world)
                 front.append(world)
-    return [world for world in found.ahead if world not in good and _anybody(found.model, world)]
+    return [world for world in found.ahead if world not in good and anybody(found.model, world)]
 
 
 def fair_cycles(found: Found) -> list[World]:
     """One world of each fair cycle among those that do not train."""
-    bad = {w for w in found.ahead if not found.model.trains(w) and _anybody(found.model, w)}
+    bad = {w for w in found.ahead if not found.model.trains(w) and anybody(found.model, w)}
     return [part[0] for part in _parts(found, bad) if _fair(found, part)]
 
 
@@ -128,8 +129,12 @@ def _fair(found: Found, part: list[World]) -> bool:
     return not always - stays
 
 
-def _anybody(model: Model, world: World) -> bool:
-    return any(model.agents.values[number].up for number in world.agents)
+def anybody(model: Model, world: World) -> bool:
+    """Who is there and not stopped."""
+    return any(
+        model.agents.values[number].up and not world.asleep >> i & 1
+        for i, number in enumerate(world.agents)
+    )
 
 
 def _parts(found: Found, among: set[World]) -> list[list[World]]:
