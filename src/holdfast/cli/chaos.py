@@ -81,7 +81,7 @@ def chaos(
 
     if known:
         for fault in FAULTS.values():
-            say(f"{fault.name:<18} {fault.text}")
+            print(f"{fault.name:<18} {fault.text}")
         return 0
     number, names = names_of(faults)
     several = [layout] if "=" in layout else layout.split(",")
@@ -107,8 +107,7 @@ def chaos(
     results = Campaign(settings, say).run(work[index - 1 :: parts])
     found = summary(results)
     (out / RESULT).write_text(json.dumps(found, indent=1))
-    for line in table(results):
-        say(line)
+    print("\n".join(table(results)), flush=True)
     say(f"{sum(r['recovered'] for r in results)} of {len(results)} runs recovered, "
         f"{found['faults']} faults; {out / RESULT}")  # fmt: skip
     return 0 if found["recovered"] else 1

@@ -1,0 +1,52 @@
+"""`holdfast chaos` itself: real agents, real faults, drawn from a seed; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from holdfast.events import FaultInjected, GenerationStarted
+from holdfast.wire.journal import read
+from holdfast.wire.runstore import FolderStore
+from tests.cli.support import apart
+
+DEADLINE = 400
+
+
+def test_a_sample_of_faults_is_recovered_from_and_not_done_again(tmp_path: Path) -> None:
+    kinds = "20 kill raise memory capture two recovery mover template agent"
+    arguments = ("chaos", "--out", tmp_path / "out", "--seed", "11", "--nodes", "2", "--no-network",
+                 "--faults", kinds)  # fmt: skip
+    found = apart(*arguments, deadline=DEADLINE)
+    assert found.code == 0, found.out + found.err
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["recovered"]
+    (run,) = result["runs"]
+    counted = [fault for fault in run["faults"] if fault["outcome"] == "recovered"]
+    assert len(counted) == result["faults"] >= 15
+    folder = tmp_path / "out" / "runs" / run["run"] / "run"
+    records = read(FolderStore(folder))
+    told = {r.event.number: r.event for r in records if isinstance(r.event, FaultInjected)}
+    for fault in counted:
+        event = told[10 * fault["number"]]
+        assert (event.step, event.point) == (fault["step"], fault["point"])
+    started = [r for r in records if isinstance(r.event, GenerationStarted)]
+    assert len(started) > len(counted) / 2
+    again = apart(*arguments)
+    assert again.code == 0
+    assert "done before" in again.err
+
+
+def test_what_makes_no_sense_is_refused_in_a_sentence() -> None:
+    apart("chaos", "--faults", "earthquake").refuses("no fault 'earthquake'", "--faults", "kill")
+    apart("chaos", "--layout", "diagonal").refuses("no layout", "--layout", "replicated")
+    apart("chaos", "--layout", "tp", "--nodes", "3").refuses("spread evenly", "--nodes")
+    apart("chaos", "--shard", "3/2").refuses("--shard", "1/2")
+    apart("chaos", "--trace", "nowhere.jsonl").refuses("nowhere.jsonl")
+
+
+def test_the_faults_are_listed_with_what_they_do() -> None:
+    found = apart("chaos", "--list")
+    assert found.code == 0
+    assert "kill               a worker is killed (SIGKILL)" in found.out
+    assert "zombie" in found.out
