@@ -164,7 +164,9 @@ def test_a_branch_that_was_given_up_is_not_sent_and_counts_for_nothing(
     assert steps(bucket) == [100, 95]
     bring_back(lost, location(bucket), "c", False, lambda text: None)
     assert steps(lost) == [95]
-    assert lost.list("starts/") == ["starts/0000000002.json"]
+    assert [k for k in lost.list("starts/") if b"null" not in lost.get(k)] == [
+        "starts/0000000002.json"
+    ]
 
 
 def test_what_was_found_rotten_is_not_sent(stores: list[FolderStore]) -> None:

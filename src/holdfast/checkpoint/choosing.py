@@ -41,9 +41,11 @@ from holdfast.spec.state import StateTable
 from holdfast.wire.journal import PREFIX as JOURNAL
 from holdfast.wire.journal import parse
 from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
-from holdfast.wire.term import newest_generation, newest_number
+from holdfast.wire.term import GENERATIONS, newest_generation, newest_number
 
 STARTS = "starts/"
+_NEVER = b'{"step": null}\n'
+"""A note's place that was taken: see `settle`."""
 
 Reject = Callable[[str, str], None]
 _Position = tuple[int, int]  # step, generation: as candidates are ordered
@@ -68,13 +70,42 @@ def note_start(store: RunStore, generation: int, step: int) -> None:
     newest = newest_generation(store)
     if newest > generation:
         raise FencedError(f"generation {newest} has been opened: {generation} begins too late")
-    with suppress(AlreadyExistsError):
+    settle(store, generation)
+    try:
         store.create(_start_key(generation), json.dumps({"step": step}).encode() + b"\n")
+    except AlreadyExistsError:  # said before, or by another mover; or its place was taken
+        try:
+            with suppress(CorruptError):
+                _start_of(store, generation)
+        except MissingKeyError:
+            words = f"a newer generation has begun: {generation} comes too late"
+            raise FencedError(words) from None
+
+
+def settle(store: RunStore, present: int) -> None:
+    """Older generations that were opened and have noted nothing never will: the places of their
+    notes are taken. Whoever slept between its look at the fence and its note would else give up,
+    with a note that comes late, what a newer generation stands on. So this comes before it chooses.
+    """
+    noted = set(_numbers(store, STARTS))
+    for generation in _numbers(store, GENERATIONS):
+        if generation < present and generation not in noted:
+            with suppress(AlreadyExistsError):
+                store.create(_start_key(generation), _NEVER)
 
 
 def newest_start(store: RunStore) -> int:
     """The newest generation that noted from which step it began; 0 for none."""
-    return newest_number(store.list(STARTS), STARTS)
+    for generation in sorted(_numbers(store, STARTS), reverse=True):
+        with suppress(MissingKeyError):
+            with suppress(CorruptError):
+                _start_of(store, generation)
+            return generation
+    return 0
+
+
+def _numbers(store: RunStore, prefix: str) -> list[int]:
+    return [n for key in store.list(prefix) if (n := newest_number([key], prefix))]
 
 
 def starts(store: RunStore, after: int) -> dict[int, int]:
@@ -119,10 +150,13 @@ def given_up(store: RunStore, present: int, generation: int, step: int) -> bool:
 
 
 def _start_of(store: RunStore, generation: int) -> int:
-    """Raises MissingKeyError, CorruptError."""
+    """Raises MissingKeyError, also where its place was taken, and CorruptError."""
     key = _start_key(generation)
+    data = store.get(key)
+    if data == _NEVER:
+        raise MissingKeyError(f"{key}: it had noted nothing when a newer one began")
     try:
-        return int(parsed(store.get(key))["step"])
+        return int(parsed(data)["step"])
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise CorruptError(f"{key}: does not say from which step it began") from error
 
@@ -160,6 +194,7 @@ class Chooser:
         skip: keys that were tried already. Raises CheckpointError when there are candidates and
         none can be trusted, and the store's own error when it is out of reach.
         """
+        settle(self._store, self._present)
         held = self._in_memory()
         at_rest = _positions(self._store)
         waiting = sorted(held.keys() | at_rest)  # the newest last
