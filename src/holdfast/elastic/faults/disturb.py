@@ -19,7 +19,7 @@ from typing import Any
 
 from holdfast.elastic.faults.armed import RECOVERY, Armoury, Order
 from holdfast.elastic.faults.deeds import DEEDS, Deed, NotNowError, Scene
-from holdfast.elastic.faults.library import Part
+from holdfast.elastic.faults.library import FAULTS, Part
 from holdfast.elastic.faults.schedule import Draw, unfit
 from holdfast.elastic.faults.shapes import Shape
 from holdfast.elastic.faults.view import View, Watcher
@@ -36,6 +36,7 @@ BACK_SECONDS = 60.0
 TAIL = 4
 """Steps after the last fault."""
 _REFUSES = 2  # the exit code of what a person has to mend
+_FINISHING = 5.0  # seconds that an agent may end before the run's end is in the journal
 _ENOUGH = 20  # agents that ended though nobody touched them
 _ENDS = ("kill", "exit", "stop", "hang", "hang inside", "hold the GIL")
 _PARTS = 10  # numbers of a fault's orders
@@ -93,6 +94,7 @@ class Disturbance:
         self._away: set[str] = set()  # nodes that are to come back
         self._bad: list[_Bad] = []
         self._gate = 0
+        self._left: list[tuple[str, float]] = []  # who has ended well, and when
         self._writers: dict[int, JournalWriter] = {}
         self.story = Story()
 
@@ -113,11 +115,21 @@ class Disturbance:
                 if not self._one(number, draw):
                     break
             self._await_nodes()
-            self._armoury.open_gate(self._steps)
+            self._open(self._steps)
             self._until(self._over, "the end of the run", 2 * RECOVERED_SECONDS)
         except StuckError as error:
             self.story.problem = str(error)
+        self._look_who_was_named()
         return self.story
+
+    def _look_who_was_named(self) -> None:
+        """At the end: who lost a worker tells of it when it comes to that."""
+        records = self._watcher.look().records
+        lost = {r.event.pid for r in records if isinstance(r.event, WorkerLost)}
+        for done in self.story.faults:
+            hit = self._armoury.hit(done.number * _PARTS)
+            if hit is not None and FAULTS[done.fault].parts[0].deed in _ENDS:
+                done.named = hit.pid in lost
 
     def _over(self) -> bool:
         return self.view.finished and not self._scene.fleet.alive
@@ -279,11 +291,6 @@ class Disturbance:
             done.outcome = f"second part missed ({last})"
         else:
             done.outcome = "recovered"
-        hit = self._armoury.hit(number * _PARTS)
-        if hit is not None and draw.fault.parts[0].deed in _ENDS:
-            done.named = any(
-                isinstance(r.event, WorkerLost) and r.event.pid == hit.pid for r in view.records
-            )
         while self._bad:
             self._tick()
 
@@ -332,10 +339,21 @@ class Disturbance:
         for node, code, expected in self._scene.fleet.ended():
             if self.view.finished:
                 continue
+            if code == 0 and not expected and self._gate >= self._steps:
+                self._left.append((node, time.monotonic()))  # its end may be known before the run's
+                continue
             if not expected:
                 self.story.ends.append([node, code])
                 if code == _REFUSES or len(self.story.ends) > _ENOUGH:
                     raise StuckError(f"{node} ended with {code}: {self._scene.fleet.said(node)}")
-            (self._scene.notices / node).unlink(missing_ok=True)
-            self._away.discard(node)
-            self._scene.fleet.start(node)
+            self._start_again(node)
+        for node, when in list(self._left):
+            if time.monotonic() - when > _FINISHING and not self.view.finished:
+                self._left.remove((node, when))
+                self.story.ends.append([node, 0])
+                self._start_again(node)
+
+    def _start_again(self, node: str) -> None:
+        (self._scene.notices / node).unlink(missing_ok=True)
+        self._away.discard(node)
+        self._scene.fleet.start(node)
