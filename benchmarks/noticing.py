@@ -30,7 +30,14 @@ from pathlib import Path
 from tests.cli.support import apart, write_run_file
 from tests.nodes import Nodes, nodes_of
 
-from holdfast.events import GenerationStarted, StepDone, WorkerLost, WorkerStarted
+from holdfast.events import (
+    Event,
+    GenerationStarted,
+    StepDone,
+    WorkerLost,
+    WorkerPaced,
+    WorkerStarted,
+)
 
 SETTINGS = (
     "train.batch_size=8", "train.evaluate.every=100", "checkpoint.every_steps=100",
@@ -141,7 +148,8 @@ def undisturbed(nodes: int, steps: int) -> None:
             for loop in load:
                 loop.kill()
         run.end()
-        named, generations = run.events(WorkerLost), len(run.events(GenerationStarted))
+        named: list[Event] = [*run.events(WorkerLost), *run.events(WorkerPaced)]
+        generations = len(run.events(GenerationStarted))
         done = [r for r in run.records() if isinstance(r.event, StepDone)]
         first = [r.time for r in done if r.time < half]
         rest = [r.time for r in done if r.time >= half]

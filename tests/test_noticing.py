@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.elastic.faults.armed import Armoury, Order
-from holdfast.events import GenerationStarted, WorkerLost, WorkerStarted
+from holdfast.events import GenerationStarted, StateDiffers, WorkerLost, WorkerStarted
 from tests.cli.support import apart, write_run_file
 from tests.nodes import DEADLINE, Nodes, nodes_of
 
@@ -132,4 +132,22 @@ def test_a_worker_that_hangs_is_named_wherever_it_does(
         assert [e.pid for e in lost] == [hit.pid for hit in hits if hit is not None]
         assert all("while others wait for it" in e.cause for e in lost)
         assert _live(run)
+        assert run.losses() == undisturbed, run.story()
+
+
+def test_a_worker_whose_state_is_not_that_of_the_others_takes_theirs(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    armoury = Armoury(tmp_path)
+    armoury.prepare()
+    armoury.arm(Order(1, "corrupt", "corrupt state", "applied", 30, 2))
+    settings = [*SETTINGS, "cluster.check_every_steps=10", f"cluster.faults={tmp_path}"]
+    with nodes_of(run_file, tmp_path / "run", *settings) as run:
+        run.start("a", settings=["cluster.places=4"])
+        assert set(run.end().values()) == {0}, run.story()
+        (found,) = run.events(StateDiffers)
+        assert (found.step, found.ranks, found.sure) == (30, [2], True)
+        assert found.tensors == ["model.embed.weight"]
+        assert _live(run)
+        assert len(run.events(GenerationStarted)[-1].topology["nodes"]) == 4
         assert run.losses() == undisturbed, run.story()

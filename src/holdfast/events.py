@@ -186,6 +186,15 @@ class StepDone(Event):
 
 
 @dataclass(frozen=True)
+class StateDiffers(Event):
+    """After the update of a step, ranks do not hold what the others hold of the same state."""
+
+    ranks: list[int]  # who differs from most; where there is no majority, all who differ
+    tensors: list[str]
+    sure: bool  # there was a majority
+
+
+@dataclass(frozen=True)
 class StepTraced(Event):
     """What a rank did when in one step: [track, name, start, stop] of every span, in seconds of its
     machine's monotonic clock, which ranks of one node share and others do not."""

@@ -24,6 +24,11 @@ class ClusterConfig(Section):
         description="a worker that stands still while others wait for it is named within three "
         "steps and a second; false: only progress_seconds count (for a debugger)",
     )
+    check_every_steps: int = Field(
+        0, ge=0,
+        description="every so many steps all who hold the same part of the state compare it, and "
+        "who differs from the others takes theirs; 0: never",
+    )  # fmt: skip
     grace_seconds: float = Field(
         0,
         ge=0,

@@ -119,6 +119,7 @@ class _Seen:
     base: float | None = None
     cpu: float | None = None  # without what its own reports took
     frozen: float | None = None  # since when it was seen stopped
+    frozen_cpu: float = 0.0
     told: float = 0.0  # its age when it was told of last
     waits: bool = False
 
@@ -211,15 +212,14 @@ class Lookout:
         if process is None:
             seen.cpu = seen.frozen = None
             return None
-        before, seen.cpu = seen.cpu, process.cpu - member.reporting
+        seen.cpu = process.cpu - member.reporting
         if seen.at != member.since or seen.base is None:
             seen.at, seen.base, seen.told = member.since, seen.cpu, 0.0
-        still = process.state == "T" and before == seen.cpu and not member.answering
-        if not still:
+        if process.state != "T" or member.answering:
             seen.frozen = None
             return None
-        if seen.frozen is None or member.heard > seen.frozen:
-            seen.frozen = now
+        if seen.frozen is None or member.heard > seen.frozen or process.cpu > seen.frozen_cpu:
+            seen.frozen, seen.frozen_cpu = now, process.cpu
         seconds = now - seen.frozen
         if seconds <= frozen_limit(self.normal, max(self._late)):
             return None

@@ -14,19 +14,22 @@ from math import inf
 from typing import Literal
 
 from holdfast.config.run import RunConfig
-from holdfast.errors import NonFiniteError
+from holdfast.errors import HoldfastError, NonFiniteError
 from holdfast.events import (
     BatchFed,
     CheckpointSkipped,
     Evaluated,
     NonFinite,
     SaveInterval,
+    StateDiffers,
     StepDone,
     StepTraced,
 )
 from holdfast.policy.save import Into, due
 from holdfast.policy.tiers import BUCKET, DISK, MEMORY, PEERS
+from holdfast.spec.state import state_table
 from holdfast.train.cadence import Cadence, Known
+from holdfast.train.checksum import Checksums, odd_ranks
 from holdfast.train.engine import StepEngine
 from holdfast.train.evaluate import Evaluator
 from holdfast.train.protocols import Feed, Membership, Reporter, Saver, StepBatch
@@ -111,6 +114,7 @@ class _Loop:
         self.saver, self.evaluator, self.config, self.rank = saver, evaluator, config, rank
         engine.cast = lambda: reporter.progress(engine.step, "vote")
         self.clock = clock
+        self.checks: Checksums | None = None
         self.watch = _Watch(clock)
         self.watch.start()
         self.recorder = engine.groups.recorder
@@ -138,6 +142,7 @@ class _Loop:
         watch.lap("reduce")
         rate = self.engine.apply(verdict)
         watch.lap("apply")
+        self._compare(step)
         self._trace(step)
         into = self._capture(step, verdict)
         self._report(batch, verdict, rate)
@@ -149,6 +154,28 @@ class _Loop:
         self.pausing = verdict.wishes.pause
         self.reporter.progress(step, "data")
         return verdict.wishes.stop
+
+    def _compare(self, step: int) -> None:
+        """Replicas are bit-equal: who is not has no state that anybody can use. Before anything of
+        it is captured. Raises HoldfastError there."""
+        every = self.config.cluster.check_every_steps
+        if not every or step % every:
+            return
+        groups = self.engine.groups
+        if self.checks is None:
+            table = state_table(self.config.model, self.config.train.precision)
+            self.checks = Checksums(groups.topology, table)
+        found = self.checks.check(groups, self.engine.state())
+        if not found:
+            return
+        odd = odd_ranks(found)
+        tensors = list(dict.fromkeys(name for each in found for name in each.tensors))
+        others = set(range(groups.topology.world_size)) - set(odd)
+        if self.rank == min(others, default=0):
+            self.reporter.emit(StateDiffers(list(odd), tensors, bool(others), step=step))
+        if self.rank in odd:
+            self.engine.torn = True
+            raise HoldfastError(f"the state after step {step} is not that of the other ranks")
 
     def _trace(self, step: int) -> None:
         """Report the spans of the step that somebody wants to see."""
