@@ -107,7 +107,7 @@ def _torchft(processes: Processes, python: str, told: tuple[str, ...]) -> Mend:
     port = "29611"
     processes.start(
         python, "-c", "import time\nfrom torchft.coordination import LighthouseServer as L\n"
-        f"server = L(bind='127.0.0.1:{port}', min_replicas=1, join_timeout_ms=100, "
+        f"server = L(bind='127.0.0.1:{port}', min_replicas=1, join_timeout_ms=10000, "
         "quorum_tick_ms=20, heartbeat_timeout_ms=500)\nwhile True: time.sleep(60)",
     )  # fmt: skip
     environ = {"RECOVERY_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
