@@ -339,6 +339,14 @@ class Model:
             for agent in agents
         )
 
+    def trains_unled(self, world: World) -> bool:
+        """Whether the newest generation commits steps, and who held the newest term is no more:
+        its agents see each other's journals grow, and let well alone until something breaks."""
+        store: Store = self.stores.values[world.store]
+        agents: list[Agent] = [self.agents.values[number] for number in world.agents]
+        led = any(a.reign is not None and a.reign.term == store.term for a in agents)
+        return self.moving(world) and not led
+
     # --- steps, each computed once ----------------------------------------------------------
     def _one(self, label: str, do: Any, world: World, i: int, *how: Any) -> Step:
         key = (label, do.__name__, world.agents[i], *how)
