@@ -94,6 +94,7 @@ def recover(
     past = Past.of(engine) if rank not in found.resolution.behind else None
     voted = engine.voted
     kept = topology.coordinate(rank).replica in found.kept
+    built: StepEngine | None = None
     try:
         if rank in found.resolution.appliers:
             _catch_up(engine, found, kept)
@@ -112,13 +113,14 @@ def recover(
         else:
             tensors = _taken(session, nothing=rank in found.resolution.behind)
             del engine, old
-            engine = entry.build(session.config, control)
+            engine = built = entry.build(session.config, control)
             engine.voted = voted
             session = session_of(session.config, engine, session.batches, session.device)
         entry.lap("groups" if kept else "build")
         entry.fill(engine, tensors, found, control, kept)
     except BaseException:
         control.abort()  # nobody is to wait for this process
+        _give_up(built)
         raise
     return entry.recovered(session, past, found, kept)
 
@@ -132,12 +134,14 @@ def join(
     joining = _joining(config, store, seconds, None)
     entry = _Entry(config, device, topology, rank, joining, before, dealer)
     control, found = entry.meet(NOTHING, came_from)
+    engine: StepEngine | None = None
     try:
         engine = entry.build(config, control)
         entry.lap("build")
         entry.fill(engine, {}, found, control, False)
     except BaseException:
         control.abort()
+        _give_up(engine)
         raise
     return entry.recovered(session_of(config, engine, batches, device), None, found, False)
 
@@ -154,6 +158,13 @@ def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:
         engine.apply(found.verdict)
     else:  # what computes on copies follows when all is built
         engine.update(found.verdict)
+
+
+def _give_up(engine: StepEngine | None) -> None:
+    """One that was built, and never got its state: its groups would be in the way of the next."""
+    if engine is not None:
+        engine.groups.abort()
+        engine.close()
 
 
 def _taken(session: Session, *, nothing: bool) -> dict[str, Held]:
