@@ -1,6 +1,6 @@
 """Ten thousand attempts at the listeners of a run, where the test command makes a sample.
 
-    python -m pytest -m slow tests/test_strangers_many.py
+python -m pytest -m slow tests/test_strangers_many.py
 """
 
 from __future__ import annotations
