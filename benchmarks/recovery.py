@@ -101,7 +101,7 @@ def main() -> int:
                 )  # fmt: skip
                 print(row(peer.name, found), flush=True)
             except SilentError as error:
-                print(f"{peer.name:<24} does not run here ({error}); {peer.published}", flush=True)
+                print(f"{peer.name:<24} no result: {error}", flush=True)
     if not wanted or "floors" in wanted:
         print(floors())
     return int(failed)

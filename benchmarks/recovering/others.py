@@ -25,13 +25,12 @@ WORLD = 4
 class Peer:
     name: str
     loop: str
-    published: str  # what is known of it where it does not run
 
 
 PEERS = (
-    Peer("torchft 0.2", "torchft", "0.95 s and a lost step, measured before"),
-    Peer("torchrun with DCP", "dcp", "19.3 s, measured before"),
-    Peer("Ray Train", "ray", "not measured"),
+    Peer("torchft 0.2", "torchft"),
+    Peer("torchrun with DCP", "dcp"),
+    Peer("Ray Train", "ray"),
 )
 
 

@@ -24,7 +24,6 @@ from holdfast.elastic.faults.armed import Armoury
 from holdfast.elastic.faults.deeds import Scene
 from holdfast.elastic.faults.disturb import TAIL, Disturbance, Story
 from holdfast.elastic.faults.fleet import Fleet
-from holdfast.elastic.faults.library import FAULTS
 from holdfast.elastic.faults.network import Network, available
 from holdfast.elastic.faults.schedule import Draw, drawn
 from holdfast.elastic.faults.shapes import Shape
@@ -40,7 +39,6 @@ QUICK = (
     "cluster.gather_seconds=30", "cluster.threads_per_worker=1", "cluster.notices=file",
     "cluster.notices_every_seconds=0.2",
 )  # fmt: skip
-_TAKES_LINES = ("agent", "coordinator", "everything", "kill", "exit", "zombie", "partition")
 
 
 @dataclass(frozen=True)
@@ -131,11 +129,8 @@ class Campaign:
             "unexpected_ends": story.ends, "problem": story.problem,
         }  # fmt: skip
         if not story.problem:
-            lost = sum(_lost(done.fault) for done in story.faults)
             try:
-                verdict = judge(
-                    folder / "run.d", undisturbed, task.steps, task.shape.tolerance, lost
-                )
+                verdict = judge(folder / "run.d", undisturbed, task.steps, task.shape.tolerance)
             except (HoldfastError, OSError, KeyError, ValueError) as error:
                 result["problem"] = f"the verdict could not be made: {error!r}"
             else:
@@ -213,12 +208,6 @@ class Campaign:
             )  # fmt: skip
         done.touch()
         return folder
-
-
-def _lost(fault: str) -> int:
-    """How many workers or agents a fault takes at once that tell of steps."""
-    parts = len(FAULTS[fault].parts)
-    return 2 if fault == "everything" else parts
 
 
 def recovered(result: dict[str, Any]) -> bool:

@@ -23,13 +23,12 @@ from holdfast.wire.runstore import FolderStore
 
 @dataclass(frozen=True)
 class Verdict:
-    """Each is "" where it holds, else a sentence. untold: steps of which the journal has no line,
-    though they were made. worst: the largest relative difference of a loss or a tensor."""
+    """Each is "" where it holds, else a sentence. worst: the largest relative difference of a loss
+    or a tensor."""
 
     curve: str
     ledger: str
     tensors: str
-    untold: int
     worst: float
 
     @property
@@ -37,17 +36,12 @@ class Verdict:
         return not (self.curve or self.ledger or self.tensors)
 
 
-def judge(folder: Path, undisturbed: Path, steps: int, tolerance: float, lost: int) -> Verdict:
-    """tolerance: relative; 0: to the bit. lost: workers and agents that did not live to tell of the
-    last steps that they made: so many lines may be missing of rank 0."""
-    ours, theirs = losses(folder), losses(undisturbed)
-    untold = steps - len(ours)
-    curve, worst = _curve(ours, theirs, steps, tolerance)
-    if not curve and untold > 4 * lost:
-        curve = f"{untold} of {steps} steps have no line, though only {lost} losses excuse that"
+def judge(folder: Path, undisturbed: Path, steps: int, tolerance: float) -> Verdict:
+    """tolerance: relative; 0: to the bit."""
+    curve, worst = _curve(losses(folder), losses(undisturbed), steps, tolerance)
     ledger = _ledger(folder, steps)
     tensors, off = _tensors(folder, undisturbed, steps, tolerance)
-    return Verdict(curve, ledger, tensors, untold, max(worst, off))
+    return Verdict(curve, ledger, tensors, max(worst, off))
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -61,6 +55,8 @@ def _curve(
 ) -> tuple[str, float]:
     if len(theirs) < steps:
         return "the undisturbed run has not all steps", 0.0
+    if untold := sorted(set(range(1, steps + 1)) - set(ours)):
+        return f"{len(untold)} of {steps} steps have no line, the first is {untold[0]}", 0.0
     worst = 0.0
     for step, loss in sorted(ours.items()):
         off = abs(loss - theirs[step]) / abs(theirs[step])
