@@ -16,7 +16,7 @@ from holdfast.spec.lineage import split
 from holdfast.wire.journal import read
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.term import newest_term
-from tests.cli.support import start
+from tests.cli.support import apart, start, write_run_file
 
 E = TypeVar("E", bound=Event)
 DEADLINE = 180.0
@@ -24,6 +24,25 @@ QUICK = (
     "cluster.places=1", "cluster.beat_seconds=0.5", "cluster.settle_seconds=0.5",
     "cluster.alone_seconds=3", "cluster.threads_per_worker=1",
 )  # fmt: skip
+
+
+def prepared(folder: Path) -> Path:
+    """A run file for a tiny model, its dataset made."""
+    path = write_run_file(folder)
+    done = apart("data", "prepare", path, deadline=DEADLINE)
+    assert done.code == 0, done.err
+    return path
+
+
+def losses_of_one_worker(run_file: Path, *settings: str) -> dict[int, float]:
+    """By step, of the run that is compared with: nobody disturbs it."""
+    folder = run_file.parent / f"alone{len(list(run_file.parent.glob('alone*')))}"
+    done = apart(
+        "train", run_file, f"folder={folder}", *settings, "layout.workers=1",
+        "cluster.threads_per_worker=1", deadline=DEADLINE,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    return Nodes(run_file, folder).losses()
 
 
 class Nodes:

@@ -169,8 +169,10 @@ def _one_curve_both_incidents_and_every_second(ran: Ran) -> None:
     assert story.state == "finished"
     assert [p.step for p in story.steps] == list(range(1, STEPS + 1))
     assert [e.step for e in story.evaluations] == list(range(50, STEPS + 1, 50))
-    assert [i.kind for i in story.incidents] == ["worker_lost", "session_lost"]
-    worker, agent = story.incidents
+    # Whether what replaces the worker still joined before the agent was killed is a matter of time.
+    broken = [incident for incident in story.incidents if incident.kind != "worker_joined"]
+    assert [incident.kind for incident in broken] == ["worker_lost", "session_lost"]
+    worker, agent = broken
     assert worker.losses[0].rank == 1
     assert worker.losses[0].cause == "SIGKILL"
     for incident in (worker, agent):
@@ -178,7 +180,8 @@ def _one_curve_both_incidents_and_every_second(ran: Ran) -> None:
         assert 0 < incident.seconds < DEADLINE
         assert incident.reached >= incident.restart_step
     assert [s.ended for s in story.sessions] == ["lost", "finished"]
-    assert [g.reason for g in story.generations] == ["start", "worker_lost", "resume"]
+    reasons = [g.reason for g in story.generations if g.reason != "worker_joined"]
+    assert reasons == ["start", "worker_lost", "resume"]
     assert sum(story.time.values()) == pytest.approx(story.wall)
     assert all(seconds >= 0 for seconds in story.time.values())
     for name in ("productive", "startup", "recovery", "evaluation", "stopped"):
@@ -197,13 +200,14 @@ def _every_sample_once(ran: Ran) -> None:
 def _both_sessions_said_what_happened(ran: Ran) -> None:
     for part in (
         "generation 1, 2 workers",
-        "rank 1 lost: SIGKILL",
-        "recovered in",
+        "rank 1 of ",
+        "lost: SIGKILL",
+        "recovered by rung 0",
         "checkpoint of",
     ):
         assert part in ran.plain
     assert "\x1b" not in ran.plain
-    for part in (f"step {STEPS}/{STEPS}", "generation 3", "╭", "\x1b["):
+    for part in (f"step {STEPS}/{STEPS}", "generation ", "╭", "\x1b["):
         assert part in ran.screen
 
 
@@ -226,7 +230,7 @@ def _one_page_and_one_json_value(ran: Ran) -> None:
     page = apart("report", ran.folder)
     assert page.code == 0, page.err
     content = (ran.folder / "report.html").read_text()
-    for part in ("rank 1 lost (SIGKILL)", "the session ended without a word", "unigram counts"):
+    for part in ("lost (SIGKILL)", "the session ended without a word", "unigram counts"):
         assert part in content
     assert "http://" not in content
     assert "https://" not in content

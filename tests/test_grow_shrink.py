@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from holdfast.events import GenerationStarted
-from tests.cli.support import apart, write_run_file
-from tests.nodes import Nodes, nodes_of
+from tests.cli.support import apart
+from tests.nodes import Nodes, losses_of_one_worker, nodes_of, prepared
 
 STEPS = 300
 SETTINGS = (
@@ -26,18 +26,12 @@ NODES = ("cluster.min_nodes=2", "cluster.gather_seconds=3", "layout.workers=6")
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_run_file(tmp_path_factory.mktemp("grow"))
-    prepared = apart("data", "prepare", path)
-    assert prepared.code == 0, prepared.err
-    return path
+    return prepared(tmp_path_factory.mktemp("run-file"))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(run_file: Path) -> dict[int, float]:
-    folder = run_file.parent / "alone"
-    done = apart("train", run_file, f"folder={folder}", *SETTINGS, "layout.workers=1", deadline=180)
-    assert done.code == 0, done.err
-    return Nodes(run_file, folder).losses()
+    return losses_of_one_worker(run_file, *SETTINGS)
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])

@@ -11,31 +11,25 @@ import pytest
 from holdfast.checkpoint.restore import listing, step_of
 from holdfast.events import GenerationStarted, NoticeReceived, StepDone
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import apart, write_run_file
-from tests.nodes import Nodes, nodes_of
+from tests.cli.support import apart
+from tests.nodes import Nodes, losses_of_one_worker, nodes_of, prepared
 
 STEPS = 150
 SETTINGS = (
     f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
-    "checkpoint.every_steps=20", "layout.workers=3",
+    "checkpoint.every_steps=20",
 )  # fmt: skip
+THREE = (*SETTINGS, "layout.workers=3", "cluster.min_nodes=2")
 
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_run_file(tmp_path_factory.mktemp("nodes"))
-    prepared = apart("data", "prepare", path)
-    assert prepared.code == 0, prepared.err
-    return path
+    return prepared(tmp_path_factory.mktemp("run-file"))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(run_file: Path) -> dict[int, float]:
-    folder = run_file.parent / "alone"
-    settings = [s for s in SETTINGS if "workers" not in s]
-    done = apart("train", run_file, f"folder={folder}", *settings, "layout.workers=1", deadline=180)
-    assert done.code == 0, done.err
-    return Nodes(run_file, folder).losses()
+    return losses_of_one_worker(run_file, *SETTINGS)
 
 
 def _same_run(nodes: Nodes, undisturbed: dict[int, float]) -> None:
@@ -48,7 +42,7 @@ def _same_run(nodes: Nodes, undisturbed: dict[int, float]) -> None:
 def test_a_node_is_killed_and_the_others_go_on(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    with nodes_of(run_file, tmp_path / "run", *SETTINGS, "cluster.min_nodes=2") as nodes:
+    with nodes_of(run_file, tmp_path / "run", *THREE) as nodes:
         nodes.start("a", "b", "c")
         nodes.wait_step(20, nodes={"a", "b", "c"})
         lost = next(name for name in "abc" if name != nodes.leader)
@@ -62,7 +56,7 @@ def test_a_node_is_killed_and_the_others_go_on(
 def test_too_few_nodes_wait_with_what_they_hold(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    with nodes_of(run_file, tmp_path / "run", *SETTINGS, "cluster.min_nodes=3") as nodes:
+    with nodes_of(run_file, tmp_path / "run", *THREE, "cluster.min_nodes=3") as nodes:
         nodes.start("a", "b", "c")
         nodes.wait_step(20)
         lost = next(name for name in "abc" if name != nodes.leader)
@@ -77,7 +71,7 @@ def test_too_few_nodes_wait_with_what_they_hold(
 def test_the_leading_node_is_killed(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    with nodes_of(run_file, tmp_path / "run", *SETTINGS, "cluster.min_nodes=2") as nodes:
+    with nodes_of(run_file, tmp_path / "run", *THREE) as nodes:
         nodes.start("a", "b", "c")
         nodes.wait_step(20, nodes={"a", "b", "c"})
         first = nodes.leader
@@ -115,7 +109,7 @@ def test_a_node_that_is_told_to_go_leaves_and_the_others_go_on(
 ) -> None:
     """By the signal to the one that leads, or by its cloud to one that follows."""
     notice = ("cluster.notices=file", "cluster.notices_every_seconds=0.1")
-    with nodes_of(run_file, tmp_path / "run", *SETTINGS, "cluster.min_nodes=2", *notice) as nodes:
+    with nodes_of(run_file, tmp_path / "run", *THREE, *notice) as nodes:
         for name in "abc":
             nodes.start(name, settings=[f"cluster.notices_at={tmp_path / name}"])
         nodes.wait_step(20, nodes={"a", "b", "c"})

@@ -9,8 +9,8 @@ import pytest
 from holdfast.checkpoint.restore import listing, step_of
 from holdfast.events import GenerationStarted, NoticeReceived, RunStopped, StepDone
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import apart, start, write_run_file
-from tests.nodes import Nodes, nodes_of
+from tests.cli.support import apart, start
+from tests.nodes import Nodes, nodes_of, prepared
 
 SETTINGS = (
     "train.steps=100000", "train.batch_size=6", "train.evaluate.every=0",
@@ -21,9 +21,7 @@ LEAVE = ("cluster.min_nodes=2", "cluster.below_minimum=leave", "cluster.below_mi
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_run_file(tmp_path_factory.mktemp("ending"))
-    assert apart("data", "prepare", path).code == 0
-    return path
+    return prepared(tmp_path_factory.mktemp("run-file"))
 
 
 def _stops(nodes: Nodes) -> list[str]:

@@ -14,8 +14,8 @@ import pytest
 
 from holdfast.elastic.faults.armed import Armoury, Order
 from holdfast.events import GenerationStarted, StateDiffers, WorkerLost, WorkerStarted
-from tests.cli.support import apart, write_run_file
-from tests.nodes import DEADLINE, Nodes, nodes_of
+from tests.cli.support import apart
+from tests.nodes import DEADLINE, Nodes, nodes_of, prepared
 
 STEPS = 90
 SETTINGS = (
@@ -26,10 +26,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_run_file(tmp_path_factory.mktemp("noticing"))
-    prepared = apart("data", "prepare", path)
-    assert prepared.code == 0, prepared.err
-    return path
+    return prepared(tmp_path_factory.mktemp("run-file"))
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 from holdfast.elastic.faults.network import Network, available
 from holdfast.report import history
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import apart, write_run_file
-from tests.nodes import Nodes, nodes_of
+from tests.cli.support import apart
+from tests.nodes import Nodes, losses_of_one_worker, nodes_of, prepared
 
 WHY_NOT = available()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -25,13 +25,8 @@ ALL = {"a", "b", "c"}
 
 def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(tmp_path: Path) -> None:
     """One that follows, then the one that leads; bit by bit the run that nobody disturbed."""
-    run_file = write_run_file(tmp_path / "run-file")
-    prepared = apart("data", "prepare", run_file)
-    assert prepared.code == 0, prepared.err
-    alone = tmp_path / "alone"
-    done = apart("train", run_file, f"folder={alone}", *SETTINGS, "layout.workers=1", deadline=180)
-    assert done.code == 0, done.err
-    undisturbed = Nodes(run_file, alone).losses()
+    run_file = prepared(tmp_path / "run-file")
+    undisturbed = losses_of_one_worker(run_file, *SETTINGS)
     with (
         Network() as network,
         nodes_of(run_file, tmp_path / "run", *SETTINGS, "layout.workers=3") as nodes,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.events import GenerationStarted, WorkerStarted
-from tests.cli.support import apart, write_run_file
-from tests.nodes import Nodes, nodes_of
+from tests.cli.support import apart
+from tests.nodes import losses_of_one_worker, nodes_of, prepared
 
 STEPS = 400
 SETTINGS = (
@@ -23,18 +23,12 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_run_file(tmp_path_factory.mktemp("rung0"))
-    prepared = apart("data", "prepare", path)
-    assert prepared.code == 0, prepared.err
-    return path
+    return prepared(tmp_path_factory.mktemp("run-file"))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(run_file: Path) -> dict[int, float]:
-    folder = run_file.parent / "alone"
-    done = apart("train", run_file, f"folder={folder}", *SETTINGS, "layout.workers=1", deadline=180)
-    assert done.code == 0, done.err
-    return Nodes(run_file, folder).losses()
+    return losses_of_one_worker(run_file, *SETTINGS)
 
 
 @pytest.mark.parametrize(("shards", "rel"), [(1, 0.0), (2, 1e-10)])
