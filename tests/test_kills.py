@@ -21,6 +21,7 @@ import pytest
 from holdfast.checkpoint.restore import Checkpoint, listing
 from holdfast.events import (
     Event,
+    GenerationStarted,
     Record,
     RunFinished,
     RunStopped,
@@ -96,6 +97,9 @@ def _disturbed(
     due, pids, killed = list(points), dict[int, int](), 0
     for record in _news(folder, before, done):
         event = record.event
+        if isinstance(event, GenerationStarted):  # who stays has another rank
+            came_from = enumerate(event.came_from or ())
+            pids = {rank: pids[was] for rank, was in came_from if was is not None}
         if isinstance(event, WorkerStarted):
             pids[event.rank] = event.pid
         # Late reports of a generation that was already hit do not count.
@@ -104,7 +108,7 @@ def _disturbed(
         if due and event.step >= due[0]:
             due.pop(0)
             killed = record.generation
-            os.kill(pids[chooser.randrange(workers)], signal.SIGKILL)
+            os.kill(pids[chooser.choice(sorted(pids))], signal.SIGKILL)
         elif not due and leave_at is not None and event.step >= leave_at:
             leave_at = None
             process.send_signal(signal.SIGTERM)
