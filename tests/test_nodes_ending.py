@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,18 @@ def test_a_run_of_one_node_takes_in_no_other(run_file: Path, tmp_path: Path) -> 
         apart("join", folder, "--node", "b").refuses("without other nodes", "cluster.node=NAME")
         nodes.agents["alone"].terminate()
         assert nodes.end() == {"alone": 0}, nodes.story()
+
+
+def test_all_nodes_are_told_to_go_at_once_and_save_before_that(
+    run_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with nodes_of(run_file, folder, *SETTINGS, "cluster.min_nodes=2") as nodes:
+        nodes.start("a", "b")
+        nodes.wait_step(5, nodes={"a", "b"})
+        for name in "ab":
+            nodes.signal(name, signal.SIGTERM)
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        done = max(event.step for event in nodes.events(StepDone))
+        assert step_of(listing(FolderStore(folder))[0]) == done, nodes.story()
+        assert _stops(nodes) == ["all nodes were told to go"]

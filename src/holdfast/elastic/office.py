@@ -32,6 +32,7 @@ from holdfast.elastic.standing_in import StandIn, Told
 from holdfast.errors import CheckpointError, HoldfastError, UserError
 from holdfast.events import RunStarted, WorkerPaced
 from holdfast.plan.interface import Planner
+from holdfast.policy import membership
 from holdfast.policy.membership import Node, Phase, Reign, Rules
 from holdfast.policy.restart import Restarts, give_up
 from holdfast.policy.stragglers import Change, Pace
@@ -41,6 +42,7 @@ from holdfast.wire.secret import Secret
 from holdfast.wire.term import Term, newest_generation, object_of
 
 MISSED_BEATS = 3
+LEAVE_ALL = "all nodes were told to go"
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,8 @@ class Office:
         _failed(held)
         cause = next((str(each["cause"]) for each in held if each.get("cause")), "")
         why = self._desk.why()
+        if not self._closing and membership.leaving_all(reign, names):
+            self._closing = LEAVE_ALL
         if cause and why and not self._closing:
             raise EndedError(f"{why}; lost while saving: {cause}", Over.STOPPED)
         await self._prepare(generation)

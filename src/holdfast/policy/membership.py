@@ -189,12 +189,14 @@ def gone(reign: Reign, name: str, cause: str, now: float, rules: Rules) -> Reign
 
 
 def warned(reign: Reign, name: str, until: float, now: float, rules: Rules) -> Reign:
-    """A node says that it will be gone by `until`: the next generation does without it."""
+    """A node says that it will be gone by `until`: the next generation does without it. Where all
+    are going, that is their last one (`leaving_all`)."""
     node = reign.node(name)
     if node is None:
         return reign
     reign = reign.put(replace(node, until=min(node.until, until)))
-    if name in reign.members and _without(reign, now, rules):
+    last = node.until == inf and not any(_stays(other) for other in reign.nodes)
+    if name in reign.members and (last or _without(reign, now, rules)):
         reign = halt(reign, "notice", now, gentle=True)
     return _go_on(reign, now, rules)
 
@@ -325,6 +327,12 @@ def usable(reign: Reign) -> tuple[Node, ...]:
     return tuple(node for node in reign.nodes if _stays(node) and _free(node))
 
 
+def leaving_all(reign: Reign, names: frozenset[str]) -> bool:
+    """Whether all nodes that there are will be gone, with these: what they hold is to be saved."""
+    there = {node.name for node in reign.nodes}
+    return bool(names & there) and all(node.until < inf for node in reign.nodes)
+
+
 def awaited(reign: Reign) -> tuple[str, ...]:
     """Members without whose word it does not go on."""
     due = (Stage.WORKING, Stage.DONE) if reign.phase is Phase.STARTING else LET_GO
@@ -377,9 +385,16 @@ def _go_on(reign: Reign, now: float, rules: Rules) -> Reign:
             return _next(reign, now, rules)
         case Phase.GATHERING:
             return _gather(reign, now, rules)
-        case Phase.OPENING if not reign.wanted <= {node.name for node in usable(reign)}:
+        case Phase.OPENING if not _as_wanted(reign):
             return _next(reign, now, rules)
     return reign
+
+
+def _as_wanted(reign: Reign) -> bool:
+    """Whether the generation that is being made can still be had."""
+    if leaving_all(reign, reign.wanted):
+        return all((node := reign.node(name)) is not None and _free(node) for name in reign.wanted)
+    return reign.wanted <= {node.name for node in usable(reign)}
 
 
 def _all(reign: Reign, stage: Stage) -> bool:
@@ -422,7 +437,7 @@ def _settled(reign: Reign, node: Node, rules: Rules) -> float:
 
 def _next(reign: Reign, now: float, rules: Rules) -> Reign:
     """Nobody works: the next generation, of what is there."""
-    names = _fitting(reign, usable(reign), now, rules)
+    names = _fitting(reign, _next_of(reign), now, rules)
     if names:
         if reign.phase is not Phase.OPENING:
             reign = _become(reign, Phase.OPENING, now)
@@ -430,8 +445,15 @@ def _next(reign: Reign, now: float, rules: Rules) -> Reign:
     return replace(_become(reign, Phase.GATHERING, now), wanted=frozenset())
 
 
+def _next_of(reign: Reign) -> tuple[Node, ...]:
+    """The nodes that a next generation may be made of, be it the last one of all."""
+    if leaving_all(reign, reign.members):
+        return tuple(node for node in reign.nodes if _free(node) and not node.banned)
+    return usable(reign)
+
+
 def _gather(reign: Reign, now: float, rules: Rules) -> Reign:
-    nodes = usable(reign)
+    nodes = _next_of(reign)
     waited = now - reign.since
     if _fitting(reign, nodes, now, rules) and (
         reign.generation or rules.full(nodes) or waited >= rules.gather
