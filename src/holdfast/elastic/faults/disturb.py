@@ -137,7 +137,7 @@ class Disturbance:
     def _one(self, number: int, draw: Draw) -> bool:
         """Whether there is room for another fault."""
         network = None if self._scene.network is not None else "the nodes have no network"
-        if why := unfit(draw, self._shape, network) or self._not_now(draw):
+        if why := unfit(draw, self._shape, network) or self._await_room(draw):
             self._reject(number, draw, why)
             return True
         step = max(self.view.step + draw.gap, self._gate + 1, draw.step)
@@ -156,6 +156,13 @@ class Disturbance:
         if draw.patient:
             self._await_nodes()
         return True
+
+    def _await_room(self, draw: Draw) -> str | None:
+        """Whoever is on the way back is waited for: until the fault makes sense, or why not."""
+        end = time.monotonic() + HIT_SECONDS
+        while (why := self._not_now(draw)) and time.monotonic() < end:
+            self._tick()
+        return why
 
     def _not_now(self, draw: Draw) -> str | None:
         alive = [node for node in self._scene.fleet.alive if node in self.view.nodes]
