@@ -89,6 +89,7 @@ def chaos(
     if any(shape.nodes < 2 for shape in shapes):
         raise UserError("one node has nobody beside it", where="--nodes",
                         remedy=f"use 2 or more, or one of {', '.join(SHAPES)}")  # fmt: skip
+    index, parts = _shard(shard)
     draws = None
     if trace is not None:
         draws = tuple(_draws(trace, seed, shapes[0].nodes))
@@ -103,7 +104,6 @@ def chaos(
     else:
         last = max(draw.step for draw in draws)
         work = [Task(shape, index, len(draws), last) for index, shape in enumerate(shapes, 1)]
-    index, parts = _shard(shard)
     results = Campaign(settings, say).run(work[index - 1 :: parts])
     found = summary(results)
     (out / RESULT).write_text(json.dumps(found, indent=1))
