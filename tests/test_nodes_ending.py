@@ -11,7 +11,7 @@ from holdfast.checkpoint.restore import listing, step_of
 from holdfast.events import GenerationStarted, NoticeReceived, RunStopped, StepDone
 from holdfast.wire.runstore import FolderStore
 from tests.cli.support import apart, start
-from tests.nodes import Nodes, nodes_of, prepared
+from tests.nodes import DEADLINE, Nodes, nodes_of, prepared
 
 SETTINGS = (
     "train.steps=100000", "train.batch_size=6", "train.evaluate.every=0",
@@ -71,6 +71,7 @@ def test_a_node_that_is_named_by_holdfast_notice_is_done_without(
         assert told.code == 0, told.err
         assert f"go on without {goes}" in told.err
         nodes.wait_step(1, first, {"a", "b"} - {goes})
+        nodes.agents[goes].wait(DEADLINE)
         all_of_them = apart("notice", folder, "--seconds", "60", "--leave")
         assert all_of_them.code == 0, all_of_them.err
         assert nodes.end() == {"a": 0, "b": 0}, nodes.story()
