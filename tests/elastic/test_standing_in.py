@@ -11,7 +11,7 @@ from holdfast.data.audit import audit
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
 from holdfast.elastic.standing_in import Told
-from holdfast.events import BatchFed, Event, GenerationStarted, Record, RunStarted, StepDone
+from holdfast.events import BatchFed, Event, GenerationStarted, Record, RunStarted
 from tests.data.corpus import data_config, make, text_folder, text_source
 
 STEPS = 12
@@ -73,16 +73,6 @@ def test_what_is_missing_is_made_and_the_audit_is_content(config: RunConfig, par
     found = audit(records, batches, STEPS)
     assert found.ok, found.sentence()
     assert len(told._ranges) == 1
-
-
-def test_a_step_that_was_done_is_told_once_unless_it_is_done_again(config: RunConfig) -> None:
-    told = Told(config)
-    done = [StepDone(1.0, 1, 1.0, 1e-3, 0.1, step=step) for step in range(1, 8)]
-    for event in done[:6]:
-        assert not told.again(event)
-        told.observe(event)
-    told.observe(GenerationStarted({"nodes": ["a"]}, "worker_lost", None, 2, [0], step=4))
-    assert [event.step for event in done if told.again(event)] == [1, 2, 3, 4]
 
 
 def test_what_was_restored_was_told_before(config: RunConfig) -> None:

@@ -5,20 +5,30 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 from holdfast.cli.call import app as make_app
 from holdfast.cli.output import say
+from holdfast.elastic.faults.campaign import (
+    RESULT,
+    Campaign,
+    Settings,
+    Task,
+    summary,
+    table,
+    tasks,
+)
+from holdfast.elastic.faults.library import FAULTS
+from holdfast.elastic.faults.own import OVERRIDES, write_run_file
+from holdfast.elastic.faults.schedule import Draw, names_of, read_trace
+from holdfast.elastic.faults.shapes import SHAPES, Shape, shape_of
+from holdfast.elastic.faults.traces import draws_of
 from holdfast.errors import UserError
-
-if TYPE_CHECKING:
-    from holdfast.elastic.faults.schedule import Draw
+from holdfast.simulate.traces import load
 
 app = make_app("Break a run on purpose, and see that it comes to the same end.")
-
-_LAYOUTS = "replicated,dp_shard,tp,pp,zero,mixed,uneven"
 
 
 @app.command()
@@ -65,34 +75,14 @@ def chaos(
       holdfast chaos --layout replicated,tp,pp --faults 150 --shard 1/2
       holdfast chaos --trace faults.jsonl                   {"step": 12, "fault": "agent"} a line
     """
-    from holdfast.elastic.faults.campaign import (
-        RESULT,
-        Campaign,
-        Settings,
-        Task,
-        summary,
-        table,
-        tasks,
-    )
-    from holdfast.elastic.faults.library import FAULTS
-    from holdfast.elastic.faults.own import OVERRIDES, write_run_file
-    from holdfast.elastic.faults.schedule import names_of
-    from holdfast.elastic.faults.shapes import SHAPES, shape_of
-
     if known:
         for fault in FAULTS.values():
             print(f"{fault.name:<18} {fault.text}")
         return 0
     number, names = names_of(faults)
-    several = [layout] if "=" in layout else layout.split(",")
-    shapes = [shape_of(_LAYOUTS if each == "all" else each, nodes) for each in several]
-    if any(shape.nodes < 2 for shape in shapes):
-        raise UserError("one node has nobody beside it", where="--nodes",
-                        remedy=f"use 2 or more, or one of {', '.join(SHAPES)}")  # fmt: skip
+    shapes = _shapes(layout, nodes)
     index, parts = _shard(shard)
-    draws = None
-    if trace is not None:
-        draws = tuple(_draws(trace, seed, shapes[0].nodes))
+    draws = None if trace is None else tuple(_draws(trace, seed, shapes[0].nodes))
     out.mkdir(parents=True, exist_ok=True)
     chosen = write_run_file(out) if run_file is None else run_file
     settings = Settings(
@@ -104,7 +94,21 @@ def chaos(
     else:
         last = max(draw.step for draw in draws)
         work = [Task(shape, index, len(draws), last) for index, shape in enumerate(shapes, 1)]
-    results = Campaign(settings, say).run(work[index - 1 :: parts])
+    return _told(Campaign(settings, say).run(work[index - 1 :: parts]), out)
+
+
+def _shapes(layout: str, nodes: int) -> list[Shape]:
+    """Of one name or some degrees, or of several names with commas. Raises UserError."""
+    named = [layout] if "=" in layout else layout.split(",")
+    shapes = [shape_of(each, nodes) for each in named]
+    if any(shape.nodes < 2 for shape in shapes):
+        raise UserError("one node has nobody beside it", where="--nodes",
+                        remedy=f"use 2 or more, or one of {', '.join(SHAPES)}")  # fmt: skip
+    return shapes
+
+
+def _told(results: list[dict[str, Any]], out: Path) -> int:
+    """The table, and result.json; the exit code."""
     found = summary(results)
     (out / RESULT).write_text(json.dumps(found, indent=1))
     print("\n".join(table(results)), flush=True)
@@ -117,10 +121,6 @@ def _draws(trace: Path, seed: int, nodes: int) -> list[Draw]:
     """From a file of faults, or one of machines that come and go (docs/chaos.md).
 
     Raises UserError for a file that cannot be read, or in which nothing happens."""
-    from holdfast.elastic.faults.schedule import read_trace
-    from holdfast.elastic.faults.traces import draws_of
-    from holdfast.simulate.traces import load
-
     try:
         text = trace.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

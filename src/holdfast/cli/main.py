@@ -5,7 +5,8 @@ the help of the whole is printed from the table alone. So `holdfast --help` cost
 the interpreter's own start.
 
 Exit codes: 0 done; 1 a fault of ours or of the machine (the traceback goes into a log file);
-2 something that the person can mend, in one sentence; 130 after Ctrl-C.
+2 something that the person can mend, in one sentence; 3 a run that cannot go on as it is (too few
+nodes, no state that can be trusted); 130 after Ctrl-C.
 """
 
 from __future__ import annotations

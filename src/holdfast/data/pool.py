@@ -15,6 +15,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,10 @@ class Pool:
         for process in self._processes:
             if kind is not None:
                 process.kill()  # results are whole or absent, so nothing can be torn
-            with process:  # ends its standard input, which ends it, and waits
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # it is gone, with the task that was being written
+                process.stdin.close()  # which ends it
+            with process:  # waits
                 pass
 
     def run(self, tasks: Sequence[Task], done: Callable[[Task], None]) -> None:

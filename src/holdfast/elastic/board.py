@@ -2,7 +2,8 @@
 
 Workers send their events here; the agent numbers and stamps them with its own clock, so that all
 times of a generation come from one clock. Whoever looks on (the live view, metrics) is told of
-every record, and one that fails is dropped rather than let it disturb training.
+every record, and one that fails is dropped rather than let it disturb training. A step that is told
+once more (`spec.lineage.Once`) goes no further.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from holdfast.errors import HoldfastError
 from holdfast.events import Event, Record
+from holdfast.spec.lineage import Once
 from holdfast.wire.journal import JournalWriter
 from holdfast.wire.runstore import RunStore
 
@@ -33,6 +35,7 @@ class Board:
         self._writers: dict[str, JournalWriter] = {}
         self._unstored: list[JournalWriter] = []  # of older generations
         self._complained = False
+        self._once = Once()
 
     def begin(self, generation: int) -> None:
         """Further events are of `generation`. What could not be stored yet is kept."""
@@ -40,8 +43,10 @@ class Board:
         self._generation = generation
         self._writers = {}
 
-    def emit(self, writer: str, event: Event) -> Record:
+    def emit(self, writer: str, event: Event) -> None:
         """Number, stamp and show an event; `flush` stores it."""
+        if not self._once.news(self._generation, event):
+            return
         writer = self._named(writer)
         if writer not in self._writers:
             # No read: an event must not be lost, nor the event loop wait, for a sick disk.
@@ -53,7 +58,6 @@ class Board:
             except Exception as error:
                 self._observers.remove(observer)
                 self._say(f"a view of the run failed and is left out from here on: {error!r}")
-        return record
 
     def _named(self, writer: str) -> str:
         """Ranks are the run's; whatever else writes is a node's."""

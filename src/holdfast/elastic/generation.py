@@ -51,12 +51,11 @@ class Generation:
         ready: Callable[[], None],
         voices: dict[str, int],
         node: str = "",
-        again: Callable[[Event], bool] = lambda event: False,
         watch: Watch | None = None,
     ) -> None:
         """`ready` is called once, when every worker is about to compute its first step. Of the
-        workers, those of `node` count, where one is named: others have agents of their own. `again`
-        says of an event that it was told before. watch: what is done about who stands still."""
+        workers, those of `node` count, where one is named: others have agents of their own. watch:
+        what is done about who stands still."""
         self._loop = asyncio.get_running_loop()
         self.number = topology.generation
         self._begun = start_step
@@ -70,7 +69,7 @@ class Generation:
         self._cluster = cluster
         self._board = board
         self._say = say
-        self._ready, self._again = ready, again
+        self._ready = ready
         self._watch = watch or Watch()
         self.lookout = Lookout(
             self.members, topology.world_size, self._watch.steps, cluster.progress_seconds,
@@ -224,12 +223,12 @@ class Generation:
         """Take a worker's report; the events in it that are new. Raises KeyError, ValueError."""
         rank = int(body["rank"])
         now = self._loop.time()
-        events = [e for e in self.members.report(body, now) if not self._again(e)]
+        events = self.members.report(body, now)
         self.lookout.heard(self.members[rank], now)
         for event in events:
             match event:
                 case StepDone():
-                    self.step = event.step
+                    self.step = max(self.step, event.step)  # it may be told once more
                     self.step_seconds = max(self.step_seconds, event.seconds)
                 case NonFinite():
                     self._non_finite = event

@@ -124,28 +124,15 @@ class MoverLink:
         except MoverGoneError:
             return  # and its saves with it
 
-    async def begin(self, topology: Topology, tried: Mapping[str, str]) -> Newest:
-        """Ask for the restore point, then tell it who will write from now on. tried: the keys of
-        checkpoints that turned out to be rotten, and why.
-
-        Raises CheckpointError when no checkpoint can be trusted, MoverGoneError, FencedError.
-        """
-        newest = await self.choose(topology.generation, tried)
-        await self.expect(topology, newest.step)
-        return newest
-
-    async def go_on(self, topology: Topology, step: int) -> None:
-        """Tell it who will write from now on, where those who do hold the state after `step`.
-
-        Raises MoverGoneError, FencedError.
-        """
-        await self.expect(topology, step)
-
     async def choose(
         self, generation: int, tried: Mapping[str, str], machines: Sequence[Peer] | None = None
     ) -> Newest:
         """What a generation, which has been opened, begins from; of several nodes, over the memory
-        of `machines`: those that are still there of the one before. Raises as `begin` does."""
+        of `machines`: those that are still there of the one before.
+
+        tried: the keys of checkpoints that turned out to be rotten, and why. Raises CheckpointError
+        when no checkpoint can be trusted, MoverGoneError, FencedError.
+        """
         client = MoverClient(self.socket_path, self._secret, generation)
         return await asyncio.to_thread(client.newest, tried=tried, machines=machines)
 

@@ -138,8 +138,6 @@ class NodeAgent:
         around = Surroundings(
             it.config, it.node, it.folder, it.secret, address, self._seen, it.places
         )
-        if alone:
-            around = replace(around, again=self._told.again)
         self._station = Station(
             around, self._host, self._mover, self._board, self._say, self._open, self._began,
             self._ended,

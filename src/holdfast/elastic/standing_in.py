@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 from holdfast.config.run import RunConfig
 from holdfast.elastic.board import Board, Say
 from holdfast.errors import HoldfastError
-from holdfast.events import BatchFed, Event, GenerationStarted, StepDone
+from holdfast.events import BatchFed, Event, GenerationStarted
 from holdfast.spec.ledger import STANDS_IN, Range, gaps, merge
 from holdfast.spec.order import BatchSchedule
 
 if TYPE_CHECKING:
     from holdfast.data.batch import Batches
 
-_LATELY = 8  # steps: what is told once more is one of the last few
 AGENT = -1
 """The rank of entries that nobody's model was fed by."""
 
@@ -46,7 +45,6 @@ class Told:
         self._ranges: list[Range] = []
         self._whole = 0  # nothing is missing before this position
         self._start = 0  # the step that the newest generation began from
-        self._done: set[int] = set()  # of the last steps, those that were told to be done
 
     def observe(self, event: Event) -> None:
         if isinstance(event, GenerationStarted):
@@ -54,19 +52,11 @@ class Told:
             self._start = event.step
             end = self._end
             self._ranges = [(low, min(high, end)) for low, high in self._ranges if low < end]
-            self._done = {step for step in self._done if step <= event.step}
             if event.came_from is None:
                 self._whole = end
-        elif isinstance(event, StepDone):
-            self._done = {s for s in self._done if s > event.step - _LATELY} | {event.step}
         elif isinstance(event, BatchFed):
             for entry in event.entries:
                 self._add(int(entry["start"]), int(entry["stop"]))
-
-    def again(self, event: Event) -> bool:
-        """Whether this is a step that somebody who was lost had told to be done, and that is told
-        once more by others, who could not know."""
-        return isinstance(event, StepDone) and event.step in self._done
 
     @property
     def _end(self) -> int:

@@ -33,7 +33,6 @@ from holdfast.elastic.noticing import Blame, Watch
 from holdfast.elastic.opening import boots, standby_boot, standbys, wanted_workers
 from holdfast.elastic.verdict import Failed, Finished, Left, Lost, Verdict
 from holdfast.errors import FencedError, HoldfastError, UserError
-from holdfast.events import Event
 from holdfast.layout import Topology
 from holdfast.plan.hardware import usable_cores
 from holdfast.policy.membership import LET_GO, Stage
@@ -49,8 +48,7 @@ HOLD_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a station is told once. control: where this node's agent listens. again: whether an
-    event was told before."""
+    """What a station is told once. control: where this node's agent listens."""
 
     config: RunConfig
     node: str
@@ -59,7 +57,6 @@ class Surroundings:
     control: str
     seen: Seen
     places: int
-    again: Callable[[Event], bool] = lambda event: False
 
 
 class Station:
@@ -77,7 +74,6 @@ class Station:
         self.at, self.stage = 0, Stage.IDLE
         self.pausing = 0  # the generation whose workers are asked to end their step and hold
         self.current: Generation | None = None
-        self.verdict: str | None = None  # of the run, once it is over
         self.closing = ""  # why the run stops after this generation's first step
         self._around, self._host, self._mover = around, host, mover
         self._board, self._say = board, say
@@ -146,7 +142,7 @@ class Station:
         self._replace_task(self._halt(generation))
 
     def leave(self, verdict: str) -> None:
-        self.verdict = verdict
+        """Its processes end with the agent."""
 
     # --- who stands still -----------------------------------------------------------------------
     @property
@@ -205,7 +201,7 @@ class Station:
         await self._tell_mover(topology, step, newest, begin)
         self.current = current = Generation(
             topology, step, self._around.config.cluster, self._board, self._say, self._ready,
-            self._voices, self._around.node, self._around.again, self._watch,
+            self._voices, self._around.node, self._watch,
         )  # fmt: skip
         self._began(current)
         if self._done_before(value, newest, step):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.events import GenerationStarted, Record, StepDone
+from holdfast.events import Event, GenerationStarted, Record, StepDone
 
 
 def starts(records: Iterable[Record]) -> dict[int, int]:
@@ -60,12 +60,15 @@ class Once:
 
     def __call__(self, records: Sequence[Record]) -> list[Record]:
         self._starts |= starts(records)
-        return [record for record in records if self._news(record)]
+        return [record for record in records if self.news(record.generation, record.event)]
 
-    def _news(self, record: Record) -> bool:
-        if not isinstance(record.event, StepDone):
+    def news(self, generation: int, event: Event) -> bool:
+        """Whether an event of `generation` says what was not said before; it counts as said now."""
+        if isinstance(event, GenerationStarted):
+            self._starts[generation] = event.step
+        if not isinstance(event, StepDone):
             return True
-        step, generation = record.event.step, record.generation
+        step = event.step
         before = self._told.pop(step, None)
         self._told[step] = generation if before is None else max(before, generation)
         if len(self._told) > _REMEMBERED:
