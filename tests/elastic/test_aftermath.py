@@ -52,3 +52,22 @@ def test_who_was_cut_off_while_others_went_on_takes_their_state() -> None:
     level = _survivors(before).plan(after, held, where, durable=20)
     assert level.live is not None
     assert level.live.step == 20
+
+
+def test_what_only_a_node_that_leaves_holds_is_restored() -> None:
+    before = place(Layout(tp=2), 1, ("a", "b"))
+    held, where = {3: _held(0, 5), 4: _held(1, 5)}, {3: "a", 4: "b"}
+    alone = _survivors(before).plan(place(Layout(), 2, ("b",)), held, where)
+    assert alone.live is None
+    assert "not all have a place" in alone.why
+    assert alone.seats.processes == (4,)
+    both = _survivors(before).plan(place(Layout(dp_replicate=2), 2, ("a", "b")), held, where)
+    assert both.live is not None
+
+
+def test_a_replica_that_leaves_is_not_missed_where_another_stays() -> None:
+    before = place(Layout(dp_replicate=2), 1, ("a", "b"))
+    held, where = {3: _held(0, 5), 4: _held(1, 5)}, {3: "a", 4: "b"}
+    found = _survivors(before).plan(place(Layout(), 2, ("b",)), held, where)
+    assert found.live is not None
+    assert found.came_from == (1,)

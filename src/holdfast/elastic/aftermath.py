@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.config.run import RunConfig
 from holdfast.layout import Topology
 from holdfast.policy.seats import Seats, seats
-from holdfast.policy.survivors import Held, Standpoint, standpoint
+from holdfast.policy.survivors import Held, Standpoint, standpoint, unheld
 from holdfast.spec.state import state_table
 
 _REMEMBERED = 16  # topologies of older generations: nobody holds a state for longer
@@ -80,7 +80,12 @@ class Survivors:
         else:
             before, point = stood.before, stood.point
             living = _all_of(before, stood.processes, held, where)
-            return Aftermath(seats(before, new, living, point.ranks), point, "", before)
+            seated = seats(before, new, living, point.ranks)
+            stay = {was for was in seated.came_from if was is not None}
+            missing = unheld(before, self._table, stay & point.ranks)
+            if missing is None:
+                return Aftermath(seated, point, "", before)
+            why = f"of those who hold the whole of {missing} not all have a place"
         return Aftermath(seats(new, new, _all_of(new, {}, held, where), ()), None, why, None)
 
     def whole(self, held: Mapping[int, Held], where: Mapping[int, str]) -> Whole | None:
