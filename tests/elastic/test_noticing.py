@@ -19,16 +19,19 @@ STEP = 0.2
 class World:
     """Workers of one node with what the operating system says of each; a clock that is moved."""
 
-    def __init__(self, here: int, world_size: int) -> None:
+    def __init__(
+        self, here: int, world_size: int, *, steps: int = 2, compiles: bool = False
+    ) -> None:
         self.now = 100.0
         self.members = Members(1, here)
         self.processes = {1000 + rank: Process("S", 1.0) for rank in range(here)}
         self.lookout = Lookout(
-            self.members, world_size, deque([STEP] * 8), 300.0, look=self.processes.get
-        )
+            self.members, world_size, deque([STEP] * 8), 300.0, look=self.processes.get,
+            compiles=compiles,
+        )  # fmt: skip
         for rank in range(here):
             self.members.expect(rank, self.now, 1000 + rank)
-        for step in (1, 2):
+        for step in range(1, steps + 1):
             for rank in range(here):
                 self.says(rank, step, "compute", 1)
             self.now += STEP
@@ -75,6 +78,22 @@ def test_among_workers_of_one_node_the_one_that_the_others_wait_for_is_named() -
         world.says(rank, 2, "reduce", 2)
     assert world.passes(1.4, 0, 1, 2, 3) == []
     assert world.passes(1.0, 0, 1, 2, 3) == [(2, "behind")]
+
+
+def test_in_the_first_step_of_a_generation_three_times_as_long_is_waited() -> None:
+    world = World(4, 4, steps=1)
+    for rank in (0, 1, 3):
+        world.says(rank, 1, "reduce", 2)
+    assert world.passes(4.4, 0, 1, 2, 3) == []
+    assert world.passes(1.0, 0, 1, 2, 3) == [(2, "behind")]
+
+
+def test_a_first_step_that_compiles_may_take_longer_still() -> None:
+    world = World(4, 4, steps=1, compiles=True)
+    for rank in (0, 1, 3):
+        world.says(rank, 1, "reduce", 2)
+    assert world.passes(15.0, 0, 1, 2, 3) == []
+    assert world.passes(2.0, 0, 1, 2, 3) == [(2, "behind")]
 
 
 def test_one_whose_report_is_being_stored_is_not_silent() -> None:

@@ -8,6 +8,7 @@ import random
 import pytest
 
 from holdfast.policy.standstill import (
+    PATIENT,
     Mark,
     all_still,
     frozen_limit,
@@ -115,7 +116,7 @@ def test_the_surest_sign_counts_and_work_that_may_take_long_has_longer() -> None
     assert list(judge(here, 0.2, 20.0)) == [3]
     spins = here | {3: Mark(7, 10.0, computed=9.0)}
     assert list(judge(spins, 0.2, 20.0)) == [3], "2 idles, so it waits for 3"
-    saves = {0: Mark(8, 10.0, waits=True), 1: Mark(7, 10.0, computed=0.0, patient=True)}
+    saves = {0: Mark(8, 10.0, waits=True), 1: Mark(7, 10.0, computed=0.0, times=PATIENT)}
     assert judge(saves, 0.2, 20.0) == {}
     assert list(judge(saves, 0.2, 27.0)) == [1]
 
@@ -140,4 +141,4 @@ def test_where_all_are_heard_and_wait_all_are_stuck_and_nobody_is_named() -> Non
     assert stuck(here, 0.2, 15.0) == 5.0
     assert stuck(here | {2: Mark(7, 10.0, computed=4.0)}, 0.2, 15.0) is None, "one computes"
     assert stuck(here | {2: Mark(7, 14.0, waits=True)}, 0.2, 15.0) is None, "one came on"
-    assert stuck(here | {2: Mark(7, 10.0, waits=True, patient=True)}, 0.2, 15.0) is None
+    assert stuck(here | {2: Mark(7, 10.0, waits=True, times=PATIENT)}, 0.2, 15.0) is None

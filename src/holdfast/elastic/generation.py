@@ -73,7 +73,7 @@ class Generation:
         self._watch = watch or Watch()
         self.lookout = Lookout(
             self.members, topology.world_size, self._watch.steps, cluster.progress_seconds,
-            cluster.compare,
+            cluster.compare, compiles=self._watch.compiles,
         )  # fmt: skip
         self._non_finite: NonFinite | None = None
 
@@ -140,10 +140,7 @@ class Generation:
         beat = self._cluster.heartbeat_seconds
         match held.kind:
             case "non_finite":
-                # Rank 0 names the parameter, perhaps a moment later.
-                sentence = self._non_finite_sentence
-                later = 0.0 if self._non_finite is not None else beat
-                self._loop.call_later(later, lambda: self.decide(Failed(sentence(member))))
+                self.decide(Lost("non_finite", held.text))
             case "rotten":
                 said = held.text or "it could not be read"
                 self.decide(Lost("rot", f"worker {member.rank}: {said}", said))

@@ -22,6 +22,8 @@ from typing import Any
 
 from holdfast.elastic.members import Member, Members
 from holdfast.policy.standstill import (
+    FIRST,
+    PATIENT,
     SECONDS,
     STEPS,
     Found,
@@ -104,11 +106,12 @@ class Blame:
 class Watch:
     """What is done about who stands still. steps: what past steps took, over generations; kill:
     ends a process, with the reason; tell: somebody stands still of whom the coordinator is to
-    know."""
+    know. compiles: whether a first step may take as long as a compiler does."""
 
     steps: deque[float] = field(default_factory=deque)
     kill: Callable[[int, str], None] = lambda pid, why: None
     tell: Callable[[], None] = lambda: None
+    compiles: bool = False
 
 
 @dataclass
@@ -129,13 +132,15 @@ class Lookout:
 
     def __init__(
         self, members: Members, world_size: int, steps: deque[float], progress_seconds: float,
-        compare: bool = True, look: Callable[[int], Process | None] = process_of,
+        compare: bool = True, look: Callable[[int], Process | None] = process_of, *,
+        compiles: bool = False,
     ) -> None:  # fmt: skip
         """steps: what past steps took, of this generation and older ones. compare: False: only
-        `progress_seconds` count."""
+        `progress_seconds` count. compiles: as in `Watch`."""
         self._members, self._steps, self._look = members, steps, look
         self._here = members.world_size == world_size  # nobody sits elsewhere
         self._progress_seconds, self._compare = progress_seconds, compare
+        self._compiles = compiles
         self._seen: dict[int, _Seen] = {}
         self._furthest: tuple[int, float] | None = None
         self._begun = 0  # steps that have passed in this generation
@@ -236,11 +241,16 @@ class Lookout:
         quiet = 0.0 if member.answering else now - member.heard
         if member.excused:
             quiet = max(0.0, quiet - OWN_CALLS)
-        at_work = member.phase in AT_WORK and self._begun > 0
         return Mark(
             (member.step << _STEP_BITS) + member.marks, member.since, computed,
-            member.phase in WAITING, quiet, not at_work,
+            member.phase in WAITING, quiet, self._times(member),
         )  # fmt: skip
+
+    def _times(self, member: Member) -> float:
+        """How many times as long as usual what this worker does may take."""
+        if member.phase not in AT_WORK or (self._compiles and not self._begun):
+            return PATIENT
+        return 1.0 if self._begun else FIRST
 
     # --- what the coordinator is told -----------------------------------------------------------
     def due(self, now: float) -> bool:
@@ -268,7 +278,7 @@ class Lookout:
             rows.append([
                 rank, member.step, member.marks, round(age, 3),
                 None if mark.computed is None else round(mark.computed, 2), mark.waits,
-                round(mark.quiet, 3), mark.patient,
+                round(mark.quiet, 3), mark.times,
             ])  # fmt: skip
         return {"normal": self.normal, "late": max(self._late), "of": len(self._watched),
                 "progress": self._progress_seconds, "ranks": rows}  # fmt: skip
@@ -380,10 +390,10 @@ def _told(still: Mapping[str, Any], now: float) -> _Told:
         now, None if normal is None else float(normal), float(still["late"]), int(still["of"]),
         float(still["progress"]),
     )  # fmt: skip
-    for rank, step, marks, age, computed, waits, quiet, patient in still["ranks"]:
+    for rank, step, marks, age, computed, waits, quiet, times in still["ranks"]:
         told.places[int(rank)] = int(step), int(marks)
         told.marks[int(rank)] = Mark(
             (int(step) << _STEP_BITS) + int(marks), now - float(age),
-            None if computed is None else float(computed), bool(waits), float(quiet), bool(patient),
+            None if computed is None else float(computed), bool(waits), float(quiet), float(times),
         )  # fmt: skip
     return told

@@ -81,7 +81,8 @@ class Station:
         self._opened, self._began, self._ended = opened, began, ended
         self._voices: dict[str, int] = {}
         self._paced = 0.0
-        self._watch = Watch(kill=host.kill, tell=self.changed.set)
+        compiles = around.config.train.compile
+        self._watch = Watch(kill=host.kill, tell=self.changed.set, compiles=compiles)
         self._outcome: dict[str, Any] = {}
         self._task: asyncio.Task[None] | None = None
         self._meet = ""
@@ -217,6 +218,7 @@ class Station:
             agent=self._around.control, mover_socket=self._mover.socket_path,
             cores=usable_cores(), restore_key=None if newest is None else newest.key,
             start_step=step, seen=self._around.seen, node=self._around.node, meet=self._meet,
+            told=value,
         )  # fmt: skip
         came_from = value.get("came_from")
         await self._host.begin(

@@ -13,8 +13,9 @@ Where all are heard and wait, nobody is named: all are told to stop, and who doe
 What is long follows the step time: three normal steps and a second. Where a worker runs, the
 seconds of processor that it had are counted instead: a load on all cores keeps it from working, but
 uses up none of them. Nobody is named where nobody waits: then all are slow, or wait for something
-outside. Beside the arithmetic of a step (validation, a save, the data, the first step) it is ten
-times as long.
+outside. Beside the arithmetic of a step (validation, a save, the data, a first step that compiles)
+it is ten times as long; in any other first step of a generation, where connections are made and
+memory is touched for the first time, three times.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ FROZEN_STEPS, FROZEN_SECONDS = 1.5, 0.4
 """One that the operating system has stopped, sooner: that is no matter of opinion."""
 PATIENT = 10.0
 """Times as long, where what is done takes as long as it takes."""
+FIRST = 3.0
+"""Times as long, in the first step of a generation."""
 ALL = 3.0
 """Times as long, where all wait: nobody is excluded then, but all stop and go on."""
 UNKNOWN_STEP = 1.0
@@ -47,14 +50,14 @@ class Mark:
     higher one, and equal ones wait for the same. at: when it came there, by the clock of the one
     who compares. computed: seconds of CPU it has used since; None: not known. waits: it says that
     it waits for others now, so it is not the one that they wait for. quiet: seconds since it was
-    last heard, whatever it said. patient: what it does now may take long."""
+    last heard, whatever it said. times: what it does now may take so many times as long."""
 
     point: int
     at: float
     computed: float | None = None
     waits: bool = False
     quiet: float = 0.0
-    patient: bool = False
+    times: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,7 @@ def frozen_limit(normal: float | None, lag: float = 0.0) -> float:
 
 def limit_of(normal: float, mark: Mark, lag: float = 0.0) -> float:
     """Seconds that a worker may stand still while others wait for it."""
-    limit = STEPS * normal + SECONDS
-    return (PATIENT * limit if mark.patient else limit) + lag
+    return mark.times * (STEPS * normal + SECONDS) + lag
 
 
 def judge(
