@@ -218,7 +218,6 @@ class Station:
             agent=self._around.control, mover_socket=self._mover.socket_path,
             cores=usable_cores(), restore_key=None if newest is None else newest.key,
             start_step=step, seen=self._around.seen, node=self._around.node, meet=self._meet,
-            told=value,
         )  # fmt: skip
         came_from = value.get("came_from")
         await self._host.begin(
