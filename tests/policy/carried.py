@@ -183,13 +183,15 @@ class Carried:
 
     def asked(
         self, agent: Agent, store: Store, said: tuple[tuple[str, Peer], ...], since: float,
-        moving: bool,
+        moving: bool, alive: bool,
     ) -> tuple[Agent, Store]:  # fmt: skip
         if store.term > agent.seat.term:
             return agent, store  # `look` comes first
         seat = replace(agent.seat, since=since)
         newest = len(store.generations)
-        seat = self.succeed.asked(seat, dict(said), newest, 0.0, PATIENCE, "x" if moving else "")
+        seat = self.succeed.asked(
+            seat, dict(said), newest, 0.0, PATIENCE, "x" if moving else "", alive
+        )
         return agent._replace(seat=replace(seat, sign="")), store
 
     def claim(self, agent: Agent, store: Store) -> tuple[Agent, Store]:

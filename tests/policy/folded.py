@@ -191,15 +191,14 @@ class Folded:
             said.append(str(label))
         return "\n".join(said)
 
-    def stuck(self, *, unled: bool = False) -> list[int]:
-        """Worlds from which no way leads to training, without another fault or the end of one.
-        unled: training without a coordinator counts, too."""
+    def stuck(self) -> list[int]:
+        """Worlds from which no way leads to training under a coordinator, without another fault or
+        the end of one."""
         before: list[list[int]] = [[] for _ in self.worlds]
         for number, ahead in enumerate(self._ahead):
             for to in ahead:
                 before[to].append(number)
-        model = self.model
-        good = [model.trains(w) or (unled and model.trains_unled(w)) for w in self.worlds]
+        good = [self.model.trains(world) for world in self.worlds]
         front = [number for number, trains in enumerate(good) if trains]
         while front:
             for number in before[front.pop()]:

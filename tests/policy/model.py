@@ -189,9 +189,18 @@ class Model:
             if k != i:
                 other: Agent = self.agents.values[world.agents[k]]
                 said.append((name, self._said(world, i, k, agent, other)))
+        moving, alive = self._signs(world, i, agent.seat.holder)
         return self._stored(
-            "ask around", self.runs.asked, world, i, tuple(said), since, self.moving(world)
+            "ask around", self.runs.asked, world, i, tuple(said), since, moving, alive
         )
+
+    def _signs(self, world: World, i: int, holder: str) -> tuple[bool, bool]:
+        """Whether the run store shows to this agent that others go on, and its coordinator."""
+        if not self.moving(world):
+            return False, False
+        store: Store = self.stores.values[world.store]
+        others = {one for one in store.generations[-1] if one[0] != NAMES[i]}
+        return bool(others), holder in others
 
     def _said(self, world: World, i: int, k: int, agent: Agent, other: Agent) -> Peer:
         if not self._linked(world, i, k):
@@ -338,14 +347,6 @@ class Model:
             and agent.reign.generation == len(store.generations)
             for agent in agents
         )
-
-    def trains_unled(self, world: World) -> bool:
-        """Whether the newest generation commits steps, and who held the newest term is no more:
-        its agents see each other's journals grow, and let well alone until something breaks."""
-        store: Store = self.stores.values[world.store]
-        agents: list[Agent] = [self.agents.values[number] for number in world.agents]
-        led = any(a.reign is not None and a.reign.term == store.term for a in agents)
-        return self.moving(world) and not led
 
     # --- steps, each computed once ----------------------------------------------------------
     def _one(self, label: str, do: Any, world: World, i: int, *how: Any) -> Step:

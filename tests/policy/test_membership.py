@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.policy import membership
-from holdfast.policy.membership import Node, Order, Reign, Report, Rules, Stage, directive
+from holdfast.policy.membership import Node, Order, Phase, Reign, Report, Rules, Stage, directive
 
 RULES = Rules(lambda nodes: tuple(node.name for node in nodes))
 NAMES = ("a", "b", "c")
@@ -57,3 +57,17 @@ def test_those_who_were_all_given_up_and_speak_again_let_go_and_go_on() -> None:
     reign = membership.heard(reign, reports, 100.5, RULES)
     reign = membership.tick(reign, 100.0 + RULES.gather + 1.0, Rules(RULES.fits, lost_after=100.0))
     assert reign.opening == (2, frozenset(NAMES))
+
+
+def test_a_member_that_is_lost_ends_the_generation() -> None:
+    reign = membership.gone(_training(), "b", "its agent has ended", 11.0, RULES)
+    assert _orders(reign) == [Order.HALT, Order.WAIT, Order.HALT]
+    assert reign.lost == (("b", "its agent has ended"),)
+
+
+def test_a_number_that_another_coordinator_has_given_away_is_not_tried_again() -> None:
+    reign = membership.heard(_training(), [Report("b", "m", 1, Stage.BROKEN)], 11.0, RULES)
+    reign = _say(reign, *((name, Stage.HELD) for name in NAMES))
+    assert reign.opening == (2, frozenset(NAMES))
+    assert membership.taken(reign, 1, 2, 11.0).opening == (3, frozenset(NAMES))
+    assert membership.taken(reign, 2, 2, 11.0).phase is Phase.FENCED

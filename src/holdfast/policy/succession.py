@@ -18,7 +18,10 @@ here are about *when* to claim, so about how much is disturbed, never about whet
 - agents that are known to be dead (their machine answers that nobody listens) count for nobody;
 - so does who has never heard the coordinator of the newest term: it may be the one who is cut off;
 - a smaller rest waits longer, twice as long each further time, and anew whenever the run store
-  shows that others go on.
+  shows that others go on;
+- most of the newest generation, who miss the coordinator, are no rest: that they go on themselves
+  is no reason to wait, else they would see each other's journals grow and train on without one
+  until the next fault. Only that the coordinator itself goes on is.
 """
 
 from __future__ import annotations
@@ -141,20 +144,24 @@ def unanswered(seat: Seat, dead: bool, now: float, patience: Patience) -> Seat:
 
 def asked(
     seat: Seat, peers: Mapping[str, Peer], newest_generation: int, now: float, patience: Patience,
-    sign: str = "",
+    sign: str = "", alive: bool = False,
 ) -> Seat:  # fmt: skip
     """What the others said, while silent, and the newest generation in the run store. sign:
-    whatever else shows there that others go on, such as where their journal ends."""
+    whatever else shows there that others go on, such as where their journal ends. alive: whether
+    that of the coordinator's own node has grown meanwhile."""
     if seat.standing is not Standing.SILENT:
         return seat
     newer, moved = newest_generation > max(seat.at, seat.seen), sign != seat.sign
     seat = replace(seat, sign=sign, seen=max(seat.seen, newest_generation))
-    if newer or moved:
+    most = seat.at >= seat.seen and _most_miss(seat, peers)
+    if newer or (moved and not most):
         # Others go on. That their coordinator cannot be reached from here is no reason to disturb
         # them.
         return replace(seat, since=now)
     if Peer.HEARS in peers.values():
         return replace(seat, since=now)
+    if alive and not seat.dead:
+        return seat
     if may_claim(seat, peers, now, patience):
         tries = seat.tries + (_place(seat, peers) is None)
         return replace(_become(seat, Standing.CLAIMING, now), tries=tries)
@@ -170,14 +177,25 @@ def may_claim(seat: Seat, peers: Mapping[str, Peer], now: float, patience: Patie
 
 def _place(seat: Seat, peers: Mapping[str, Peer]) -> int | None:
     """How many of those who may claim at once come before this agent; None where it may not."""
-    said = {**peers, seat.name: Peer.MISSES}
-    misses = sorted(name for name in seat.members if said.get(name) is Peer.MISSES)
-    alive = [name for name in seat.members if said.get(name) is not Peer.DEAD]
     if not seat.dead and seat.led < seat.term:
         return None
+    misses, alive = _missing(seat, peers)
     if 2 * len(misses) > len(alive) or not alive:
         return misses.index(seat.name) if seat.name in misses else len(misses)
     return None
+
+
+def _most_miss(seat: Seat, peers: Mapping[str, Peer]) -> bool:
+    """Whether most of those whom it works with miss the coordinator as it does."""
+    misses, alive = _missing(seat, peers)
+    return 2 * len(misses) > len(alive)
+
+
+def _missing(seat: Seat, peers: Mapping[str, Peer]) -> tuple[list[str], list[str]]:
+    """Of the members: who misses the coordinator, by name, and who is not known to be dead."""
+    said = {**peers, seat.name: Peer.MISSES}
+    misses = sorted(name for name in seat.members if said.get(name) is Peer.MISSES)
+    return misses, [name for name in seat.members if said.get(name) is not Peer.DEAD]
 
 
 def claimed(seat: Seat, term: int, made: bool, now: float) -> Seat:
