@@ -58,9 +58,11 @@ def test_nodes_that_never_were_enough_leave_with_a_sentence(run_file: Path, tmp_
 def test_a_node_that_is_named_by_holdfast_notice_is_done_without(
     run_file: Path, tmp_path: Path
 ) -> None:
-    """Then all that are left are to go: the run stops with everything saved."""
+    """It takes half of the state with it, and nothing is saved by any rule: what the step after the
+    notice left is copied first. Then all that are left are to go: the run stops with everything
+    saved."""
     folder = tmp_path / "run"
-    with nodes_of(run_file, folder, *SETTINGS) as nodes:
+    with nodes_of(run_file, folder, *SETTINGS, "layout.tp=2", "model.kv_heads=2") as nodes:
         nodes.start("a", "b")
         nodes.wait_step(5, nodes={"a", "b"})
         goes = next(name for name in "ab" if name != nodes.leader)

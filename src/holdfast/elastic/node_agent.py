@@ -407,8 +407,10 @@ class NodeAgent:
         self._station.stored()
         stop = bool(self._leaving.stopping or self._station.closing)
         told = self._notices.answer(rank, current.ranks[0])
-        return {"stop": stop, "generation": number, "stored": stored,
-                "pause": self._station.pausing} | told  # fmt: skip
+        return {
+            "stop": stop, "generation": number, "stored": stored, "pause": self._station.pausing,
+            "parting": self._station.parting,
+        } | told  # fmt: skip
 
     def _health(self) -> dict[str, Any]:
         current = self._station.current

@@ -73,6 +73,7 @@ class Station:
         self.changed = asyncio.Event()
         self.at, self.stage = 0, Stage.IDLE
         self.pausing = 0  # the generation whose workers are asked to end their step and hold
+        self.parting = False  # and one of its nodes leaves then
         self.current: Generation | None = None
         self.closing = ""  # why the run stops after this generation's first step
         self._around, self._host, self._mover = around, host, mover
@@ -135,6 +136,7 @@ class Station:
             return
         if gentle and self.stage is Stage.WORKING:
             self.pausing = generation  # told with the answer to each worker's next report
+            self.parting = reason == "notice"
             return
         self.pausing = 0
         if self._halting == generation and self._task is not None and not self._task.done():

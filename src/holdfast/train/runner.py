@@ -237,9 +237,10 @@ class _Loop:
         if not (durable or self.brief or wishes.remember or MEMORY in by_steps):
             return None
         last = reason in ("end", "stop")
+        leaves = last or (wishes.pause and wishes.remember)  # a node may take its part with it
         self.reporter.progress(step, "capture")
-        captured = (last or not wishes.full) and self.saver.capture(
-            step, self.engine.state(), _LAST_WAIT if last else 0.0, durable
+        captured = (leaves or not wishes.full) and self.saver.capture(
+            step, self.engine.state(), _LAST_WAIT if leaves else 0.0, durable
         )
         into = self._into(durable, last, wishes)
         if captured:

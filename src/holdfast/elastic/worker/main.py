@@ -192,7 +192,9 @@ class Worker:
         assert saver is not None, "the capturer is made with the session"
         if self._live and self.step >= self._config.train.steps:
             return self._save_last()
-        membership = AgentMembership(self.reporter, self.generation, self._outdated)
+        spread = any(len({self._topology.nodes[rank] for rank in replica.ranks}) > 1
+                     for replica in self._topology.replicas)  # fmt: skip
+        membership = AgentMembership(self.reporter, self.generation, self._outdated, spread)
         engine, replica = session.engine, session.engine.groups.coordinate.replica
         self.reporter.share = lambda: len(engine.dealt[replica])
         self.training = True
@@ -457,10 +459,13 @@ class AgentMembership:
     lies too far behind."""
 
     def __init__(
-        self, reporter: Reporter, generation: int, outdated: Callable[[int], None]
-    ) -> None:
-        """`outdated` ends the step, when a newer generation has been opened."""
+        self, reporter: Reporter, generation: int, outdated: Callable[[int], None],
+        spread: bool = False,
+    ) -> None:  # fmt: skip
+        """`outdated` ends the step, when a newer generation has been opened. spread: a replica lies
+        on several nodes, so that one that leaves may take a part of the state with it."""
         self._reporter, self._generation, self._outdated = reporter, generation, outdated
+        self._spread = spread
         self._done = 0  # the newest request that has been passed on
 
     def wishes(self, step: int) -> Wishes:
@@ -469,9 +474,11 @@ class AgentMembership:
             self._outdated(step)
         told = self._reporter.wishes
         into, self._done = (told.into if told.request > self._done else ()), told.request
+        pause = told.pause == self._generation
+        parting = pause and told.parting and self._spread
         return Wishes(
-            stop=told.stop, brief=told.brief, save=DISK in into, remember=PEERS in into,
-            copy=PEERS in into, upload=BUCKET in into, pause=told.pause == self._generation,
+            stop=told.stop, brief=told.brief, save=DISK in into, remember=PEERS in into or parting,
+            copy=PEERS in into, upload=BUCKET in into, pause=pause,
         )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ class Wishes:
     into: frozenset[int] = frozenset()  # the tiers that it asks for
     durations: Mapping[int, float] = field(default_factory=dict)  # by tier, until a save is done
     pause: int = 0  # the generation whose workers are to end their step and wait; 0: none
+    parting: bool = False  # pausing: a node leaves then, and what its workers hold with it
 
 
 @dataclass(frozen=True)
@@ -305,5 +306,6 @@ class Reporter:
             bool(answer["stop"]), int(answer["generation"]), bool(answer.get("brief")),
             int(answer.get("request", 0)), frozenset(answer.get("into", ())),
             seconds_from_json(answer.get("durations", {})), int(answer.get("pause", 0)),
+            bool(answer.get("parting")),
         )  # fmt: skip
         return True, bool(answer["stored"])
