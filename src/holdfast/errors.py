@@ -6,6 +6,8 @@ prints it without a traceback and exits with 2; everything else that escapes is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class HoldfastError(Exception):
     """Root of every error that Holdfast raises on purpose."""
@@ -96,8 +98,30 @@ class PeerLostError(HoldfastError):
 
 
 class NonFiniteError(HoldfastError):
-    """A loss or gradient is NaN or infinite; `rank` and `parameter` say where it was seen first."""
+    """A loss or gradient is NaN or infinite; `rank` and `parameter` say where it was seen first.
 
-    def __init__(self, step: int, rank: int, parameter: str):
+    dealt: the microbatches of each replica. suspects: those that may have caused it, as far as that
+    can be said. again: they were so once more when the same ranks computed them anew, at once.
+    """
+
+    def __init__(
+        self, step: int, rank: int, parameter: str, dealt: Sequence[Sequence[int]] = (),
+        suspects: Sequence[int] = (), again: bool = True,
+    ) -> None:  # fmt: skip
         self.step, self.rank, self.parameter = step, rank, parameter
+        self.dealt, self.suspects, self.again = dealt, suspects, again
         super().__init__(f"step {step}: {parameter} is not finite on rank {rank}")
+
+
+class JumpError(HoldfastError):
+    """The loss of a step has jumped. Raised on every rank alike; the one that judged knows `limit`,
+    how the microbatches were `dealt`, and which are `suspects`."""
+
+    def __init__(
+        self, step: int, loss: float, limit: float | None = None,
+        dealt: Sequence[Sequence[int]] = (), suspects: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        self.step, self.loss, self.limit = step, loss, limit
+        self.dealt, self.suspects = dealt, suspects
+        bound = "" if limit is None else f"; up to {limit:.4g} were to be expected"
+        super().__init__(f"step {step}: its loss of {loss:.4g} is a jump{bound}")

@@ -226,8 +226,23 @@ class Evaluated(Event):
 
 @dataclass(frozen=True)
 class NonFinite(Event):
-    rank: int
+    """A loss or a gradient of step `step` is NaN or infinite: nothing of it is applied."""
+
+    rank: int  # where it was seen first
     parameter: str
+    node: str = ""  # of that rank
+    microbatches: list[int] = field(default_factory=list)  # that may have caused it
+    again: bool = True  # they were bad once more when they were computed anew in the same place
+
+
+@dataclass(frozen=True)
+class Blamed(Event):
+    """Who is to blame for something bad in step `step`, as far as that can be said."""
+
+    blame: str  # data: these microbatches are left out; device; unknown
+    microbatches: list[int]
+    devices: list[str]  # on which it was bad, first of all
+    why: str
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,11 @@ class ClusterConfig(Section):
         description="every so many steps all who hold the same part of the state compare it, and "
         "who differs from the others takes theirs; 0: never",
     )  # fmt: skip
+    loss_jumps: Literal["ignore", "roll_back"] = Field(
+        "ignore",
+        description="roll_back: a step whose loss lies far above those before it is done again, "
+        "and data that makes it so on several devices is left out (docs/elastic.md)",
+    )
     grace_seconds: float = Field(
         0,
         ge=0,

@@ -101,6 +101,10 @@ class Survivors:
         places = Counter(where[stood.processes[rank]] for r in replicas for rank in r.ranks)
         return Whole(before, frozenset(range(before.world_size)) - there, places)
 
+    def live(self, held: Mapping[int, Held]) -> bool:
+        """Whether these hold the whole state of some generation."""
+        return not isinstance(self._stood(held), str)
+
     def _stood(self, held: Mapping[int, Held]) -> _Stood | str:
         """The newest generation of which the whole state is held, else why there is none."""
         why = "nobody is left who holds a state"

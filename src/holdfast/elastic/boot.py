@@ -20,7 +20,8 @@ class WorkerBoot:
     `start_step` is then 0. `forked` is the node's monotonic clock just before the fork, in
     seconds, for `WorkerReady.seconds`. `hazard` is what the agent has seen break so far, as
     Hazard's JSON, and `classes` what it took with it, as the counts of `Classes`; None
-    where nobody asks.
+    where nobody asks. `skips` is what the run leaves out of its data, as Skips' JSON; `again` what
+    is said of a bad step that this generation does again, as Retry's.
 
     `orders`: the agent answers /orders, so the process stays when its generation ends, and waits
     for what comes next. `rank` is then -1 for a standby, whose topology is any of the run's.
@@ -44,6 +45,8 @@ class WorkerBoot:
     forked: float = 0.0
     hazard: dict[str, Any] | None = None
     classes: list[float] | None = None
+    skips: list[dict[str, Any]] | None = None
+    again: dict[str, Any] | None = None
     orders: bool = False
     meet: str = ""  # "host:port" where the generation's workers find each other; "": the agent's
 

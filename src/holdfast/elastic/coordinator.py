@@ -64,6 +64,10 @@ class TakenError(HoldfastError):
         super().__init__(f"term {term} and generation {generation} are in the run store already")
 
 
+class ChangedError(HoldfastError):
+    """What a generation was to be made of has changed while it was planned: it is planned anew."""
+
+
 @dataclass
 class Known:
     """What an agent said of itself, beyond what the decisions need. told: when it joined. held:
@@ -394,6 +398,8 @@ class Coordinator:
             self.done(str(error), error.kind)
         except HoldfastError as error:
             self._complain(f"generation {generation} cannot be made yet: {error}")
+        except ChangedError:
+            return
             await within(self._news, RETRY_SECONDS)
         else:
             taken: dict[str, int] | None = begin.pop(TAKEN, None)

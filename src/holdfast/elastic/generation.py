@@ -139,11 +139,8 @@ class Generation:
         cause = f"worker {member.rank}: {held.text or held.kind}"
         beat = self._cluster.heartbeat_seconds
         match held.kind:
-            case "non_finite":
-                # Rank 0 names the parameter, perhaps a moment later.
-                sentence = self._non_finite_sentence
-                later = 0.0 if self._non_finite is not None else beat
-                self._loop.call_later(later, lambda: self.decide(Failed(sentence(member))))
+            case "non_finite" | "loss_jump":
+                self.decide(Lost(held.kind, held.text))
             case "rotten":
                 said = held.text or "it could not be read"
                 self.decide(Lost("rot", f"worker {member.rank}: {said}", said))

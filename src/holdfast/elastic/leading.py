@@ -11,14 +11,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.checkpoint.mover_client import Newest
 from holdfast.checkpoint.peer_settings import Peer
 from holdfast.config.run import RunConfig
 from holdfast.elastic.aftermath import Aftermath, Survivors
-from holdfast.elastic.coordinator import TAKEN, Known
+from holdfast.elastic.coordinator import TAKEN, ChangedError, Known
+from holdfast.elastic.doubting import Doubting
 from holdfast.elastic.mover_link import MoverLink
 from holdfast.errors import LayoutError
 from holdfast.events import Event, GenerationStarted, RestorePointFound, WorkerLost
@@ -34,7 +35,8 @@ class Leading:
     """What a leader uses. meet: where the workers of a generation find each other. opened: told the
     number of each generation whose object was made, before anybody is told of it. durable: the
     newest step that has a checkpoint in the run store. alone: the run has one node, whose mover
-    knows by itself whom to ask and to send to."""
+    knows by itself whom to ask and to send to. rest: leaves a node out, if the others are enough;
+    whether they are."""
 
     config: RunConfig
     planner: Planner
@@ -44,6 +46,7 @@ class Leading:
     opened: Callable[[int], None]
     durable: Callable[[], int] = lambda: 0
     alone: bool = False
+    rest: Callable[[str], bool] = lambda name: False
 
 
 class Lead:
@@ -57,6 +60,7 @@ class Lead:
         self._peers: dict[str, Peer] = {}
         self._key: str | None = None  # of the checkpoint that the last generation began from
         self._declined: tuple[int, tuple[NodePlaces, ...]] | None = None
+        self.doubting = Doubting()
         self.speeds: dict[tuple[str, int], float] = {}
         """Beside the others' 1, of nodes' processes that are slow."""
         self._told_lost: set[tuple[int, str]] = set()
@@ -65,9 +69,11 @@ class Lead:
         self.tried: dict[str, str] = {}
         """Keys of checkpoints that proved rotten, and why."""
 
-    def found(self, value: Mapping[str, Any]) -> None:
-        """The object of the newest generation, at the beginning of a term."""
-        if value.get("topology"):
+    def found(self, value: Mapping[str, Any], alone: bool = False) -> None:
+        """The object of the newest generation, at the beginning of a term. alone: of this node,
+        which has nobody of it left."""
+        self.doubting.found(value)
+        if value.get("topology") and not alone:
             self._before = Topology.from_json(value["topology"])
             self._survivors.opened(self._before)
 
@@ -123,6 +129,8 @@ class Lead:
         }
         keys, held = _holdings(known, {node.name for node in reign.nodes})
         self.reached = max([self.reached, *(one.applied for one in held.values())])
+        self.doubting.hear(self._before, held, keys)
+        held = self._without_sick(held, keys, {node.name for node in nodes})
         where = {key: node for key, (node, _) in keys.items()}
         durable = await asyncio.to_thread(self._it.durable)
         topology, after = self._chosen(nodes, generation, held, where, durable)
@@ -131,10 +139,28 @@ class Lead:
         self._plans = {generation: (topology, after)}
         seats = [None if key is None else keys[key][1] for key in after.seats.processes]
         came_from = None if after.came_from is None else list(after.came_from)
+        processes = enumerate(after.seats.processes)
+        seated = {rank: keys[key] for rank, key in processes if key is not None}
         return {
             "topology": topology.to_json(), "seats": seats, "came_from": came_from,
-            "before": after.told_before(),
+            "before": after.told_before(), **self.doubting.value(topology, seated),
         }  # fmt: skip
+
+    def _without_sick(
+        self, held: dict[int, Held], keys: Mapping[int, tuple[str, int]], names: set[str]
+    ) -> dict[int, Held]:
+        """Who computes wrongly again and again is left out with its node; where that cannot be, its
+        state is not trusted, if others have it. Raises ChangedError."""
+        sick = self.doubting.sick
+        if any(node in names and self._it.rest(node) for node, _ in sorted(sick)):
+            raise ChangedError("a node is left out that computes wrongly")
+        well = {key: one for key, one in held.items() if keys[key] not in sick}
+        if len(well) == len(held) or not self._survivors.live(well):
+            return held
+        return {
+            key: one if key in well else replace(one, torn=True, state=None)
+            for key, one in held.items()
+        }
 
     def _chosen(
         self, nodes: Sequence[Node], generation: int, held: Mapping[int, Held],
@@ -197,6 +223,8 @@ class Lead:
         if newest is not None and newest.key is not None:
             self._it.emit(RestorePointFound(
                 newest.key, newest.durable, newest.seconds, step=step))  # fmt: skip
+        for event in self.doubting.news():
+            self._it.emit(event)
         first = topology.generation == 1 or self._before is None
         self._it.emit(GenerationStarted(
             topology.to_json(), str(value["reason"]), None if newest is None else newest.key,

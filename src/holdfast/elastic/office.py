@@ -43,6 +43,8 @@ from holdfast.wire.term import Term, newest_generation, object_of
 
 MISSED_BEATS = 3
 LEAVE_ALL = "all nodes were told to go"
+BAD_STEPS = ("non_finite", "loss_jump")
+"""Of these `policy.trials` says how many there may be."""
 
 
 @dataclass(frozen=True)
@@ -134,12 +136,14 @@ class Office:
         lead = self._lead = Lead(
             Leading(it.config, self._planner, self._mover, self._desk.meet,
                     lambda event: self._board.emit("agent", event), self._made, self._durable,
-                    alone)
+                    alone, self._rest)
         )  # fmt: skip
         self._resumed = newest > 0
-        if newest and not alone:
+        if newest:
             with suppress(HoldfastError):
-                lead.found(await asyncio.to_thread(object_of, it.store, newest))
+                lead.found(await asyncio.to_thread(object_of, it.store, newest), alone)
+        self._told.skips = lead.doubting.skips
+        if newest and not alone:
             self._say(f"{it.node} coordinates the run (term {term.number})")
         rules = Rules(
             self.fits, MISSED_BEATS * cluster.beat_seconds, cluster.gather_seconds,
@@ -207,7 +211,7 @@ class Office:
         value = await self._lead.plan(reign, generation, names, known)
         if rotten is not None:
             self._say(f"{rotten}; the next older one is tried")  # each goes once: this ends
-        elif lost and (sentence := self._hopeless(generation, cause)):
+        elif lost and reason not in BAD_STEPS and (sentence := self._hopeless(generation, cause)):
             raise EndedError(sentence)
         value["reason"] = reason if lost else reign.reason
         return value | ({"closing": self._closing} if self._closing else {})
@@ -235,6 +239,7 @@ class Office:
     async def _begin(self, generation: int, value: dict[str, Any]) -> dict[str, Any]:
         assert self._lead is not None
         self._stand_in.owing = value.get("came_from") is not None
+        self._told.skips = self._lead.doubting.skips
         try:
             begun = await self._lead.begin(generation, value)
         except CheckpointError as error:
@@ -248,6 +253,10 @@ class Office:
             self.restored = int(begun["step"])
         await self._board.flush()
         return begun
+
+    def _rest(self, node: str) -> bool:
+        """Leave a node out, if the others are enough; whether they are."""
+        return self.coordinator is not None and self.coordinator.rest(node)
 
     # --- who is slow ----------------------------------------------------------------------------
     def _paced(self, changes: Sequence[Change]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from holdfast.checkpoint.service import Settings
 from holdfast.config.run import RunConfig
@@ -101,9 +102,11 @@ def boots(
     seen: Seen | None = None,
     node: str = "",
     meet: str = "",
+    told: Mapping[str, Any] | None = None,
 ) -> list[WorkerBoot]:
     """One WorkerBoot a rank (of `node`, where one is named); makes the folder of their logs. meet:
-    where they find each other, if not at their agent's. Raises RunFolderError."""
+    where they find each other, if not at their agent's. told: the generation's object, of which
+    they are to know what is left out and what is done again. Raises RunFolderError."""
     logs = worker_log(folder, topology.generation, 0).parent
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -130,6 +133,8 @@ def boots(
             orders=config.cluster.recovery == "live",
             hazard=None if seen is None else seen.hazard.to_json(),
             classes=None if seen is None else list(seen.classes.counts),
+            skips=(told or {}).get("skips"),
+            again=(told or {}).get("again"),
             meet=meet,
         )
         for rank in range(topology.world_size)

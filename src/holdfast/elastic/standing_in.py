@@ -23,6 +23,7 @@ from holdfast.errors import HoldfastError
 from holdfast.events import BatchFed, Event, GenerationStarted
 from holdfast.spec.ledger import STANDS_IN, Range, gaps, merge
 from holdfast.spec.order import BatchSchedule
+from holdfast.spec.skips import Skips
 
 if TYPE_CHECKING:
     from holdfast.data.batch import Batches
@@ -45,6 +46,8 @@ class Told:
         self._ranges: list[Range] = []
         self._whole = 0  # nothing is missing before this position
         self._start = 0  # the step that the newest generation began from
+        self.skips = Skips()
+        """What is left out of the run's data."""
 
     def observe(self, event: Event) -> None:
         if isinstance(event, GenerationStarted):
@@ -82,7 +85,7 @@ class Told:
 
         config, position = self._config, self._schedule.position
         dataset = Dataset.open(config.data.folder)
-        batches = Batches(dataset, config.data, config.train, config.seed)
+        batches = Batches(dataset, config.data, config.train, config.seed, self.skips)
         out: list[BatchFed] = []
         oldest = bisect_right(range(1, self._start + 1), missing[0][0], key=position)
         for step in range(max(1, oldest), self._start + 1):

@@ -224,6 +224,7 @@ class Station:
         came_from = value.get("came_from")
         await self._host.begin(
             Start(generation, tuple(told), tuple(processes),
+            told=value,
                   None if came_from is None else tuple(came_from), value.get("before"))
         )  # fmt: skip
         if not ranks:

@@ -131,6 +131,11 @@ class Feeder:
         """Whether something of the open step was summed."""
         return any(reducer.summed for reducer in self.reducers)
 
+    @property
+    def sound(self) -> bool:
+        """Whether all that this rank has given to the sums of the open step was finite."""
+        return all(reducer.sound for reducer in self.reducers)
+
     def keep(self, share: Sequence[int]) -> None:
         """Let what was `computed` of the share that was begun be part of the step begun next."""
         for reducer in self.reducers:

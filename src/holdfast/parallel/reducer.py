@@ -143,6 +143,7 @@ class Reducer:
         self._error: Exception | None = None
         self._arrivals = torch.empty(0, dtype=dtype)
         self._kept = 0  # pieces that were there when the step began
+        self._looks: list[Tensor] = []  # the sum of the elements of each bucket of own pieces
 
     def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
         """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`; or go on
@@ -151,7 +152,7 @@ class Reducer:
         The step before must have been voted on and its sends forgotten.
         Raises PeerLostError when a peer is known to be gone, unless it is `patient`.
         """
-        self._error, self.summed = None, False
+        self._error, self.summed, self._looks = None, False, []
         if self._dealt != (leaves, shares, computed):
             self._plan = make_plan(
                 leaves, shares, self.team.members, self.team.me, self.fast, self.pairs, computed
@@ -239,8 +240,17 @@ class Reducer:
             below = (turn.piece, 0) if depth == 1 else (0, depth - 1)
             _part(self.slot(below), bucket).add_(_part(self.slot((0, depth)), bucket))
             depth -= 1
-        if turn.finished and self._round is not None:
+        if not turn.finished:
+            return
+        self._looks.append(_part(self.slot((turn.piece, 0)), bucket).sum())
+        if self._round is not None:
             self._round.piece_ready(index, turn.piece)
+
+    @property
+    def sound(self) -> bool:
+        """Whether all that this member has given to the sum of this step was finite. Asked only
+        where the sum is not: nobody waits for it otherwise."""
+        return all(bool(torch.isfinite(look)) for look in self._looks)
 
     def join(self) -> None:
         """Wait until the step's communication is over, well or badly."""

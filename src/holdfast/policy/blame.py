@@ -2,9 +2,14 @@
 
 Evidence is what became of one piece of data (a microbatch of a step) wherever it was computed. It
 was bad on some device first; from then on it is computed again, on other devices where there are
-any. Data is the same on every device, and a device that computes wrongly does so with other data
-as well: so what is bad in two places is the data's, and what is bad in one place only is the
-device's. Nothing is said where nothing can be told apart.
+any. A step computes the same bits wherever and however often it is done, so:
+
+| bad on          | good anywhere | to blame                                                  |
+|-----------------|---------------|-----------------------------------------------------------|
+| several devices | no            | the data                                                  |
+| one, repeatedly | no            | the data, where there is no other device to try it on     |
+| one             | yes           | the device, be it there itself that the same is good now  |
+| several devices | yes           | nobody can say                                            |
 """
 
 from __future__ import annotations
@@ -18,36 +23,6 @@ class Blame(StrEnum):
     DATA = "data"
     DEVICE = "device"
     UNKNOWN = "unknown"
-
-
-class Tried(StrEnum):
-    """What several trials came to."""
-
-    NOT = "not tried"
-    GOOD = "good"
-    BAD = "bad"
-    MIXED = "now good, now bad"
-
-
-TABLE: dict[tuple[Tried, Tried], Blame] = {
-    # (on other devices, on the first one again)
-    (Tried.BAD, Tried.NOT): Blame.DATA,
-    (Tried.BAD, Tried.BAD): Blame.DATA,
-    (Tried.BAD, Tried.GOOD): Blame.UNKNOWN,
-    (Tried.BAD, Tried.MIXED): Blame.UNKNOWN,
-    (Tried.GOOD, Tried.NOT): Blame.DEVICE,
-    (Tried.GOOD, Tried.BAD): Blame.DEVICE,
-    (Tried.GOOD, Tried.GOOD): Blame.UNKNOWN,  # it has passed, wherever it came from
-    (Tried.GOOD, Tried.MIXED): Blame.DEVICE,
-    (Tried.NOT, Tried.NOT): Blame.UNKNOWN,
-    (Tried.NOT, Tried.BAD): Blame.UNKNOWN,  # there is no other device
-    (Tried.NOT, Tried.GOOD): Blame.UNKNOWN,
-    (Tried.NOT, Tried.MIXED): Blame.UNKNOWN,
-    (Tried.MIXED, Tried.NOT): Blame.UNKNOWN,
-    (Tried.MIXED, Tried.BAD): Blame.UNKNOWN,
-    (Tried.MIXED, Tried.GOOD): Blame.UNKNOWN,
-    (Tried.MIXED, Tried.MIXED): Blame.UNKNOWN,
-}
 
 
 @dataclass(frozen=True)
@@ -67,25 +42,23 @@ class Verdict:
     why: str
 
 
-def verdict(trials: Sequence[Trial]) -> Verdict:
-    """From all trials of one piece of data, in order. Raises ValueError where none was bad."""
-    first = next((i for i, trial in enumerate(trials) if trial.bad), None)
-    if first is None:
+def verdict(trials: Sequence[Trial], *, only: bool = False) -> Verdict:
+    """From all trials of one piece of data, in order. only: there is no other device. Raises
+    ValueError where none was bad."""
+    bad = list(dict.fromkeys(trial.device for trial in trials if trial.bad))
+    if not bad:
         raise ValueError("nothing was bad, so nothing is to blame")
-    device = trials[first].device
-    elsewhere = [t for t in trials if t.device != device]
-    again = [t for t in trials[first + 1 :] if t.device == device]
-    others, here = _tried(elsewhere), _tried(again)
-    blame = TABLE[others, here]
-    places = len({t.device for t in elsewhere})
-    why = f"bad on {device}; on {places} other device{'s' if places != 1 else ''} {others}"
-    return Verdict(blame, device, f"{why}; on the same again {here}")
+    good = list(dict.fromkeys(str(trial.device) for trial in trials if not trial.bad))
+    why = f"bad on {' and '.join(map(str, bad))}, {_times(trials)}"
+    why += f"; good on {' and '.join(good)}" if good else "; good nowhere"
+    if good:
+        blame = Blame.DEVICE if len(bad) == 1 else Blame.UNKNOWN
+    else:
+        told_apart = len(bad) > 1 or (only and len(trials) > 1)
+        blame = Blame.DATA if told_apart else Blame.UNKNOWN
+    return Verdict(blame, bad[0], why)
 
 
-def _tried(trials: Sequence[Trial]) -> Tried:
-    results = {trial.bad for trial in trials}
-    if not results:
-        return Tried.NOT
-    if len(results) > 1:
-        return Tried.MIXED
-    return Tried.BAD if True in results else Tried.GOOD
+def _times(trials: Sequence[Trial]) -> str:
+    count = sum(trial.bad for trial in trials)
+    return "once" if count == 1 else f"{count} times"

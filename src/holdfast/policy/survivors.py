@@ -21,13 +21,43 @@ from holdfast.spec.state import StateTable, local_boxes
 
 
 @dataclass(frozen=True)
+class BadStep:
+    """A step that all ranks found bad alike, and did not apply. what: a phrase. dealt: the
+    microbatches of each replica. suspects: those of them that may have caused it. again: computed
+    once more in the same place they were bad again; None: they were not. bearable: it may be
+    applied all the same."""
+
+    step: int
+    what: str
+    dealt: tuple[tuple[int, ...], ...]
+    suspects: tuple[int, ...]
+    again: bool | None = None
+    bearable: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> BadStep:
+        """Raises KeyError, TypeError and ValueError for what is none."""
+        return BadStep(
+            int(value["step"]), str(value["what"]),
+            tuple(tuple(int(leaf) for leaf in share) for share in value["dealt"]),
+            tuple(int(leaf) for leaf in value["suspects"]),
+            None if (again := value.get("again")) is None else bool(again),
+            bool(value.get("bearable", False)),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Held:
     """What one worker holds, as it says itself.
 
     generation, rank: where it stood. applied: the step after which its state is. whole: the step
     of which it holds the whole reduced gradient, if of any. torn: it has no state that is of use.
     kind: why it stopped: peer, halt, error, non_finite, rotten, paused; text: the same in a
-    sentence. state: generation and rank whose boxes it holds; None where it holds none.
+    sentence. state: generation and rank whose boxes it holds; None where it holds none. bad: the
+    step because of which it stopped.
     """
 
     generation: int
@@ -38,6 +68,7 @@ class Held:
     kind: str = "halt"
     text: str = ""
     state: tuple[int, int] | None = None
+    bad: BadStep | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,6 +84,7 @@ class Held:
             generation, rank, applied, None if whole is None else int(whole), torn,
             str(value.get("kind", "halt")), str(value.get("text", "")),
             None if torn else (int(state[0]), int(state[1])),
+            None if (bad := value.get("bad")) is None else BadStep.from_json(bad),
         )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from holdfast.events import (
+    Blamed,
     CheckpointCaptured,
     CheckpointCommitted,
     CheckpointFailed,
@@ -332,6 +333,8 @@ def notice(event: Event) -> str:
         return f"the checkpoint of step {event.step} is not in the bucket yet: {event.reason}"
     if isinstance(event, NonFinite):
         return f"step {event.step}: {event.parameter} is not finite on rank {event.rank}"
+    if isinstance(event, Blamed):
+        return event.why
     if isinstance(event, SaveInterval):
         return event.reason
     if isinstance(event, NoticeReceived):

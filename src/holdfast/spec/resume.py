@@ -6,7 +6,7 @@ replica holds when a step is interrupted is as good as any piece: a subtree, whi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from holdfast.spec.tree import Node, ReductionTree, Shares, pieces
 
@@ -53,3 +53,31 @@ def deal_rest(leaves: int, computed: Computed, base: Shares) -> Shares:
         shares.append(tuple(sorted((*done, *rest[start : start + count]))))
         start += count
     return tuple(shares)
+
+
+def elsewhere(shares: Shares, avoid: Mapping[int, Collection[int]]) -> Shares:
+    """The same dealing, but that a leaf in `avoid` is not computed by these replicas: it changes
+    places with a leaf of another one, so that everybody has as much to do as before. Where nobody
+    can change with it, it stays."""
+    owner = {leaf: replica for replica, share in enumerate(shares) for leaf in share}
+    settled: set[int] = set()
+    for leaf in sorted(avoid.keys() & owner.keys()):
+        at = owner[leaf]
+        if at not in avoid[leaf]:
+            continue
+        for step in range(1, len(shares)):
+            to = (at + step) % len(shares)
+            there = (
+                other
+                for other in shares[to]
+                if owner[other] == to and other not in settled and at not in avoid.get(other, ())
+            )
+            other = next(there, None) if to not in avoid[leaf] else None
+            if other is not None:
+                owner[leaf], owner[other] = to, at
+                settled |= {leaf, other}
+                break
+    return tuple(
+        tuple(sorted(leaf for leaf, replica in owner.items() if replica == index))
+        for index in range(len(shares))
+    )

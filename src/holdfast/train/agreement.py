@@ -67,10 +67,11 @@ def said_by(engine: StepEngine, step: int) -> Said:
     stage = Stage.COMPUTING if engine.stage is Stage.APPLIED else engine.stage
     applied = step if engine.applied is None else engine.applied
     whole = held.whole is not None and account is not None
+    counts = account is not None and account.finite and not engine.rejected
     return Said(
         Holding(applied, stage, engine.summed),
         held.intact, engine.verdict, engine.verdict_step,
-        counted=whole and account is not None and account.finite,
+        counted=whole and counts,
         tokens=account.tokens if whole and account is not None else 0,
         loss=account.loss if whole and account is not None else 0.0,
         squares=engine.squares() if whole else 0.0,

@@ -6,11 +6,17 @@ gradients in backward order, and the ranks agree on the first finding: the lowes
 it the earliest moment (the forward passes of the stages in order, then their backward passes in
 reverse), in that the first parameter to be used, and the lowest rank for that. Nothing is
 changed: parameters keep the state before the step.
+
+What is not there once more was the device's, this time: then it counts whose own part of the sum
+was not finite, which every rank says too.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import or_
 from typing import Any
 
 import torch
@@ -25,35 +31,60 @@ from holdfast.train.state import Parameters
 
 _TAG = 2
 _NONE = 2**62
+_BITS = 62  # of a mask, in one word
 SUM = "the sum of all gradients"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The same on every rank. bad: microbatches that were not finite when they were computed once
+    more; rank and parameter: the first finding among them. unsound: ranks whose part of the sum
+    was not finite in the first place."""
+
+    rank: int
+    parameter: str
+    bad: tuple[int, ...]
+    unsound: tuple[int, ...]
 
 
 def find_non_finite(
     objective: nn.Module, executor: Executor, groups: Groups, parameters: Parameters,
-    share: Sequence[tuple[int, Inputs]],
-) -> tuple[int, str]:  # fmt: skip
-    """(rank, parameter) of the first finding over all ranks; collective.
+    share: Sequence[tuple[int, Inputs]], leaves: int, sound: bool,
+) -> Finding:  # fmt: skip
+    """What is found over all ranks; collective. leaves: microbatches of the step. sound: all that
+    this rank gave to the sum was finite.
 
     Where every part is finite and only the sum overflowed, the parameter is called `SUM`.
     Raises PeerLostError.
     """
     finding = [_NONE, 0, 0]  # leaf, moment, place of the parameter in it
-    named = -1
+    named, mask = -1, 0
     for leaf, batch in share:
         found = _first_bad(objective, executor, leaf, batch, len(parameters.table))
+        if found is not None:
+            mask |= 1 << leaf
         if found is not None and finding[0] == _NONE:
             backward, index = found
             stage, stages = groups.coordinate.pp, groups.degree("pp")
             moment = 2 * stages - 1 - stage if backward else stage
             finding, named = [leaf, moment, -index if backward else index], index
         # go on: the ranks of a replica compute in lockstep
-    record = torch.tensor([*finding, *_name_at(parameters.table, named)], dtype=torch.int64)
+    words = [mask >> at & (1 << _BITS) - 1 for at in range(0, leaves, _BITS)]
+    said = [*finding, int(sound), *words, *_name_at(parameters.table, named)]
     control = groups.control
-    findings = [r.tolist() for r in exchange(control, record, [3 + _NAME] * control.size, _TAG)]
+    records = exchange(
+        control, torch.tensor(said, dtype=torch.int64), [len(said)] * control.size, _TAG
+    )
+    findings = [record.tolist() for record in records]
     position = min(range(control.size), key=lambda p: (*findings[p][:3], p))
-    leaf, _, _, *name = findings[position]
-    text = bytes(name).rstrip(b"\0").decode()
-    return groups.positions[position], SUM if leaf == _NONE else text
+    masks = [functools.reduce(or_, column) for column in zip(*(f[4:4 + len(words)]
+             for f in findings), strict=True)]  # fmt: skip
+    bad = tuple(leaf for leaf in range(leaves) if masks[leaf // _BITS] >> leaf % _BITS & 1)
+    unsound = tuple(sorted(groups.positions[p] for p, f in enumerate(findings) if not f[3]))
+    text = bytes(findings[position][4 + len(words) :]).rstrip(b"\0").decode()
+    if not bad:
+        return Finding(unsound[0] if unsound else 0, "a gradient" if unsound else SUM, (), unsound)
+    return Finding(groups.positions[position], text, bad, unsound)
 
 
 _NAME = 128  # bytes of a parameter's name on the wire: another stage does not know mine

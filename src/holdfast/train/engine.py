@@ -17,22 +17,24 @@ until all of them come to the end of `reduce`, and raised on all of them or on n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from holdfast.config.train import TrainConfig
-from holdfast.errors import NonFiniteError, PeerLostError
+from holdfast.errors import JumpError, NonFiniteError, PeerLostError
 from holdfast.parallel.groups import Groups
 from holdfast.parallel.norm import clip_factor
 from holdfast.parallel.torch_compat import is_peer_loss
 from holdfast.policy.commit import Stage, advance
+from holdfast.policy.spikes import Jump
 from holdfast.spec.order import BatchSchedule
 from holdfast.spec.rates import learning_rate
-from holdfast.spec.resume import Computed
+from holdfast.spec.resume import Computed, elsewhere
 from holdfast.spec.tree import Shares, deal
 from holdfast.train.diagnose import find_non_finite
 from holdfast.train.execute import Executor, Inputs, Listener
@@ -61,6 +63,9 @@ class Gradients(Listener, Protocol):
 
     @property
     def summed(self) -> bool: ...
+
+    @property
+    def sound(self) -> bool: ...
 
     def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None: ...
 
@@ -120,6 +125,8 @@ class StepEngine:
     torn: an update has begun and has not ended. since: the first step among the present replicas.
     verdict, account: of the newest step that has come so far; that of `verdict_step`.
     cast: called when this rank's vote is on its way.
+    judge: is shown the account of a step before this rank votes; whether it has jumped, on the one
+    rank that knows. jump: what it found of the newest step.
     voted: the last few steps that this process has applied, each with its verdict; a session that
     is built anew takes them along.
     """
@@ -134,6 +141,8 @@ class StepEngine:
         self.train = train
         self._feed, self._device = feed, device
         self.cast: Callable[[], None] = lambda: None
+        self.judge: Callable[[int, Account], Jump | None] = lambda step, account: None
+        self.jump: Jump | None = None
         self._gradients = feed(groups, None)
         self.dealer = dealer
         self._schedule = BatchSchedule(
@@ -244,7 +253,8 @@ class StepEngine:
         """Wait for the whole gradient and vote.
 
         Raises PeerLostError, and NonFiniteError on every rank alike when a loss or a gradient
-        anywhere is NaN or infinite; parameters are untouched then.
+        anywhere is NaN or infinite, JumpError when the loss has jumped; parameters are untouched
+        then.
         """
         verdict: Verdict | None = None
         lost = PeerLostError(f"another rank of this replica lost a peer in step {self._step}")
@@ -267,6 +277,8 @@ class StepEngine:
             raise lost
         if not verdict.finite:
             raise self._non_finite()
+        if verdict.wishes.reject:
+            raise self._jumped(verdict)
         return verdict
 
     def apply(self, verdict: Verdict) -> float:
@@ -296,6 +308,9 @@ class StepEngine:
         self.stage = advance(self.stage, Stage.WHOLE)
         if self._stopping:
             raise _interrupted(self._step)
+        self.jump = self.judge(self._step, self.account) if self.account.finite else None
+        if self.jump is not None:
+            wishes = replace(wishes, reject=True)
         ballot = Ballot(self._gradients.squares(), wishes)
         return vote(self.groups, self.account, ballot, self.cast)
 
@@ -304,7 +319,7 @@ class StepEngine:
         if verdict is None:
             return
         self.verdict, self.verdict_step = verdict, self._step
-        if verdict.finite and self.stage is Stage.WHOLE:
+        if verdict.finite and not verdict.wishes.reject and self.stage is Stage.WHOLE:
             self.stage = advance(self.stage, Stage.VOTED)
 
     # --- a loss ---------------------------------------------------------------------------
@@ -330,6 +345,12 @@ class StepEngine:
         )  # fmt: skip
 
     @property
+    def rejected(self) -> bool:
+        """Whether the open step was voted down, though its gradient is whole."""
+        heard = self.verdict is not None and self.verdict_step == self._step
+        return heard and self.verdict is not None and self.verdict.wishes.reject
+
+    @property
     def summed(self) -> bool:
         """Whether something of the open step was summed into what this rank computed of it."""
         return self.stage is not Stage.APPLIED and self._gradients.summed
@@ -347,6 +368,13 @@ class StepEngine:
         """When `step` begins it goes on: dealt so, with what the replicas have `computed`, which
         those of this one have kept."""
         self._resumed = Resumed(step, shares, computed)
+
+    def deal_elsewhere(self, step: int, avoid: Mapping[int, Collection[int]]) -> None:
+        """When `step` begins, no microbatch in `avoid` is computed by the replicas that stand
+        there, if others can; every rank must be told the same. A step that goes on is left as it
+        is."""
+        if self._resumed is None:
+            self._resumed = Resumed(step, elsewhere(self.shares(step), avoid), ())
 
     def _computed(self, step: int) -> Computed:
         resumed = self._resumed
@@ -409,14 +437,32 @@ class StepEngine:
         else:
             self.groups.abort_between()
 
+    def _jumped(self, verdict: Verdict) -> JumpError:
+        if self.jump is None:  # another rank knows more
+            return JumpError(self._step, verdict.mean_loss)
+        suspects = self.jump.microbatches
+        return JumpError(self._step, verdict.mean_loss, self.jump.limit, self._shares, suspects)
+
     def _non_finite(self) -> NonFiniteError:
-        """Compute my share again without reduction, and agree with all on where it began."""
+        """Compute my share again without reduction, and agree with all on where it began, and on
+        the microbatches that may have caused it."""
+        assert self.account is not None, "nobody votes without it"
         share = self._shares[self.groups.coordinate.replica]
-        rank, name = find_non_finite(
+        found = find_non_finite(
             self.objective, self.executor, self.groups, self.parameters,
-            list(zip(share, self.batches, strict=True)),
+            list(zip(share, self.batches, strict=True)), len(self.account.losses),
+            self._gradients.sound,
         )  # fmt: skip
-        return NonFiniteError(self._step, rank, name)
+        suspects = found.bad
+        if not suspects:
+            losses = enumerate(self.account.losses)
+            suspects = tuple(leaf for leaf, loss in losses if not isfinite(loss))
+        if not suspects:
+            replicas = {self.groups.topology.replica_of(rank).index for rank in found.unsound}
+            suspects = tuple(sorted(leaf for r in replicas for leaf in self._shares[r]))
+        return NonFiniteError(
+            self._step, found.rank, found.parameter, self._shares, suspects, bool(found.bad)
+        )
 
 
 def _interrupted(step: int) -> PeerLostError:

@@ -17,6 +17,7 @@ from holdfast.config.run import RunConfig
 from holdfast.errors import HoldfastError, NonFiniteError
 from holdfast.events import (
     BatchFed,
+    Blamed,
     CheckpointSkipped,
     Evaluated,
     NonFinite,
@@ -26,14 +27,16 @@ from holdfast.events import (
     StepTraced,
 )
 from holdfast.policy.save import Into, due
+from holdfast.policy.spikes import Jump, jumped
 from holdfast.policy.tiers import BUCKET, DISK, MEMORY, PEERS
+from holdfast.policy.trials import Retry
 from holdfast.spec.state import state_table
 from holdfast.train.cadence import Cadence, Known
 from holdfast.train.checksum import Checksums, odd_ranks
 from holdfast.train.engine import StepEngine
 from holdfast.train.evaluate import Evaluator
 from holdfast.train.protocols import Feed, Membership, Reporter, Saver, StepBatch
-from holdfast.train.vote import Verdict, Wishes
+from holdfast.train.vote import Account, Verdict, Wishes
 
 _LAST_WAIT = 60.0  # seconds for a free slot, where a capture must not be skipped
 _FULL = "a rank has no free slot: every one is still being saved"
@@ -75,19 +78,20 @@ def run(
     evaluator: Evaluator, config: RunConfig, *, rank: int, start_step: int,
     settle_seconds: float = 600.0, clock: Callable[[], float] = time.monotonic,
     known: Known | None = None, durations: Callable[[], Mapping[int, float]] = dict,
+    retry: Retry | None = None,
 ) -> Outcome:  # fmt: skip
     """Train from the state after `start_step` to the last step, or until somebody wishes to stop
     or to pause.
 
     loader: this rank's shares, beginning with step `start_step` + 1. known: how often the run has
     broken so far, where a cadence is to be decided; durations: asked at each step on rank 0, how
-    long each tier takes until it is done.
-    Raises PeerLostError when a rank is gone, and NonFiniteError on every rank alike, journalled
-    by rank 0; in both cases the step was not applied.
+    long each tier takes until it is done. retry: of a step that was bad, and is done again.
+    Raises PeerLostError when a rank is gone, and on every rank alike NonFiniteError, journalled
+    by rank 0, and JumpError; in all cases the step was not applied.
     """
     loop = _Loop(
         engine, membership, reporter, saver, evaluator, config, rank, start_step, clock,
-        known or Known(), durations,
+        known or Known(), durations, retry,
     )  # fmt: skip
     if start_step >= config.train.steps:
         return Outcome("finished", start_step)
@@ -109,6 +113,7 @@ class _Loop:
         self, engine: StepEngine, membership: Membership, reporter: Reporter, saver: Saver,
         evaluator: Evaluator, config: RunConfig, rank: int, start_step: int,
         clock: Callable[[], float], known: Known, durations: Callable[[], Mapping[int, float]],
+        retry: Retry | None,
     ):  # fmt: skip
         self.engine, self.membership, self.reporter = engine, membership, reporter
         self.saver, self.evaluator, self.config, self.rank = saver, evaluator, config, rank
@@ -126,6 +131,9 @@ class _Loop:
         nodes = len(set(engine.groups.topology.nodes))
         self.cadence = Cadence(config.checkpoint, known, nodes, clock())
         self.durations = durations
+        self.retry = retry
+        if rank == 0 and config.cluster.loss_jumps == "roll_back":
+            engine.judge = self._judge
 
     def step(self, batch: StepBatch) -> bool:
         """One step from the arrival of its batch to its boundary; whether to leave after it."""
@@ -194,8 +202,19 @@ class _Loop:
             return self.engine.reduce(wishes)
         except NonFiniteError as error:
             if self.rank == 0:
-                self.reporter.emit(NonFinite(error.rank, error.parameter, step=step))
+                node = self.engine.groups.topology.nodes[error.rank]
+                self.reporter.emit(NonFinite(
+                    error.rank, error.parameter, node, list(error.suspects), error.again, step=step
+                ))  # fmt: skip
             raise
+
+    def _judge(self, step: int, account: Account) -> Jump | None:
+        """Beside the steps that this process has applied last."""
+        retry = self.retry
+        if retry is not None and retry.accept and retry.step == step:
+            return None
+        before = [verdict.mean_loss for _, verdict in self.engine.voted]
+        return jumped(before, account.losses, account.tokens)
 
     def _with_what_is_due(self, step: int, wishes: Wishes) -> Wishes:
         """Seconds are one rank's to judge; its answer travels with the vote."""
@@ -291,6 +310,12 @@ class _Loop:
                 samples=self.engine.samples(batch.step), phases=phases, step=batch.step,
             )
         )  # fmt: skip
+        if self.retry is not None and self.retry.step == batch.step and self.retry.if_passed:
+            found = self.retry.if_passed
+            self.reporter.emit(Blamed(
+                found.blame, list(found.microbatches), list(found.devices), found.why,
+                step=batch.step,
+            ))  # fmt: skip
 
     def _evaluate(self, step: int) -> None:
         every, last = self.config.train.evaluate.every, step >= self.config.train.steps

@@ -48,6 +48,7 @@ class Wishes:
     save: a checkpoint. remember: a snapshot in memory. copy, upload: what is saved is to go to
     peers, to the bucket. brief: when stopping, a snapshot for peers is to do, as time is short.
     pause: end here, but keep the state and wait: another generation takes it up.
+    reject: the step is not to be applied, because its loss has jumped.
     """
 
     stop: bool = False
@@ -58,6 +59,7 @@ class Wishes:
     upload: bool = False
     brief: bool = False
     pause: bool = False
+    reject: bool = False
 
 
 _WISHES = {4 << index: wish.name for index, wish in enumerate(fields(Wishes))}

@@ -4,6 +4,7 @@
     <folder>/7.order         what is to happen, where, when
     <folder>/7.hit           written by the worker that is about to do it, durable: who, when
     <folder>/7.done          an order that waits: whoever ordered it has done its part
+    <folder>/wrong           what always comes out NaN: data, wherever it is computed, or a node
 
 `cluster.faults` names the folder; no run without it looks here. Whoever orders writes gate, orders
 and `done`; the one worker that makes the `hit` carries an order out, once, whatever is done again.
@@ -50,6 +51,23 @@ class Order:
     step: int
     rank: int
     generation: int = 0
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """The loss of microbatches from step `first` to `last` is NaN whenever it is computed.
+    microbatch: one of each step; None: all. node: only there; "": everywhere. times: it is only so
+    many times as large."""
+
+    first: int
+    last: int
+    microbatch: int | None = None
+    node: str = ""
+    times: float | None = None
+
+    def hits(self, step: int, microbatch: int, node: str) -> bool:
+        here = self.microbatch in (None, microbatch) and self.node in ("", node)
+        return here and self.first <= step <= self.last
 
 
 @dataclass(frozen=True)
@@ -100,6 +118,9 @@ class Armoury:
     def done(self, number: int) -> None:
         self._write(f"{number}.done", "")
 
+    def make_wrong(self, *wrong: Wrong) -> None:
+        self._write("wrong", json.dumps([asdict(one) for one in wrong]))
+
     def _write(self, name: str, text: str) -> None:
         """Whole or not at all for whoever reads."""
         path = self.folder / f".{name}.new"
@@ -114,6 +135,13 @@ class Armoury:
             return int((self.folder / "gate").read_bytes())
         except (FileNotFoundError, ValueError):
             return None
+
+    @property
+    def wrong(self) -> list[Wrong]:
+        try:
+            return [Wrong(**one) for one in json.loads((self.folder / "wrong").read_bytes())]
+        except FileNotFoundError:
+            return []
 
     def due(self, point: str, step: int, rank: int, world: int, generation: int) -> Order | None:
         """What this rank is to do here and now, if anything."""

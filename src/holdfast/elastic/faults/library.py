@@ -71,7 +71,7 @@ _ALL = (
     _worker("hold-gil", "a worker stands still and holds the interpreter's lock", "hold the GIL",
             ("forward", "computed"), weight=3),
     _worker("gradient", "a gradient of one worker becomes NaN", "not finite", ("backward",),
-            ranks=1, weight=0),
+            ranks=1),
     _worker("clock", "the wall clock of a worker jumps by an hour", "clock", QUIET, again=False),
     _worker("pipeline", "a worker is killed before it hands on to another stage", "kill",
             ("sending",), needs="pp", weight=6),

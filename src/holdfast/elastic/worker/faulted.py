@@ -15,6 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ class Faulted:
         self._worker, self._armoury = worker, Armoury(folder)
         self._clock, self._offset = time.time, 0.0
         self._gradients = (0, 0)  # step, how many came in it
+        self._wrong: list[tuple[Any, float]] = []  # targets of the open step, and by what their
+        # loss is multiplied
 
     # --- a point is reached -----------------------------------------------------------------------
     def at(self, point: str, step: int | None = None, gradient: Any = None) -> None:
@@ -119,6 +122,22 @@ class Faulted:
                 worker.reporter.progress(step, "data")
             time.sleep(_POLL)
 
+    def look(self, engine: Any, batches: Any) -> None:
+        """Which of the share that is about to be computed comes out wrong."""
+        wrong, node = self._armoury.wrong, self._worker._topology.nodes[self._worker._rank]
+        share = engine.dealt[engine.groups.coordinate.replica]
+        self._wrong = [
+            (batch.targets, nan if one.times is None else one.times)
+            for leaf, batch in zip(share, batches, strict=True)
+            for one in wrong
+            if batch.tokens and one.hits(engine.step, leaf, node)
+        ]
+
+    def spoil(self, targets: Any, out: Any) -> Any:
+        """What a forward pass gives, of these targets."""
+        times = next((times for one, times in self._wrong if one is targets), None)
+        return out if times is None else out * times
+
     def now(self) -> float:
         return self._clock() + self._offset
 
@@ -142,6 +161,7 @@ def arm(worker: Any, folder: Path) -> None:
     from holdfast.parallel.gradients import Feeder
     from holdfast.parallel.pipeline import Run
     from holdfast.train import engine, recover
+    from holdfast.train.objective import NextToken
     from holdfast.train.optimizer import AdamW
 
     under = Faulted(worker, folder)
@@ -151,6 +171,7 @@ def arm(worker: Any, folder: Path) -> None:
     def step_of(made: Any, *_: Any) -> int:
         return int(made.step)
 
+    _before(steps, "compute", under.look)
     _before(steps, "compute", lambda made, *_: under.at("forward", step_of(made)))
     _after(steps, "compute", lambda made, *_: under.at("computed", step_of(made)))
     _after(steps, "begin", lambda _, step: under.at("begin", step))
@@ -174,6 +195,13 @@ def arm(worker: Any, folder: Path) -> None:
         return batch
 
     loading.__next__ = gated
+    plain = NextToken.forward
+
+    def forward(module: Any, tokens: Any, targets: Any, *rest: Any) -> Any:
+        return under.spoil(targets, plain(module, tokens, targets, *rest))
+
+    objective: Any = NextToken
+    objective.forward = forward
 
 
 def _handing(under: Faulted, worker: Any, step: Any) -> None:

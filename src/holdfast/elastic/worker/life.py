@@ -20,7 +20,8 @@ from holdfast.elastic import exits
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.worker.orders import End, HaltedError, Held, Orders
 from holdfast.elastic.worker.restoring import RottenError
-from holdfast.errors import FencedError, NonFiniteError, PeerLostError, UserError
+from holdfast.errors import FencedError, JumpError, NonFiniteError, PeerLostError, UserError
+from holdfast.policy.survivors import BadStep
 
 if TYPE_CHECKING:
     from holdfast.elastic.worker.main import Worker
@@ -75,7 +76,10 @@ def _generation(
         return _hold(worker, kind, str(error), orderly=worker.training)
     except NonFiniteError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
-        return _hold(worker, "non_finite", str(error), orderly=True)
+        return _hold(worker, "non_finite", str(error), orderly=True, bad=_bad(error))
+    except JumpError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        return _hold(worker, "loss_jump", str(error), orderly=True, bad=_jumped(error))
     except RottenError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         return _hold(worker, "rotten", str(error))
@@ -88,10 +92,29 @@ def _generation(
         return _hold(worker, "error", f"{type(error).__name__}: {error}")
 
 
-def _hold(worker: Worker, kind: str, text: str, *, orderly: bool = False) -> Held:
+def _hold(
+    worker: Worker, kind: str, text: str, *, orderly: bool = False,
+    bad: BadStep | None = None,
+) -> Held:  # fmt: skip
     """orderly: all ranks stop alike, or the engine has seen to those who wait for this one."""
     worker.stop(orderly)
-    held = worker.held(kind, text)
+    held = worker.held(kind, text, None if bad is None else bad.to_json())
     state = "no state" if held.torn else f"the state after step {held.applied}"
     print(f"holds {state} ({kind}): {text}", flush=True)
     return held
+
+
+def _bad(error: NonFiniteError) -> BadStep:
+    """What the coordinator is told of a step that was not applied."""
+    what = f"is not finite ({error.parameter} on rank {error.rank})"
+    dealt = tuple(tuple(share) for share in error.dealt)
+    return BadStep(error.step, what, dealt, tuple(error.suspects), error.again)
+
+
+def _jumped(error: JumpError) -> BadStep | None:
+    """The same of a jump, by the rank that judged."""
+    if error.limit is None:
+        return None
+    what = f"has a loss of {error.loss:.4g}, where up to {error.limit:.4g} were to be expected"
+    dealt = tuple(tuple(share) for share in error.dealt)
+    return BadStep(error.step, what, dealt, tuple(error.suspects), None, bearable=True)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,6 +51,8 @@ from holdfast.train.build import Session, build_engine, meet, session_of
 from holdfast.train.cadence import Known
 from holdfast.train.engine import Dealer
 from holdfast.train.memory import keep_freed_memory
+from holdfast.policy.trials import Retry
+from holdfast.spec.skips import Skips
 from holdfast.train.missing import COVERED
 from holdfast.train.precision import same_products_on_any_threads
 from holdfast.train.recover import Recovered, join, recover
@@ -203,6 +206,10 @@ class Worker:
                 return train(
                     session.engine, loader, membership, self.reporter, saver,
                     session.evaluator, self._config, rank=self._rank, start_step=self.step,
+        self._read()  # of what is left out a newer boot may know more
+        retry = None if self._boot.again is None else Retry.from_json(self._boot.again)
+        if retry is not None and retry.step > self.step:
+            session.engine.deal_elsewhere(retry.step, retry.avoid)
                     known=_known(self._boot), durations=lambda: self.reporter.wishes.durations,
                 )  # fmt: skip
         finally:
@@ -212,6 +219,7 @@ class Worker:
     # --- out of one ---------------------------------------------------------------------------
     def stop(self, orderly: bool) -> None:
         """The generation is over for this process. Unless that is seen to already (`orderly`),
+                    retry=retry,
         nobody may go on waiting for this one, inside its replica or outside."""
         engine = getattr(self._session, "engine", None)
         if engine is not None and not orderly:
@@ -219,15 +227,15 @@ class Worker:
         if self._voice is not None and self._voice.owes_calls and len(self._topology.replicas) == 1:
             self._voice.flush(_ANNOUNCING)
 
-    def held(self, kind: str, text: str) -> Held:
-        """What this process could go on from."""
+    def held(self, kind: str, text: str, bad: dict[str, Any] | None = None) -> Held:
+        """What this process could go on from. bad: of a step, for which it stopped."""
         rank = self._rank if self._voice is not None else -1
         if not self._able:
-            return Held(self.generation, rank, self.step, None, True, kind, text)
+            return Held(self.generation, rank, self.step, None, True, kind, text, bad=bad)
         engine = self._present.engine
         groups, whole = engine.groups, engine.held.whole
         place = (groups.topology.generation, groups.rank)
-        return Held(self.generation, rank, self.step, whole, False, kind, text, place)
+        return Held(self.generation, rank, self.step, whole, False, kind, text, place, bad)
 
     def leave(self, outcome: Outcome) -> int:
         """Tell how the run ended for this process; the exit code."""
@@ -351,6 +359,7 @@ class Worker:
             self._config, self._batches = RunConfig.model_validate(boot.config), None
         if boot.threads != self._boot.threads:
             torch.set_num_threads(boot.threads)
+        self._batches.skips = Skips.from_json(self._boot.skips)
         if boot.log and boot.log != self._boot.log:
             redirect(boot.log)
         self._boot = boot

@@ -43,7 +43,7 @@ class HaltedError(HoldfastError):
 @dataclass(frozen=True)
 class Held:
     """What a worker that has stopped says of itself: see docs/elastic.md. state: generation and
-    rank whose boxes it holds, where it holds any."""
+    rank whose boxes it holds, where it holds any. bad: `policy.survivors.BadStep` as JSON."""
 
     generation: int
     rank: int
@@ -53,6 +53,7 @@ class Held:
     kind: str
     text: str
     state: tuple[int, int] | None = None
+    bad: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
