@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,19 @@ def test_bad_requests_are_refused_in_words(start: Start) -> None:
     with pytest.raises(HoldfastError, match="does not hold step 1"):
         client.captured(0, 1, 0, 2, {})
     workers.commit(2)
+
+
+def test_an_arena_waits_for_a_generation_that_the_mover_is_about_to_hear_of(start: Start) -> None:
+    mover = start()
+    mover.begin(topology())
+    second = topology(1, generation=2)
+    early = MoverClient(mover.socket, mover.secret, 2, patience=60.0)
+    with ThreadPoolExecutor(1) as pool:
+        workers = pool.submit(Workers, early, second)
+        mover.begin(second)
+        workers.result(60).commit(1)
+    with pytest.raises(FencedError):  # one that is over is not waited for
+        Workers(MoverClient(mover.socket, mover.secret, 1, patience=60.0), topology())
 
 
 def test_older_generations_are_refused(start: Start) -> None:

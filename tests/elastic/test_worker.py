@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -10,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.checkpoint.capture import Capturer
+from holdfast.checkpoint.capture import Capturer, Skipped
 from holdfast.checkpoint.write import Source, write_single
 from holdfast.config.load import load
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.worker.reporter import Reporter
 from holdfast.elastic.worker.restoring import restore
-from holdfast.elastic.worker.saver import ArenaSaver
+from holdfast.elastic.worker.saver import ArenaSaver, LateSaver
+from holdfast.errors import FencedError
 from holdfast.events import CheckpointRestored, Event
+from holdfast.policy.save import Into
 from holdfast.spec.boxes import Box
 from holdfast.train.build import Session
 from holdfast.wire.runstore import FolderStore
@@ -67,6 +70,56 @@ def test_who_waits_for_the_last_save_reports_progress() -> None:
 @pytest.mark.parametrize(("heard", "seconds"), [(Heard(1, True), 100.0), (Heard(1), 0.0)])
 def test_a_ledger_that_cannot_be_stored_is_named(heard: Heard, seconds: float) -> None:
     assert _saver(heard).settle(7, seconds) == "the agent could not store the last reports"
+
+
+class QuickCapturer(SlowCapturer):
+    bytes = 1
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def ready(self) -> bool:
+        return True
+
+    def begin(self, step: int, wait: float) -> Skipped:
+        return Skipped(step, "this one never can")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_saver_in_the_making_has_no_room_and_is_waited_for_at_the_end() -> None:
+    go, capturer, skipped = threading.Event(), QuickCapturer(), list[Skipped]()
+
+    def make() -> ArenaSaver:
+        go.wait(60)
+        return ArenaSaver(
+            cast(Capturer, capturer), cast(Reporter, Heard()), 0, load(None, []).config
+        )
+
+    saver = LateSaver(make, skipped.append)
+    assert saver.fence() == 0.0
+    assert not saver.capture(3, [], 0.0, True)
+    assert [each.step for each in skipped] == [3]
+    saver.announce(3, {}, Into(True))
+    assert saver.settle(3, 0.0) is not None
+    go.set()
+    assert saver.ready()
+    assert not saver.capture(4, [], 0.0, True)
+    assert len(skipped) == 1  # the saver itself has told of that one
+    saver.close()
+    assert capturer.closed
+
+
+def test_what_a_saver_in_the_making_fails_with_is_raised_where_room_is_asked_for() -> None:
+    def fails() -> ArenaSaver:
+        raise FencedError("over")
+
+    saver = LateSaver(fails, lambda skipped: None)
+    with pytest.raises(FencedError):
+        saver.ready()
+    assert saver.fence() == 0.0
+    saver.close()
 
 
 def test_who_restores_reports_progress_tensor_by_tensor(tmp_path: Path) -> None:

@@ -88,7 +88,11 @@ class MoverClient:
         secret: Secret,
         generation: int,
         clock: Callable[[], float] = time.time,
+        patience: float = 0.0,
     ) -> None:
+        """patience: seconds that an arena is waited for in which the mover has yet to be told of
+        the generation."""
+        self._patience = patience
         self.socket_path = socket_path
         self.generation = generation
         self._secret = secret
@@ -192,7 +196,11 @@ class MoverClient:
     def arena(self, rank: int, blob_bytes: int, slots: int, let_go: bool = False) -> int:
         """The descriptor of an arena made for this rank; the caller closes it. let_go: this process
         writes no more into those that it had of the rank in older generations."""
-        body = {"rank": rank, "blob_bytes": blob_bytes, "slots": slots, "let_go": let_go}
+        body: dict[str, Any] = {
+            "rank": rank, "blob_bytes": blob_bytes, "slots": slots, "let_go": let_go,
+        }  # fmt: skip
+        if self._patience:
+            body["patience"] = self._patience
         _, fds = self._exchange("arena", body, 4 * ANSWER_SECONDS)
         if len(fds) != 1:
             raise MoverGoneError("the mover sent no arena")

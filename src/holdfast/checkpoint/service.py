@@ -209,6 +209,10 @@ class Service:
     def together(self) -> Together:
         return self._saves.together
 
+    def _begun(self, generation: int) -> bool:
+        """Whether the generation is served, or a newer one."""
+        return self._plan is not None and self._plan.generation >= generation
+
     def _current(self, generation: int) -> Plan:
         plan = self._plan
         if plan is None:
@@ -222,9 +226,12 @@ class Service:
     # --- arenas -----------------------------------------------------------------------------
     def arena(
         self, generation: int, rank: int, blob_bytes: int, slots: int,
-        process: int | None = None, let_go: bool = False,
+        process: int | None = None, let_go: bool = False, patience: float = 0.0,
     ) -> int:  # fmt: skip
-        """As `Arenas.get`."""
+        """As `Arenas.get`. patience: seconds that the agent may yet need to tell of `generation`:
+        its workers are told at the same time."""
+        with self._change:
+            self._change.wait_for(lambda: self._begun(generation), patience)
         return self._arenas.get(generation, rank, blob_bytes, slots, process, let_go)
 
     def spare(self, keys: Callable[[], Collection[str]]) -> None:

@@ -18,6 +18,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,10 @@ class Station:
         await self._host.prepare(len(ranks))
         newest = None if begin.get("newest") is None else Newest.from_json(begin["newest"])
         step = int(begin["step"])
-        await self._tell_mover(topology, step, newest, begin)
+        tell_mover = partial(self._tell_mover, topology, step, newest, begin)
+        came_from = value.get("came_from")
+        if came_from is None:  # the workers ask the mover for their state first
+            await tell_mover()
         self.current = current = Generation(
             topology, step, self._around.config.cluster, self._board, self._say, self._ready,
             self._voices, self._around.node, self._watch,
@@ -220,13 +224,13 @@ class Station:
             agent=self._around.control, mover_socket=self._mover.socket_path,
             cores=usable_cores(), restore_key=None if newest is None else newest.key,
             start_step=step, seen=self._around.seen, node=self._around.node, meet=self._meet,
-        )  # fmt: skip
-        came_from = value.get("came_from")
-        await self._host.begin(
-            Start(generation, tuple(told), tuple(processes),
             told=value,
+        )  # fmt: skip
+        beginning = self._host.begin(
+            Start(generation, tuple(told), tuple(processes),
                   None if came_from is None else tuple(came_from), value.get("before"))
         )  # fmt: skip
+        await (beginning if came_from is None else asyncio.gather(tell_mover(), beginning))
         if not ranks:
             self._become(Stage.WORKING)
             return

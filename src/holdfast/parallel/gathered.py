@@ -21,10 +21,15 @@ class Gathered(Store):
     """What gloo needs of a store while `size` ranks connect one group.
 
     Keep a reference for as long as torch uses it. Raises what `gather` raises.
+    note: a line that the others are told at the same time; `notes` are theirs, by rank, and this
+    one's own, once they have met.
     """
 
-    def __init__(self, gather: Gather, rank: int, size: int, seconds: float) -> None:
+    def __init__(
+        self, gather: Gather, rank: int, size: int, seconds: float, note: str = ""
+    ) -> None:
         super().__init__()
+        self.note, self.notes = note, tuple[str, ...]()
         self._gather, self._rank, self._size = gather, rank, size
         self._timeout = timedelta(seconds=seconds)
         self._mine: dict[str, bytes] = {}
@@ -64,11 +69,13 @@ class Gathered(Store):
         base = key.rpartition("/")[0]
         keys = [f"{base}/{rank}" for rank in range(self._size)]
         mine = keys[self._rank]
-        values = self._gather(mine, self._mine[mine], keys, self._timeout)
-        self._known.update(zip(keys, values, strict=True))
+        told = self.note.encode() + b"\n" + self._mine[mine]
+        said = [each.partition(b"\n") for each in self._gather(mine, told, keys, self._timeout)]
+        self.notes = tuple(note.decode() for note, _, _ in said)
+        self._known.update(zip(keys, (value for _, _, value in said), strict=True))
 
 
-def gathered(store: Store, rank: int, size: int, seconds: float) -> Any:
+def gathered(store: Store, rank: int, size: int, seconds: float, note: str = "") -> Any:
     """The store to connect a group by: the given one, if it cannot gather."""
     gather: Gather | None = getattr(store, "gather", None)
-    return store if gather is None else Gathered(gather, rank, size, seconds)
+    return store if gather is None else Gathered(gather, rank, size, seconds, note)

@@ -68,13 +68,20 @@ class GlooGroup(Protocol):
     def allreduce(self, tensors: list[Tensor]) -> Work: ...
 
 
+def gloo_device(interface: str) -> object:
+    """What connects a gloo group; it listens on a port of its own."""
+    kind: Any = ProcessGroupGloo
+    device: object = kind.create_device(interface=interface)
+    return device
+
+
 def gloo_group(
-    store: Store, name: str, rank: int, size: int, *, interface: str, seconds: float
+    store: Store, name: str, rank: int, size: int, *, device: object, seconds: float
 ) -> GlooGroup:
     """A bare gloo group under `name` in `store`, unknown to torch's registry. Collective."""
     kind: Any = ProcessGroupGloo
     options = kind._Options()
-    options._devices = [kind.create_device(interface=interface)]
+    options._devices = [device]
     options._timeout = timedelta(seconds=seconds)
     options._threads = 2
     group: GlooGroup = kind(PrefixStore(name, store), rank, size, options)

@@ -8,8 +8,9 @@ gloo shape this file (all observed with torch 2.13):
   for: their buffers are reused only after the vote of the step, which proves that they arrived.
   A send that is dropped before it has left is lost, so each is kept until then, and no longer.
 - A wait that times out closes every connection of the group. So there is one deadline, the
-  group's own, and `abort` is a deliberate wait of a millisecond for a message that never comes:
-  it wakes every thread blocked in this group, here and, through closed connections, elsewhere.
+  group's own, and `abort` is a deliberate short wait for a message that never comes: it wakes
+  every thread blocked in this group, here and, through closed connections, elsewhere. That takes
+  10 ms a peer; so the connections are shut down before, where they are known (`cutting.py`).
 - A receive posted before its message arrives lets the data go straight into its buffer.
 """
 
@@ -24,11 +25,14 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import PeerLostError
+from holdfast.parallel.cutting import Address, cut, from_text, listening, to_text
 from holdfast.parallel.gathered import gathered
-from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_group
+from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_device, gloo_group
 from holdfast.parallel.traffic import Traffic
 
 _NEVER = 0x7FFFFFF0  # a tag on which nobody sends
+SECONDS, SHUT_SECONDS = 0.001, 0.05
+"""How long an open connection is waited on before it is closed, and one that was shut down."""
 
 
 class Receives(Protocol):
@@ -53,15 +57,27 @@ class Peers:
         self._sends: list[object] = []
         self._said: list[object] = []  # the sends of the last exchange
         self._group: GlooGroup | None = None
+        self._known: tuple[Address, tuple[Address, ...]] | None = None
         if size == 1:
             return
         try:
-            self._store = gathered(store, rank, size, seconds)  # torch keeps its C++ half only
-            self._group = gloo_group(
-                self._store, name, rank, size, interface=interface, seconds=seconds
-            )
+            before = listening()
+            device = gloo_device(interface)
+            found = listening() - before
+            own = found.pop() if len(found) == 1 else None
+            # torch keeps its C++ half only
+            self._store = gathered(store, rank, size, seconds, to_text(own))
+            self._group = gloo_group(self._store, name, rank, size, device=device, seconds=seconds)
+            self._know(own)
         except RuntimeError as error:
             raise PeerLostError(f"rank {rank} of {size} could not join {name}: {error}") from error
+
+    def _know(self, own: Address | None) -> None:
+        """Where the connections of this group begin and end, if all have told."""
+        told = [from_text(note) for note in getattr(self._store, "notes", ())]
+        theirs = [at for at in told if at is not None and at != own]
+        if own is not None and len(theirs) == self.size - 1:
+            self._known = own, tuple(theirs)
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -106,8 +122,11 @@ class Peers:
 
     def abort(self) -> None:
         """Close every connection: all waits in this group raise, here and at the peers."""
-        if self._group is not None:
-            hang_up(self._group, self.others)
+        if self._group is None:
+            return
+        if self._known is not None:
+            cut(*self._known)
+        hang_up(self._group, self.others, SHUT_SECONDS if self._known is not None else SECONDS)
 
     def close(self) -> None:
         """Give the group up after an orderly end."""
@@ -116,8 +135,9 @@ class Peers:
         self._group = None
 
 
-def hang_up(group: Receives, others: Iterable[int]) -> None:
-    """Close every connection of a gloo group to other ranks.
+def hang_up(group: Receives, others: Iterable[int], seconds: float = SECONDS) -> None:
+    """Close every connection of a gloo group to other ranks; each that is open still after
+    `seconds`.
 
     What closes them is a wait that times out. On a connection that has failed there is no such
     wait: it raises at once and leaves the others open. So every peer is asked.
@@ -125,7 +145,7 @@ def hang_up(group: Receives, others: Iterable[int]) -> None:
     nothing = torch.empty(1)
     for peer in others:
         with suppress(RuntimeError):
-            group.recv([nothing], peer, _NEVER).wait(timedelta(milliseconds=1))
+            group.recv([nothing], peer, _NEVER).wait(timedelta(seconds=seconds))
 
 
 def exchange(

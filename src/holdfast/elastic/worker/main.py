@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.capture import Capturer, Skipped
+from holdfast.checkpoint.capture import Capturer, Skipped, local_part
 from holdfast.checkpoint.mover_client import MoverClient
 from holdfast.checkpoint.reconnecting import ReconnectingCapturer
 from holdfast.config.run import RunConfig
@@ -35,7 +35,12 @@ from holdfast.elastic.worker.log import redirect
 from holdfast.elastic.worker.orders import Before, Begin, Held, Interrupt, Orders
 from holdfast.elastic.worker.reporter import Reporter
 from holdfast.elastic.worker.restoring import RottenError, restore
-from holdfast.elastic.worker.saver import ArenaSaver, where_there_is_room, while_replaced
+from holdfast.elastic.worker.saver import (
+    ArenaSaver,
+    LateSaver,
+    where_there_is_room,
+    while_replaced,
+)
 from holdfast.elastic.worker.store import HttpStore
 from holdfast.elastic.worker.warmth import warm_up
 from holdfast.errors import FencedError, HoldfastError, NonFiniteError, PeerLostError
@@ -46,13 +51,13 @@ from holdfast.policy.classes import Classes
 from holdfast.policy.hazard import Hazard
 from holdfast.policy.save import Into
 from holdfast.policy.tiers import BUCKET, DISK, PEERS
+from holdfast.policy.trials import Retry
+from holdfast.spec.skips import Skips
 from holdfast.spec.state import state_table
 from holdfast.train.build import Session, build_engine, meet, session_of
 from holdfast.train.cadence import Known
 from holdfast.train.engine import Dealer
 from holdfast.train.memory import keep_freed_memory
-from holdfast.policy.trials import Retry
-from holdfast.spec.skips import Skips
 from holdfast.train.missing import COVERED
 from holdfast.train.precision import same_products_on_any_threads
 from holdfast.train.recover import Recovered, join, recover
@@ -69,6 +74,9 @@ _ANNOUNCING = 0.5
 """Seconds that a worker which stops waits for snapshots to be announced, where no other replica has
 its state: the next generation begins when all have stopped, and the mover refuses what is announced
 later."""
+
+_TOLD = 20.0
+"""Seconds that the mover is given to hear of a generation of which its agent tells all at once."""
 
 _JOINING = 1800.0  # seconds that bound every wait in a group; a halt ends them before
 _LAST_SLOT, _SETTLING = 60.0, 600.0  # seconds for the last save, as in `train.runner`
@@ -130,7 +138,7 @@ class Worker:
         self.training = False  # as opposed to being on the way into a generation
         self._live = False  # the state came from the generation before, not from a checkpoint
         self._verdict: Verdict | None = None  # of the step that this generation went on from
-        self._saver: ArenaSaver | None = None
+        self._saver: ArenaSaver | LateSaver | None = None
         self._equipped = False  # whether there has been one
         self._voice: Reporter | None = None
         self._meeting: Client | None = None  # for the store through which groups meet
@@ -198,6 +206,10 @@ class Worker:
         spread = any(len({self._topology.nodes[rank] for rank in replica.ranks}) > 1
                      for replica in self._topology.replicas)  # fmt: skip
         membership = AgentMembership(self.reporter, self.generation, self._outdated, spread)
+        self._read()  # of what is left out a newer boot may know more
+        retry = None if self._boot.again is None else Retry.from_json(self._boot.again)
+        if retry is not None and retry.step > self.step:
+            session.engine.deal_elsewhere(retry.step, retry.avoid)
         engine, replica = session.engine, session.engine.groups.coordinate.replica
         self.reporter.share = lambda: len(engine.dealt[replica])
         self.training = True
@@ -206,11 +218,8 @@ class Worker:
                 return train(
                     session.engine, loader, membership, self.reporter, saver,
                     session.evaluator, self._config, rank=self._rank, start_step=self.step,
-        self._read()  # of what is left out a newer boot may know more
-        retry = None if self._boot.again is None else Retry.from_json(self._boot.again)
-        if retry is not None and retry.step > self.step:
-            session.engine.deal_elsewhere(retry.step, retry.avoid)
                     known=_known(self._boot), durations=lambda: self.reporter.wishes.durations,
+                    retry=retry,
                 )  # fmt: skip
         finally:
             self.step = session.engine.applied or self.step
@@ -219,7 +228,6 @@ class Worker:
     # --- out of one ---------------------------------------------------------------------------
     def stop(self, orderly: bool) -> None:
         """The generation is over for this process. Unless that is seen to already (`orderly`),
-                    retry=retry,
         nobody may go on waiting for this one, inside its replica or outside."""
         engine = getattr(self._session, "engine", None)
         if engine is not None and not orderly:
@@ -291,7 +299,7 @@ class Worker:
                     order.came_from, dealer=self._dealer(topology),
                 )  # fmt: skip
             self._found(found)
-            self._equip(begun)
+            self._equip(begun, behind=True)
 
     def _found(self, found: Recovered) -> None:
         """The session of the new generation, and what the journal would miss of the old one."""
@@ -351,6 +359,7 @@ class Worker:
             config = self._config
             dataset = Dataset.open(self._boot.dataset)
             self._batches = Batches(dataset, config.data, config.train, config.seed)
+        self._batches.skips = Skips.from_json(self._boot.skips)
         return self._batches
 
     def _follow(self, boot: WorkerBoot) -> None:
@@ -359,7 +368,6 @@ class Worker:
             self._config, self._batches = RunConfig.model_validate(boot.config), None
         if boot.threads != self._boot.threads:
             torch.set_num_threads(boot.threads)
-        self._batches.skips = Skips.from_json(self._boot.skips)
         if boot.log and boot.log != self._boot.log:
             redirect(boot.log)
         self._boot = boot
@@ -397,28 +405,38 @@ class Worker:
         )  # fmt: skip
         self._voice.start()
 
-    def _equip(self, begun: float) -> None:
-        """An arena for the state of the session, which is ready then."""
-        boot, config, session = self._boot, self._config, self._present
-        tensors = {local.name: local.tensor for local in session.engine.state()}
-        mover = MoverClient(boot.mover_socket, self._secret, self._topology.generation)
+    def _equip(self, begun: float, *, behind: bool = False) -> None:
+        """An arena for the state of the session, which is ready then. behind: while the first step
+        computes, where the agent gives orders."""
+        boot, config, rank = self._boot, self._config, self._rank
+        topology, reporter, let_go, step = self._topology, self.reporter, self._equipped, self.step
+        state = self._present.engine.state()
+        tensors = {local.name: local_part(local.tensor) for local in state}
+        mover = MoverClient(
+            boot.mover_socket, self._secret, topology.generation, patience=_TOLD * behind
+        )
         table = state_table(config.model, config.train.precision)
 
         def make(slots: int) -> Capturer:
             return Capturer(
-                mover, self._topology, table, self._rank, tensors, run=config.name, slots=slots,
-                let_go=self._equipped,
-            )  # fmt: skip
+                mover, topology, table, rank, tensors, run=config.name, slots=slots, let_go=let_go
+            )
 
         def made() -> Capturer:
             return where_there_is_room(make, config.checkpoint, self._ignored)
 
-        first = while_replaced(made, self._pause) if self._orders is not None else made()
+        def equipped() -> ArenaSaver:
+            first = while_replaced(made, self._pause) if self._orders is not None else made()
+            capturer = ReconnectingCapturer(first, made, self._not_handed_over)
+            saver = ArenaSaver(capturer, reporter, rank, config, self._check)
+            reporter.emit(WorkerReady(rank, time.monotonic() - begun, step=step))
+            return saver
+
         self._equipped = True
-        capturer = ReconnectingCapturer(first, made, self._not_handed_over)
-        self._saver = ArenaSaver(capturer, self.reporter, self._rank, config, self._check)
-        seconds = time.monotonic() - begun
-        self.reporter.emit(WorkerReady(self._rank, seconds, step=self.step))
+        if behind and self._orders is not None:
+            self._saver = LateSaver(equipped, self._not_handed_over)
+        else:
+            self._saver = equipped()
 
     def _not_handed_over(self, skipped: Skipped) -> None:
         event = CheckpointSkipped(self._rank, skipped.reason, step=skipped.step)

@@ -2,11 +2,14 @@
 about them when.
 
 A saver is made for one generation and let go with it: it refers to the state, and the mover takes
-nothing from an older generation. A mover that is being replaced is waited for.
+nothing from an older generation. A mover that is being replaced is waited for. Where training goes
+on with the state that it has, nothing is to be captured before the end of its first step: the arena
+is made while that step computes (`LateSaver`).
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -28,6 +31,8 @@ Made = TypeVar("Made")
 
 _MOVER_SECONDS = 30.0  # that a mover which is gone is given to come back
 _MOVER_PAUSE = 0.1
+_LATE_SECONDS = 2.0
+"""A step whose work is done waits so long for a saver in the making; then it does without."""
 
 
 def where_there_is_room(
@@ -131,3 +136,61 @@ class ArenaSaver:
         if not durable:
             return None  # the mover has it: what becomes of it the agent hears
         return self._capturer.settle(step, max(0.0, deadline - time.monotonic()), alive)
+
+
+class LateSaver:
+    """An `ArenaSaver` that is made on a thread of its own. Until it is there this rank has no room,
+    as with a mover that is away: so nobody captures anything."""
+
+    def __init__(self, make: Callable[[], ArenaSaver], skipped: Callable[[Skipped], None]) -> None:
+        """What `make` raises is raised by the next question for room. skipped: told of a capture
+        that was asked for all the same."""
+        self._make, self._skipped = make, skipped
+        self._saver: ArenaSaver | None = None
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        threading.Thread(target=self._run, name="equipping", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._saver = self._make()
+        except BaseException as error:  # the training thread's to answer for
+            self._error = error
+        finally:
+            self._done.set()
+
+    def _within(self, seconds: float) -> ArenaSaver | None:
+        self._done.wait(seconds)
+        if self._error is not None:
+            raise self._error
+        return self._saver
+
+    def ready(self) -> bool:
+        saver = self._within(_LATE_SECONDS)
+        return saver is not None and saver.ready()
+
+    def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
+        begun = time.monotonic()
+        saver = self._within(wait)
+        if saver is None:
+            self._skipped(Skipped(step, "the mover has made no arena yet"))
+            return False
+        return saver.capture(step, state, max(0.0, wait - (time.monotonic() - begun)), durable)
+
+    def fence(self) -> float:
+        return 0.0 if self._saver is None else self._saver.fence()
+
+    def announce(self, step: int, meta: Mapping[str, Any], into: Into) -> None:
+        if self._saver is not None:  # else nothing was captured
+            self._saver.announce(step, meta, into)
+
+    def settle(self, step: int, seconds: float, durable: bool = True) -> str | None:
+        if self._saver is None:
+            return "the mover has made no arena" if durable else None
+        return self._saver.settle(step, seconds, durable)
+
+    def close(self) -> None:
+        """What is being made refers to the state, too: its end is waited for."""
+        self._done.wait()
+        if self._saver is not None:
+            self._saver.close()

@@ -1,0 +1,62 @@
+"""The connections of one gloo group, found again and cut.
+
+gloo has no call that ends the waits of a group. A wait that times out closes its connections, but
+for each of them gloo then waits until its own event loop turns: 10 ms a peer (torch 2.13). What is
+shut down under its hands it notices by itself, within a millisecond.
+
+Which connections are a group's: its device listens on a port of its own, so what came in has that
+address on this side, and what went out has another member's on the far side. The members tell each
+other where they listen when they meet. Nothing is known where the system does not list a process's
+descriptors (only Linux does).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+
+Address = tuple[str, int]
+
+_DESCRIPTORS = "/proc/self/fd"
+
+
+def listening() -> set[Address]:
+    """Where this process listens for TCP connections."""
+    found: set[Address] = set()
+    for each in _sockets():
+        if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            found.add(each.getsockname()[:2])
+    return found
+
+
+def cut(own: Address, others: Collection[Address]) -> None:
+    """Shut down every connection that came in at `own`, or goes to one of `others`. The
+    descriptors stay their owner's, and whoever listens goes on."""
+    for each in _sockets():
+        with suppress(OSError):  # it listens, or is no connection any more
+            peer = each.getpeername()[:2]
+            if each.getsockname()[:2] == own or peer in others:
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def to_text(address: Address | None) -> str:
+    return "" if address is None else f"{address[0]} {address[1]}"
+
+
+def from_text(text: str) -> Address | None:
+    host, _, port = text.partition(" ")
+    return (host, int(port)) if port else None
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Each internet socket of this process, by a descriptor of our own: a number may belong to
+    something else by the time it is looked at."""
+    for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
+        with suppress(OSError):  # just closed, or no socket
+            if not os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as found:
+                if found.family in (socket.AF_INET, socket.AF_INET6):
+                    yield found
