@@ -21,7 +21,7 @@ from holdfast.policy.succession import Patience
 from holdfast.wire.auth import Verifier
 from holdfast.wire.runstore import RunStore
 from holdfast.wire.secret import Secret
-from holdfast.wire.server import Guard, Listener, address_of, bind
+from holdfast.wire.server import Guard, Handler, Listener, address_of, bind
 from holdfast.wire.term import Term
 
 SECRET = Secret(b"f" * 32)
@@ -100,7 +100,8 @@ class FleetAgent:
             name, self.address, store, SECRET, self.work, self._reign, patience=patience,
             beat=beat, told={"address": self.address}, complain=self.said.append,
         )  # fmt: skip
-        handlers = self.follower.handlers
+        self._frozen = False
+        handlers = {path: self._answer(do) for path, do in self.follower.handlers.items()}
         guard = Guard(
             handlers, SECRET, Verifier(SECRET, time.time), lambda: 0, outside=frozenset(handlers)
         )
@@ -124,6 +125,20 @@ class FleetAgent:
     @property
     def reigns(self) -> bool:
         return self.follower.coordinator is not None
+
+    def _answer(self, handler: Handler) -> Handler:
+        async def answer(generation: int, body: dict[str, Any]) -> dict[str, Any]:
+            said = await handler(generation, body)
+            if self._frozen:
+                await asyncio.Event().wait()
+            return said
+
+        return answer
+
+    def freeze(self) -> None:
+        """It says nothing and answers nothing any more; its port is open."""
+        self._frozen = True
+        self.running.cancel()
 
     async def kill(self) -> None:
         """Nothing of it is left, and its port refuses."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.elastic.following import ROUND_SECONDS
 from holdfast.policy.membership import Stage
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.term import newest_generation, newest_term
@@ -114,6 +115,27 @@ def test_the_coordinator_is_lost_and_another_opens_the_next_term(
         again = FleetAgent(first.name, store, 1, len(names))
         await until(lambda: _working([*rest, again]), "the first to follow")
         assert not again.reigns
+
+    _run(scene, tmp_path)
+
+
+@pytest.mark.parametrize("frozen", [1, 2])
+def test_a_coordinator_that_is_silent_is_replaced(tmp_path: Path, frozen: int) -> None:
+    """And one that has fallen silent with it costs the search nothing more."""
+
+    async def scene(store: FolderStore) -> None:
+        agents = await _fleet(store, "abcde")
+        first = next(agent for agent in agents if agent.reigns)
+        gone = [first, *(agent for agent in agents if agent is not first)][:frozen]
+        rest = [agent for agent in agents if agent not in gone]
+        at = first.work.at
+        for agent in gone:
+            agent.freeze()
+        # Five times three heartbeats of 0.2 s, a round of a second, and what is left to the first.
+        await until(
+            lambda: _working(rest) and rest[0].work.at > at and sum(a.reigns for a in rest) == 1,
+            "another to lead, and the rest to work", seconds=5 * (1.0 + ROUND_SECONDS + 0.4),
+        )  # fmt: skip
 
     _run(scene, tmp_path)
 

@@ -226,7 +226,7 @@ class Simulation:
             elif other.seat.term < m.seat.term:
                 said[name] = Peer.UNKNOWN
             else:
-                hears = other.seat.standing in (Standing.FOLLOWING, Standing.REIGNING)
+                hears = succession.hears(other.seat, self.now, PATIENCE)
                 said[name] = Peer.HEARS if hears else Peer.MISSES
         sign = str(int(self.now / 5)) if self.trains(len(self.generations)) else ""
         newest = len(self.generations)

@@ -127,6 +127,12 @@ class Coordinator:
         now = self._now
         self._set(membership.warned(self.reign, name, now + seconds, now, self._rules))
 
+    def doubt(self, address: str) -> None:
+        """Who listens there led before, and has fallen silent."""
+        for name, known in self.known.items():
+            if address and known.told.get("address") == address:
+                self._set(membership.doubted(self.reign, name, self._now, self._rules))
+
     def done(self, verdict: str = "", kind: str = "") -> None:
         self.kind = self.kind or kind
         self._set(membership.done(self.reign, verdict, self._now))
@@ -392,14 +398,14 @@ class Coordinator:
             begin = await self._make(self.reign, generation, names, self.known)
         except TakenError as error:
             self._set(membership.taken(self.reign, error.term, error.generation, self._now))
+        except ChangedError:
+            return
         except FencedError:
             self.fence()
         except EndedError as error:
             self.done(str(error), error.kind)
         except HoldfastError as error:
             self._complain(f"generation {generation} cannot be made yet: {error}")
-        except ChangedError:
-            return
             await within(self._news, RETRY_SECONDS)
         else:
             taken: dict[str, int] | None = begin.pop(TAKEN, None)

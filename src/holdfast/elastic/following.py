@@ -7,6 +7,7 @@ term. What the orders are about, this node's workers, is behind `Work`.
     seeking    the newest term in the run store, and its holder is asked to take us in
     following  one question is open at the coordinator; a change here asks again at once
     silent     the agents of the last generation are asked whether they hear the coordinator
+               (`searching.py`)
     claiming   the next term is opened in the run store
     reigning   the same questions go to the coordinator in this very process
 """
@@ -24,10 +25,11 @@ from typing import Any, Protocol
 from holdfast.elastic.coordinator import BEAT, JOIN, JOIN_FIRST, REPLACED, Coordinator, within
 from holdfast.elastic.ending import EndedError
 from holdfast.elastic.noticing import Blame
+from holdfast.elastic.searching import Search
 from holdfast.errors import HoldfastError
 from holdfast.policy import succession
 from holdfast.policy.membership import Order, Phase, Stage
-from holdfast.policy.succession import Patience, Peer, Seat, Standing
+from holdfast.policy.succession import Patience, Seat, Standing
 from holdfast.wire.journal import segment_key
 from holdfast.wire.runstore import RunStore
 from holdfast.wire.secret import Secret
@@ -42,8 +44,9 @@ from holdfast.wire.term import (
     object_of,
 )
 
-ASK_SECONDS = 3.0
-"""How long another agent has to say whether it hears the coordinator."""
+ROUND_SECONDS = 1.0
+"""How long a silent coordinator and the other agents are waited for at least, when they are asked;
+else a heartbeat."""
 PAUSE_SECONDS = 0.5
 """Between two looks at the run store and at the others."""
 
@@ -159,6 +162,7 @@ class Follower:
         self._question: asyncio.Task[None] | None = None
         self._older: set[asyncio.Task[None]] = set()
         self._reigning: asyncio.Task[Any] | None = None
+        self._search: Search | None = None  # while its coordinator is silent
         self._said = ""
 
     @property
@@ -188,9 +192,10 @@ class Follower:
                     await self._pause(PAUSE_SECONDS)
             return "" if self.over is None else self.over[0]
         finally:
-            for task in (self._reigning, self._question, *self._older):
-                if task is not None:
-                    task.cancel()
+            self._ask_no_more()
+            self._end_search()
+            if self._reigning is not None:
+                self._reigning.cancel()
             for pair in self._talkers.values():
                 for talker in pair:
                     talker.close()
@@ -203,9 +208,9 @@ class Follower:
     # --- what others ask ------------------------------------------------------------------------
     async def who(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
         """Who is there, and whether it hears its coordinator."""
-        hears = self.seat.standing in (Standing.FOLLOWING, Standing.REIGNING)
         return {
-            "node": self.seat.name, "term": self.seat.term, "hears": hears,
+            "node": self.seat.name, "term": self.seat.term,
+            "hears": succession.hears(self.seat, self._now, self._patience),
             "standing": self.seat.standing.value,
         }  # fmt: skip
 
@@ -285,14 +290,33 @@ class Follower:
                 if pair is None:
                     raise DeadError("nobody holds the term")
                 free = next((talker for talker in pair if not talker.busy), pair[0])
-                answer = await free.post(path, body, wait + self._patience.silence / 2)
+                answer = await free.post(path, body, self._bearable(wait))
         except HoldfastError as error:
             dead = isinstance(error, DeadError)
             self._set(succession.unanswered(self.seat, dead, self._now, self._patience))
             if self.seat.standing is Standing.FOLLOWING:
                 await self._pause(PAUSE_SECONDS / 5)
+            else:
+                self._work.changed.set()  # another question may be open, which is answered no more
             return
         await self._obey(answer)
+
+    def _bearable(self, wait: float) -> float:
+        """How long a question may stay without an answer that is to come within `wait`: while it
+        follows, so long that there is time to ask once more on a new connection, before the silence
+        counts."""
+        silence = self._patience.silence
+        if self.seat.standing is not Standing.FOLLOWING:
+            return wait + silence / 2
+        left = self.seat.since + silence - self._now
+        return max(silence / 6, min(wait + silence / 3, left))
+
+    def _ask_no_more(self) -> None:
+        """The questions that are open."""
+        for task in (self._question, *self._older):
+            if task is not None:
+                task.cancel()
+        self._question = None
 
     @property
     def _holder(self) -> str:
@@ -370,44 +394,59 @@ class Follower:
 
     # --- nobody answers -------------------------------------------------------------------------
     async def _look_around(self) -> None:
+        """One round of the search."""
         begun = self._now
+        if self._search is None:
+            self._ask_no_more()  # so there is a connection to ask on
+            self._search = Search(self._secret)
+        search = self._search
         term, holder = await asyncio.to_thread(newest_term, self._store)
         if term > self.seat.term:
             address = "" if holder is None else str(holder.get("address", ""))
+            self._end_search()
             self._set(succession.found(self.seat, term, address, self._now))
             return
-        newest, sign = await asyncio.to_thread(self._signs)
+        leads = "" if holder is None else str(holder.get("node", ""))
+        if search.signs is None:
+            search.signs = (await asyncio.to_thread(self._signs, leads))[1:]
         others = {name: addr for name, addr in self.agents.items() if name != self.seat.name}
-        said = await asyncio.gather(*(self._hears(address) for address in others.values()))
-        if self.seat.standing is Standing.SILENT:
-            await self._ask(JOIN, self._joining())  # perhaps it was only slow
-        peers = dict(zip(others, said, strict=True))
-        self._set(succession.asked(self.seat, peers, newest, self._now, self._patience, sign))
-        if self.seat.standing is Standing.SILENT:
-            await self._pause(max(0.0, PAUSE_SECONDS - (self._now - begun)))
+        peers = await search.round(
+            others, term, lambda: self._ask(JOIN, self._joining()), lambda: self._silent,
+            max(ROUND_SECONDS, self._beat),
+        )  # fmt: skip
+        if peers is not None and self._silent:
+            newest, *signs = await asyncio.to_thread(self._signs, leads)
+            alive = signs[1] != search.signs[1]
+            search.signs = signs[0], signs[1]
+            self._set(
+                succession.asked(
+                    self.seat, peers, newest, self._now, self._patience, signs[0], alive
+                )
+            )
+        if self._silent:
+            await self._pause(max(0.0, min(PAUSE_SECONDS, self._beat / 2) - (self._now - begun)))
+        if not self._silent:
+            await search.end(self.seat.standing is Standing.FOLLOWING)
+            self._end_search()
 
-    def _signs(self) -> tuple[int, str]:
+    @property
+    def _silent(self) -> bool:
+        return self.seat.standing is Standing.SILENT
+
+    def _end_search(self) -> None:
+        if self._search is not None:
+            self._search.close()
+            self._search = None
+
+    def _signs(self, leads: str) -> tuple[int, str, str]:
         """The newest generation in the run store, and what shows there that others go on: how far
-        their journal is. On a thread of its own."""
+        their journal is, and that of the node that leads. On a thread of its own."""
         newest = newest_generation(self._store)
         keys = self._store.list(segment_key(newest, "").removesuffix(".jsonl"))
         theirs = [key for key in keys if not key.endswith(f".{self.seat.name}.jsonl")]
-        sizes = [self._store.size(key) for key in theirs]
-        return newest, f"{newest} {len(theirs)} {sum(sizes)}"
-
-    async def _hears(self, address: str) -> Peer:
-        talker = Talker(address, self._secret, connect_seconds=ASK_SECONDS)
-        try:
-            answer = await talker.post(QUESTION, {}, ASK_SECONDS)
-        except DeadError:
-            return Peer.DEAD
-        except HoldfastError:
-            return Peer.UNKNOWN
-        finally:
-            talker.close()
-        if int(answer.get("term", 0)) < self.seat.term:
-            return Peer.UNKNOWN  # it follows one who is fenced, and does not know yet
-        return Peer.HEARS if answer.get("hears") else Peer.MISSES
+        sizes = {key: self._store.size(key) for key in theirs}
+        lead = sum(size for key, size in sizes.items() if key.endswith(f".{leads}.jsonl"))
+        return newest, f"{newest} {len(theirs)} {sum(sizes.values())}", f"{newest} {lead}"
 
     # --- leading --------------------------------------------------------------------------------
     async def _claim(self) -> None:
@@ -420,7 +459,9 @@ class Follower:
         if term is None:
             self._set(succession.claimed(self.seat, number, False, self._now))
             return
+        silent = self.seat.holder
         self.coordinator = coordinator = await self._make_reign(term)
+        coordinator.doubt(silent)
         self._set(succession.claimed(self.seat, number, True, self._now))
         self._reigning = asyncio.create_task(coordinator.run())
         self._reigning.add_done_callback(lambda task: self._reigned(task, coordinator))

@@ -201,6 +201,15 @@ def warned(reign: Reign, name: str, until: float, now: float, rules: Rules) -> R
     return _go_on(reign, now, rules)
 
 
+def doubted(reign: Reign, name: str, now: float, rules: Rules) -> Reign:
+    """A node has been silent for its time already, as those say who have chosen this coordinator in
+    its place: a third of it is left to be heard."""
+    node = reign.node(name)
+    if node is None or not node.expected:
+        return reign
+    return reign.put(replace(node, heard=min(node.heard, now - rules.lost_after * 2 / 3)))
+
+
 def ban(reign: Reign, name: str, reason: str, now: float, rules: Rules) -> Reign:
     """A node is sick, or slows all others down: it is left out until a new term."""
     node = reign.node(name)

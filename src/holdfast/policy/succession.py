@@ -124,6 +124,14 @@ def answered(seat: Seat, term: int, now: float) -> Seat:
     return replace(seat, term=term, since=now, led=term, dead=False, tries=0)
 
 
+def hears(seat: Seat, now: float, patience: Patience) -> bool:
+    """What this agent says to who misses the coordinator. One answer that did not come says
+    nothing; the second is missed before its own search begins."""
+    if seat.standing is Standing.FOLLOWING:
+        return now - seat.since <= patience.silence * 2 / 3
+    return seat.standing is Standing.REIGNING
+
+
 def refused(seat: Seat, now: float) -> Seat:
     """Who was asked is no coordinator any more, and says so."""
     if seat.standing in (Standing.FOLLOWING, Standing.SILENT):

@@ -1,0 +1,130 @@
+"""One search for a silent coordinator, round by round, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from holdfast.elastic.searching import Search
+from holdfast.errors import HoldfastError
+from holdfast.policy.succession import Peer
+from holdfast.wire.auth import Verifier
+from holdfast.wire.secret import Secret
+from holdfast.wire.server import Guard, Handler, Listener, address_of, bind
+from holdfast.wire.term import QUESTION
+
+SECRET = Secret(b"s" * 32)
+LONG = 600.0  # longer than the test may take
+
+
+class Other:
+    """Another agent, as far as it is asked."""
+
+    def __init__(self, hears: Handler) -> None:
+        self._bound = bind("127.0.0.1", 0, "cluster.interface")
+        self.address = address_of(self._bound)
+        verifier = Verifier(SECRET, time.time)
+        guard = Guard({QUESTION: hears}, SECRET, verifier, lambda: 0, outside=frozenset({QUESTION}))
+        self._serving = asyncio.create_task(Listener(guard, self._bound).serve())
+
+    async def close(self) -> None:
+        self._serving.cancel()
+        await asyncio.wait({self._serving})
+
+
+def _says(hears: bool, term: int = 3) -> Handler:
+    async def answer(_: int, body: dict[str, Any]) -> dict[str, Any]:
+        return {"hears": hears, "term": term}
+
+    return answer
+
+
+async def _silence(_: int, body: dict[str, Any]) -> dict[str, Any]:
+    await asyncio.Event().wait()
+    return {}
+
+
+async def _nobody() -> None:
+    await asyncio.Event().wait()
+
+
+def test_who_says_nothing_is_waited_for_in_one_round_of_a_search() -> None:
+    async def scene() -> None:
+        others = {
+            "b": Other(_says(False)), "c": Other(_says(True)), "d": Other(_says(True, term=2)),
+            "mute": Other(_silence),
+        }  # fmt: skip
+        ended = bind("127.0.0.1", 0, "cluster.interface")
+        there = {name: other.address for name, other in others.items()}
+        there["dead"] = address_of(ended)
+        ended.close()
+        search = Search(SECRET)
+        said = {
+            "b": Peer.MISSES, "c": Peer.HEARS, "d": Peer.UNKNOWN, "mute": Peer.UNKNOWN,
+            "dead": Peer.DEAD,
+        }  # fmt: skip
+        while await search.round(there, 3, _nobody, lambda: True, 1.0) != said:
+            pass  # this machine was slow
+        # The coordinator and the mute one are asked still; nobody waits for them.
+        assert await search.round(there, 3, _nobody, lambda: True, LONG) == said
+        search.close()
+        for other in others.values():
+            await other.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_a_coordinator_that_answers_ends_the_round() -> None:
+    async def scene() -> None:
+        mute = Other(_silence)
+        silent = [True]
+
+        async def back() -> None:
+            silent.clear()
+
+        search = Search(SECRET)
+        said = await search.round({"m": mute.address}, 1, back, lambda: bool(silent), LONG)
+        assert said == {"m": Peer.UNKNOWN}
+        await search.end(True)
+        await mute.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_what_the_coordinator_orders_is_taken_in_before_the_search_ends() -> None:
+    async def scene() -> None:
+        told, taken = asyncio.Event(), asyncio.Event()
+        silent = [True]
+
+        async def back() -> None:
+            silent.clear()
+            await told.wait()
+            taken.set()
+
+        search = Search(SECRET)
+        beginning = asyncio.create_task(search.round({}, 1, back, lambda: bool(silent), 0.05))
+        await beginning
+        ending = asyncio.create_task(search.end(True))
+        await asyncio.sleep(0)
+        assert not ending.done()
+        told.set()
+        await ending
+        assert taken.is_set()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_what_it_refuses_is_raised() -> None:
+    async def scene() -> None:
+        async def back() -> None:
+            raise HoldfastError("it is replaced")
+
+        search = Search(SECRET)
+        with pytest.raises(HoldfastError, match="replaced"):
+            await search.round({}, 1, back, lambda: True, LONG)
+        search.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 60))
