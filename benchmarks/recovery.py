@@ -5,8 +5,9 @@ they mostly wait, as for an accelerator (so that four fit onto few cores). Somet
 somewhere in a step, again and again; between two faults all are there again.
 
     step s       the time of a step before, and among those who are left after it
-    to next s    from SIGKILL (an error, a notice) to the next step that is committed in the
-                 generation that follows; CPU: seconds of the whole machine meanwhile
+    to next s    from SIGKILL (an exception being raised, a notice) to the next step that is
+                 committed in the generation that follows; CPU: seconds of the whole machine
+                 meanwhile
     beyond s     what of that is more than one step of those who are left
     lost         steps that were done again, or computed and given up
 

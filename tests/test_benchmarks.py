@@ -6,6 +6,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,10 @@ from benchmarks.peers.rebuild import layout_of
 from benchmarks.peers.work import Work
 from benchmarks.peers.worker import NAMES
 from benchmarks.rebuild import LAYOUTS
+from benchmarks.recovering.lines import Line, Lines
 from benchmarks.saving import floors
+from benchmarks.steady import Stretch, row
+from benchmarks.steadying.worker import KINDS, kind_of
 from benchmarks.turns import Pair, losses
 
 from holdfast.config.load import load
@@ -134,3 +138,46 @@ def test_ways_of_saving_are_measured_beside_their_floors(
     assert len(rows) == count
     assert list(tmp_path.iterdir()) == []
     assert all(wall > 0 for wall, _ in floors.direct_write(tmp_path, 10_000, 2))
+
+
+def test_stretches_of_the_steady_run_hold_each_kind_once_a_round() -> None:
+    kinds = [kind_of(step, 5) for step in range(1, 5 * 13 + 1)]
+    assert kinds[:5] == ["on"] * 5  # warms up
+    rounds = [kinds[at : at + 15 : 5] for at in range(5, len(kinds), 15)]
+    assert all(sorted(each) == ["floor", "off", "on"] for each in rounds)
+    assert rounds[0] != rounds[1]  # in turns
+
+
+def test_what_the_steady_run_adds_is_told_over_the_bare_work() -> None:
+    def stretch(kind: str, step: float, cpu: float, floor: float) -> Stretch:
+        seconds = {"agents": 0.1, "movers": 0.0, "workers": cpu, "floor": floor}
+        return Stretch(kind, 10, [step * at for at in range(11)], [0.001, 0.002], seconds)
+
+    kinds = {"off": stretch("off", 0.1, 1.0, 0.0), "on": stretch("on", 0.101, 1.13, 0.0),
+             "floor": stretch("floor", 0.1, 1.0, 0.1)}  # fmt: skip
+    told = row("case", [kinds[kind] for kind in KINDS * 2]).split()
+    assert told[1:7] == ["4", "100.0", "101.0", "100.0", "1.50", "2.00"]
+    assert told[7] == "1.010"
+    assert told[10:13] == ["13.0", "10.0", "1.300"]
+
+
+def test_a_recovery_from_an_exception_begins_when_it_is_raised(tmp_path: Path) -> None:
+    lines = Lines(tmp_path / "lines", lambda: "", 60.0)
+    now = time.time()
+
+    def tell(when: float, step: int, generation: int) -> None:
+        with (tmp_path / "lines").open("a") as file:
+            file.write(f"{now + when} {step} {generation} 0 1 4\n")
+
+    for step in (1, 2, 3):
+        tell(step - 10.0, step, 1)
+
+    def deed(here: list[Line]) -> None:
+        tell(100.0, 0, 1)
+        for step in (4, 5, 6):
+            tell(98.5 + step, step, 2)
+
+    found = lines.befall(deed)
+    assert found.seconds == pytest.approx(2.5)
+    assert found.beyond == pytest.approx(1.5)
+    assert found.lost == 0

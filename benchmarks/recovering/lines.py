@@ -92,6 +92,7 @@ class Lines:
             "a step after the fault",
         )
         cpu = machine_cpu() - cpu
+        begun = next((line.time for line in found if line.step == 0 and line.time > begun), begun)
         first = min(line.time for line in found if _after(line, newest, begun))
         reached = next(line.generation for line in found if line.time == first)
         found = self.until(

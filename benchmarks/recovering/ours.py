@@ -138,7 +138,7 @@ def tell_node_to_go(here: list[Line], agents: dict[str, subprocess.Popen[str]]) 
 
 CASES = (
     Case("replica lost", (4,), (), kill_worker, 12),
-    Case("error, nobody lost", (4,), (), raise_in_worker, 6),
+    Case("error, nobody lost", (4,), (), raise_in_worker, 12),
     Case("worker lost, standby", (2,), SHARDED, kill_worker, 6),
     Case("node lost, fewer", (1, 1), SHARDED, kill_node, 1, back=False),
     Case("planned move", (2, 2), (), tell_node_to_go, 1, back=False),

@@ -3,14 +3,16 @@
 The time passes asleep, as it does for a process that waits for its accelerator: so four workers on
 two cores step like four machines. Every step that is applied is told by one line in a file:
 `seconds since the epoch, step, generation, rank, process, workers`. SIGUSR1: raise an exception in
-the next microbatch, once.
+the microbatch that it is in, once, and tell when that was by a line of step 0.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -28,26 +30,38 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
 
     seconds = float(os.environ[MICROBATCH])
     lines = os.open(os.environ[LINES], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    broken: list[bool] = []
-    signal.signal(signal.SIGUSR1, lambda *_: broken.append(True))
-    forward, update = NextToken.forward, StepEngine.update
+    asked = threading.Event()
+    waker, woken = os.pipe()
+    signal.signal(signal.SIGUSR1, lambda *_: (asked.set(), os.write(woken, b"x")))
+    forward, begin, update = NextToken.forward, StepEngine.begin, StepEngine.update
+    engines: list[StepEngine] = []
+
+    def tell(engine: StepEngine, step: int) -> None:
+        topology = engine.groups.topology
+        said = (time.time(), step, topology.generation, engine.groups.rank, os.getpid(),
+                topology.world_size)  # fmt: skip
+        os.write(lines, (" ".join(map(str, said)) + "\n").encode())
+
+    def beginning(self: StepEngine, step: int) -> Any:
+        engines[:] = [self]
+        return begin(self, step)
 
     def waiting(self: NextToken, *given: Any, **named: Any) -> Any:
-        if broken:
-            broken.clear()
+        select.select([waker], [], [], seconds)
+        if asked.is_set():
+            asked.clear()
+            os.read(waker, 64)
+            tell(engines[0], 0)
             raise ValueError("the benchmark broke it")
-        time.sleep(seconds)
         return forward(self, *given, **named)
 
     def telling(self: StepEngine, verdict: Any) -> float:
         rate = update(self, verdict)
-        topology = self.groups.topology
-        said = (time.time(), self.step, topology.generation, self.groups.rank, os.getpid(),
-                topology.world_size)  # fmt: skip
-        os.write(lines, (" ".join(map(str, said)) + "\n").encode())
+        tell(self, self.step)
         return rate
 
     NextToken.forward = waiting  # type: ignore[method-assign]
+    StepEngine.begin = beginning  # type: ignore[method-assign]
     StepEngine.update = telling  # type: ignore[method-assign]
     return worker.run(boot, secret)
 

@@ -1,0 +1,294 @@
+"""What it costs that nothing can be lost: `python -m benchmarks.steady [NAME ...]`.
+
+Two agents on this machine are two nodes of one worker each; 0.8 M parameters, 8,192 tokens a step,
+and each step's state goes into the node's memory (tier 0) and the other's (tier 1), with heartbeats
+and the commit of every step. Stretches of steps alternate in the same processes: nothing captured
+(off), every step captured and sent (on), nothing captured while a pair of bare processes does what
+cannot be left out (floor): one copy of the state, one hash of it, the peer's bytes over a loopback
+socket into warm memory and a hash there. So neither neighbours nor the age of the run decide.
+
+    step ms      off, on and floor: the median step, first steps of a stretch left out
+    blocked ms   of a step's time, in the training thread, for tiers: median, and the worst rank's
+    added        wall of on over off, paired by rounds; CPU ms a step of all processes (workers,
+                 movers, agents) more than off, of the bare work likewise, and their ratio
+    agents       CPU of both agents, heartbeats and journal and all, as a share of the whole run's
+
+The commit is no part of the difference: its vote rides with the norm that clipping needs anyway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from benchmarks.paired import Estimate, estimate
+from benchmarks.recovering.ours import ROOT, environment
+from benchmarks.steadying.worker import KINDS, LINES, STRETCH, kind_of
+from benchmarks.texts import write_texts
+
+RUN_FILE = """\
+name: steady
+folder: {root}/run
+device: cpu
+data:
+  folder: {root}/dataset
+  sources:
+    - {{kind: text, path: "{root}/texts"}}
+  tokenizer: {{vocab_size: 512}}
+  sequence_length: 128
+  validation_fraction: 0.2
+  processes: 1
+model: {{preset: tiny, ffn_dim: 512}}
+train: {{steps: 100000, batch_size: 64, microbatch_size: 8, evaluate: {{every: 0}}}}
+checkpoint: {{every_steps: 0, memory_every_steps: 1}}
+cluster: {{threads_per_worker: 1, gather_seconds: 60, standbys: 0}}
+layout: {{workers: 2}}
+"""
+CASES = {"replicated": (), "dp_shard 2": ("layout.dp_shard=2",)}
+STATE = 12
+"""Bytes of a parameter: itself and its two moments."""
+WORLD = 2
+HEAD = (
+    f"{'':<12}{'rounds':>7}{'step ms: off':>14}{'on':>8}{'floor':>8}{'blocked ms':>12}{'worst':>8}"
+    f"{'wall on/off':>22}{'CPU ms added':>14}{'floor':>8}{'ratio':>22}{'agents':>8}"
+)
+
+
+@dataclass
+class Stretch:
+    """Steps of one kind that followed each other. cpu: seconds of each kind of process."""
+
+    kind: str
+    steps: int
+    times: list[float]
+    blocked: list[float]
+    cpu: dict[str, float]
+
+    @property
+    def step(self) -> float:
+        return statistics.median(b - a for a, b in itertools.pairwise(self.times))
+
+    @property
+    def cpu_step(self) -> float:
+        return sum(self.cpu.values()) / self.steps
+
+
+class SilentError(Exception):
+    """The run ended, or did not go on."""
+
+
+@dataclass
+class Run:
+    """Two agents, and what their workers tell."""
+
+    run_file: Path
+    folder: Path
+    settings: tuple[str, ...]
+    stretch: int
+    seconds: float
+    agents: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def __enter__(self) -> Run:
+        environ = environment(**{
+            STRETCH: str(self.stretch), LINES: str(self.folder.with_suffix(".lines"))
+        })  # fmt: skip
+        self.folder.with_suffix(".lines").touch()
+        for number in range(WORLD):
+            log = self.folder.with_suffix(f".n{number}").open("w")
+            self.agents.append(subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.steadying.worker", str(self.run_file),
+                 f"folder={self.folder}", f"cluster.node=n{number}", "cluster.places=1",
+                 "cluster.min_nodes=2", *self.settings],
+                stdout=log, stderr=log, env=environ, cwd=ROOT, start_new_session=True,
+            ))  # fmt: skip
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for agent in self.agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGKILL)
+            agent.wait()
+
+    def lines(self) -> list[tuple[float, int, int, float]]:
+        found = []
+        for text in self.folder.with_suffix(".lines").read_text().splitlines(keepends=True):
+            if text.endswith("\n"):
+                when, step, rank, spent = text.split()
+                found.append((float(when), int(step), int(rank), float(spent)))
+        return found
+
+    def until(self, step: int) -> list[tuple[float, int, int, float]]:
+        """Every rank has ended `step`. Raises SilentError."""
+        deadline, seen = time.monotonic() + self.seconds, 0
+        while True:
+            found = self.lines()
+            if len(found) > seen:
+                deadline, seen = time.monotonic() + self.seconds, len(found)
+            if sum(line[1] == step for line in found) == WORLD:
+                return found
+            if time.monotonic() > deadline or any(a.poll() is not None for a in self.agents):
+                raise SilentError(f"step {step} did not come")
+            time.sleep(0.002)
+
+    def cpu(self) -> dict[str, float]:
+        """Seconds so far, by kind of process."""
+        found = {"agents": 0.0, "movers": 0.0, "workers": 0.0}
+        for agent in self.agents:
+            own = psutil.Process(agent.pid)
+            for process in (own, *own.children(recursive=True)):
+                times = process.cpu_times()
+                kind = "agents" if process is own else "workers"
+                if "holdfast.checkpoint.mover" in process.cmdline():
+                    kind = "movers"
+                found[kind] += times.user + times.system
+        return found
+
+
+class Floor:
+    """The bare processes, which do a step's work when they are told to."""
+
+    def __init__(self, nbytes: int, sent: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.steadying.floor", str(nbytes), str(sent)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+        self.cpu = self.once()
+
+    def once(self) -> float:
+        """CPU seconds so far."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+def followed(run: Run, floor: Floor, first: int) -> Stretch:
+    """The stretch that begins with step `first`. Its first step is left out: it hides what is left
+    of the stretch before."""
+    run.until(first)
+    kind, last = kind_of(first, run.stretch), first + run.stretch - 1
+    before, bare = run.cpu(), floor.cpu
+    for step in range(first + 1, last + 1):
+        if kind == "floor":
+            floor.cpu = floor.once()
+        run.until(step)
+    after = run.cpu()
+    cpu = {name: after[name] - before[name] for name in after} | {"floor": floor.cpu - bare}
+    found = run.until(last)
+    times = [min(line[0] for line in found if line[1] == step) for step in range(first, last + 1)]
+    blocked = [max(line[3] for line in found if line[1] == step)
+               for step in range(first + 1, last + 1)]  # fmt: skip
+    return Stretch(kind, last - first, times, blocked, cpu)
+
+
+def measure(run: Run, floor: Floor, rounds: int) -> list[Stretch]:
+    """Raises SilentError."""
+    return [
+        followed(run, floor, 1 + index * run.stretch)
+        for index in range(1, len(KINDS) // 2 * rounds + 1)  # the first stretch warms up
+    ]
+
+
+def row(name: str, stretches: list[Stretch]) -> str:
+    each = len(KINDS) // 2
+    rounds = [
+        {s.kind: s for s in stretches[at : at + each]} for at in range(0, len(stretches), each)
+    ]
+    of = {kind: [r[kind] for r in rounds] for kind in ("off", "on", "floor")}
+    step = {kind: 1e3 * statistics.median(s.step for s in of[kind]) for kind in of}
+    blocked = [b for s in of["on"] for b in s.blocked]
+    wall = estimate([r["on"].step / r["off"].step for r in rounds])
+    added = [r["on"].cpu_step - r["off"].cpu_step for r in rounds]
+    bare = [s.cpu["floor"] / s.steps for s in of["floor"]]
+    ratio = _over(added, bare)
+    agents = sum(s.cpu["agents"] for s in of["on"]) / sum(sum(s.cpu.values()) for s in of["on"])
+    return (
+        f"{name:<12}{len(rounds):7d}{step['off']:14.1f}{step['on']:8.1f}{step['floor']:8.1f}"
+        f"{1e3 * statistics.median(blocked):12.2f}{1e3 * max(blocked):8.2f}{wall!s:>22}"
+        f"{1e3 * statistics.median(added):14.1f}{1e3 * statistics.median(bare):8.1f}"
+        f"{ratio!s:>22}{agents:8.1%}"
+    )
+
+
+def _over(added: list[float], bare: list[float]) -> Estimate:
+    """A difference of two noisy sums: over the typical floor, not round by round over its own."""
+    floor = statistics.median(bare)
+    return estimate([each / floor for each in added])
+
+
+def prepare(folder: Path) -> Path:
+    """The run file; its dataset is made."""
+    write_texts(folder / "texts", 40, 300)
+    path = folder / "run.yaml"
+    path.write_text(RUN_FILE.format(root=folder))
+    subprocess.run(
+        [sys.executable, "-m", "holdfast.cli.main", "data", "prepare", str(path)],
+        capture_output=True, check=True, env=environment(),
+    )  # fmt: skip
+    return path
+
+
+def state_bytes(run_file: Path) -> int:
+    from holdfast.config.load import load
+    from holdfast.spec.state import state_table
+
+    config = load(run_file, ["model.vocab_size=512"]).config
+    return sum(spec.nbytes for spec in state_table(config.model, config.train.precision))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"beginnings of {', '.join(CASES)}")
+    parser.add_argument("--rounds", type=int, default=12, help="of off, on and floor")
+    parser.add_argument("--stretch", type=int, default=6, help="steps of one kind in a row")
+    parser.add_argument("--seconds", type=float, default=90.0, help="deadline of each step")
+    settings = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends with it
+    failed = False
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run_file = prepare(folder)
+        nbytes = state_bytes(run_file)
+        print(f"state: {nbytes / 1e6:.1f} MB in all, each half of it to the other node\n{HEAD}")
+        for case, given in CASES.items():
+            if settings.names and not case.startswith(tuple(settings.names)):
+                continue
+            place = folder / case.replace(" ", "-")
+            floor = Floor(nbytes, nbytes)
+            try:
+                with Run(run_file, place, given, settings.stretch, settings.seconds) as run:
+                    print(row(case, measure(run, floor, settings.rounds)), flush=True)
+                kept = sum(
+                    text.count('"snapshot_kept"') for path in place.rglob("*.jsonl")
+                    for text in [path.read_text()]
+                )  # fmt: skip
+                print(f"{'':<12} copies that the other node has told of: {kept}", flush=True)
+            except SilentError as error:
+                failed = True
+                print(f"{case:<12} {error}; see {place}.n0", flush=True)
+            finally:
+                floor.close()
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
