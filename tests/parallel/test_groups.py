@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from holdfast.errors import PeerLostError
 from holdfast.layout import Replica, Topology
 from holdfast.parallel.groups import connect
+from holdfast.parallel.inside import Joining, join_inside
 from holdfast.parallel.transport import Peers
 from holdfast.train.build import build_engine
 from tests.ranks import RankContext, rank_values
@@ -116,3 +119,24 @@ def _gathering(rank: RankContext) -> str:
 def test_who_gives_up_wakes_those_who_wait_in_a_shards_gather() -> None:
     said, _ = rank_values(_gathering, 2)
     assert said
+
+
+def _comes_twice(rank: RankContext) -> list[str]:
+    """Rank 0 waits for rank 1 in vain, then both meet; which ranks torch's world has then."""
+    joining = Joining(rank.store(), "lo", 1.0, None)
+    replica = Replica(0, (0, 1), (1, 2, 1, 1))
+    at = Topology(1, (replica,), ("node",) * 2).coordinate(rank.rank)
+    if rank.rank == 0:
+        with pytest.raises(PeerLostError, match="did not come together"):
+            join_inside(joining, 1, replica, at, CPU, alone=True)
+        rank.mark("waited")
+    rank.wait_mark("waited", 0)
+    joining = replace(joining, seconds=30.0)
+    inside = join_inside(joining, 2, replica, at, CPU, alone=True)
+    met = [dist.get_rank(), dist.get_world_size()]
+    inside.close()
+    return [str(each) for each in met]
+
+
+def test_a_world_that_did_not_come_together_is_not_in_the_way_of_the_next() -> None:
+    assert rank_values(_comes_twice, 2) == [["0", "2"], ["1", "2"]]

@@ -21,7 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from holdfast.errors import PeerLostError
 from holdfast.layout import AXES, Coordinate, Replica
-from holdfast.parallel.torch_compat import PrefixStore, Store, forget_meshes
+from holdfast.parallel.torch_compat import (
+    PrefixStore,
+    Store,
+    count_groups_anew,
+    forget_meshes,
+)
 from holdfast.parallel.traffic import Traffic
 from holdfast.parallel.transport import Peers, hang_up
 
@@ -152,6 +157,7 @@ def _register(
     except RuntimeError as error:
         if dist.is_initialized():
             dist.destroy_process_group()
+        count_groups_anew()
         raise PeerLostError(f"replica {replica.index} did not come together: {error}") from error
 
 

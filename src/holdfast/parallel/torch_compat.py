@@ -88,6 +88,14 @@ def gloo_group(
     return group
 
 
+def count_groups_anew() -> None:
+    """After a default group that could not be made. torch numbers groups as it makes them, and all
+    ranks have to come to the same number to meet; it begins anew when the default group is
+    destroyed, but one that never was there counts on, in this process alone."""
+    if not dist.is_initialized():
+        dist.distributed_c10d._world.group_count = 0
+
+
 def gather_parts(
     out: Tensor, part: Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
