@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from holdfast.elastic.coordinator import Coordinator, Known
@@ -19,7 +20,7 @@ from holdfast.elastic.reigning import reign_over
 from holdfast.policy.membership import Reign, Rules, Stage
 from holdfast.policy.succession import Patience
 from holdfast.wire.auth import Verifier
-from holdfast.wire.runstore import RunStore
+from holdfast.wire.runstore import FolderStore, RunStore
 from holdfast.wire.secret import Secret
 from holdfast.wire.server import Guard, Handler, Listener, address_of, bind
 from holdfast.wire.term import Term
@@ -140,10 +141,14 @@ class FleetAgent:
         self._frozen = True
         self.running.cancel()
 
-    async def kill(self) -> None:
-        """Nothing of it is left, and its port refuses."""
+    def die(self) -> None:
+        """As `kill`, from within: it does not get beyond the next wait."""
         self.running.cancel()
         self._serving.cancel()  # and with it the listening socket
+
+    async def kill(self) -> None:
+        """Nothing of it is left, and its port refuses."""
+        self.die()
         await asyncio.wait({self.running, self._serving})
 
 
@@ -151,6 +156,29 @@ async def plan(
     reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
 ) -> dict[str, Any]:
     return {"topology": {}}
+
+
+def working(agents: list[FleetAgent]) -> bool:
+    """All work, in one generation."""
+    return len({a.work.at for a in agents}) == 1 and all(
+        a.work.stage is Stage.WORKING for a in agents
+    )
+
+
+def scene_of(scene: Callable[[FolderStore], Awaitable[None]], folder: Path) -> None:
+    """In an event loop of its own, in which nothing may be left."""
+
+    async def whole() -> None:
+        try:
+            await scene(FolderStore(folder))
+        finally:
+            others = {t for t in asyncio.all_tasks() if t is not asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            _, left = await asyncio.wait(others, timeout=30)
+            assert not left, f"these do not end: {left}"
+
+    asyncio.run(whole())
 
 
 async def until(condition: Callable[[], Any], what: str, seconds: float = 30.0) -> None:

@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from holdfast.elastic.following import ROUND_SECONDS
-from holdfast.policy.membership import Stage
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.term import newest_generation, newest_term
-from tests.elastic.fleet import FleetAgent, until
-
-
-def _working(agents: list[FleetAgent]) -> bool:
-    """All work, in one generation."""
-    return len({a.work.at for a in agents}) == 1 and all(
-        a.work.stage is Stage.WORKING for a in agents
-    )
+from tests.elastic.fleet import FleetAgent, scene_of, until, working
 
 
 async def _fleet(store: FolderStore, names: str, least: int = 1) -> list[FleetAgent]:
     agents = [FleetAgent(name, store, least, len(names)) for name in names]
-    await until(lambda: _working(agents), f"{names} to work together")
+    await until(lambda: working(agents), f"{names} to work together")
     return agents
-
-
-def _run(scene: Callable[[FolderStore], Awaitable[None]], folder: Path) -> None:
-    async def whole() -> None:
-        try:
-            await scene(FolderStore(folder))
-        finally:
-            others = {t for t in asyncio.all_tasks() if t is not asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            _, left = await asyncio.wait(others, timeout=30)
-            assert not left, f"these do not end: {left}"
-
-    asyncio.run(whole())
 
 
 def test_agents_gather_under_one_coordinator(tmp_path: Path) -> None:
@@ -49,7 +26,7 @@ def test_agents_gather_under_one_coordinator(tmp_path: Path) -> None:
         assert {agent.work.at for agent in agents} == {1}
         assert newest_term(store)[0] >= 1
 
-    _run(scene, tmp_path)
+    scene_of(scene, tmp_path)
 
 
 def test_a_node_that_is_lost_is_done_without_and_comes_back(tmp_path: Path) -> None:
@@ -58,13 +35,13 @@ def test_a_node_that_is_lost_is_done_without_and_comes_back(tmp_path: Path) -> N
         gone = next(agent for agent in agents if not agent.reigns)
         rest = [agent for agent in agents if agent is not gone]
         await gone.kill()
-        await until(lambda: _working(rest) and rest[0].work.at == 2, "the others to go on")
+        await until(lambda: working(rest) and rest[0].work.at == 2, "the others to go on")
         again = FleetAgent(gone.name, store, 2, 4)
-        await until(lambda: _working([*rest, again]), "it to be taken in again")
+        await until(lambda: working([*rest, again]), "it to be taken in again")
         for agent in rest:
             assert ("held", 2) in agent.work.history
 
-    _run(scene, tmp_path)
+    scene_of(scene, tmp_path)
 
 
 def test_an_agent_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
@@ -72,26 +49,26 @@ def test_an_agent_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
 
     async def scene(store: FolderStore) -> None:
         agents = [FleetAgent(name, store, 2, 3, lost_after=120.0) for name in "abc"]
-        await until(lambda: _working(agents), "abc to work together")
+        await until(lambda: working(agents), "abc to work together")
         gone = next(agent for agent in agents if not agent.reigns)
         rest = [agent for agent in agents if agent is not gone]
         before = rest[0].work.at
         await gone.kill()
         rest[0].work.breaks()  # as its workers do, when they lose those of the other node
-        await until(lambda: _working(rest) and rest[0].work.at > before, "the others to go on")
+        await until(lambda: working(rest) and rest[0].work.at > before, "the others to go on")
 
-    _run(scene, tmp_path)
+    scene_of(scene, tmp_path)
 
 
 def test_a_fault_on_one_node_halts_all_and_they_go_on(tmp_path: Path) -> None:
     async def scene(store: FolderStore) -> None:
         agents = await _fleet(store, "abc", least=3)
         agents[1].work.breaks()
-        await until(lambda: _working(agents) and agents[0].work.at == 2, "generation 2")
+        await until(lambda: working(agents) and agents[0].work.at == 2, "generation 2")
         for agent in agents:
             assert ("held", 1) in agent.work.history
 
-    _run(scene, tmp_path)
+    scene_of(scene, tmp_path)
 
 
 @pytest.mark.parametrize("names", ["ab", "abc", "abcde"])
@@ -106,17 +83,17 @@ def test_the_coordinator_is_lost_and_another_opens_the_next_term(
         await first.kill()
         await until(
             lambda: (
-                _working(rest)
+                working(rest)
                 and sum(a.reigns for a in rest) == 1
                 and all(a.follower.seat.term > term and a.work.at > at for a in rest)
             ),
             "another to lead, and the rest to work",
         )
         again = FleetAgent(first.name, store, 1, len(names))
-        await until(lambda: _working([*rest, again]), "the first to follow")
+        await until(lambda: working([*rest, again]), "the first to follow")
         assert not again.reigns
 
-    _run(scene, tmp_path)
+    scene_of(scene, tmp_path)
 
 
 @pytest.mark.parametrize("frozen", [1, 2])
@@ -133,11 +110,11 @@ def test_a_coordinator_that_is_silent_is_replaced(tmp_path: Path, frozen: int) -
             agent.freeze()
         # Five times three heartbeats of 0.2 s, a round of a second, and what is left to the first.
         await until(
-            lambda: _working(rest) and rest[0].work.at > at and sum(a.reigns for a in rest) == 1,
+            lambda: working(rest) and rest[0].work.at > at and sum(a.reigns for a in rest) == 1,
             "another to lead, and the rest to work", seconds=5 * (1.0 + ROUND_SECONDS + 0.4),
         )  # fmt: skip
 
-    _run(scene, tmp_path)
+    scene_of(scene, tmp_path)
 
 
 def test_everybody_leaves_when_the_work_is_done(tmp_path: Path) -> None:
@@ -149,4 +126,4 @@ def test_everybody_leaves_when_the_work_is_done(tmp_path: Path) -> None:
         assert done == ["", "", ""]
         assert newest_generation(store) == 1
 
-    _run(scene, tmp_path)
+    scene_of(scene, tmp_path)
