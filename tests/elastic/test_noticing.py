@@ -41,7 +41,7 @@ class World:
                 "events": [], **more}  # fmt: skip
         self.members.report(body, self.now)
         self.members.answered(rank, self.now)
-        self.lookout.heard(self.members[rank], self.now)
+        self.lookout.heard(self.members[rank])
 
     def passes(self, seconds: float, *heard: int) -> list[tuple[int, str]]:
         """Time, in which these workers are heard at every beat; the first who are named."""
@@ -78,6 +78,14 @@ def test_among_workers_of_one_node_the_one_that_the_others_wait_for_is_named() -
         world.says(rank, 2, "reduce", 2)
     assert world.passes(1.4, 0, 1, 2, 3) == []
     assert world.passes(1.0, 0, 1, 2, 3) == [(2, "behind")]
+
+
+def test_what_lies_between_two_steps_does_not_count_for_a_normal_one() -> None:
+    world = World(1, 1)
+    for step in range(3, 40):
+        world.now += 10.0  # the loader waits
+        world.says(0, step, "compute", 1, worked=[STEP * (step - 1), step - 1])
+    assert world.lookout.normal == pytest.approx(STEP)
 
 
 def test_in_the_first_step_of_a_generation_three_times_as_long_is_waited() -> None:

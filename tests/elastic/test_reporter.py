@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -287,3 +288,22 @@ def test_the_outcome_is_told_before_flush_returns() -> None:
         assert reporter.flush(10)
     (member,) = desk.members
     assert member.outcome == ("finished", 7)
+
+
+def test_a_step_is_timed_without_what_lies_between_two() -> None:
+    desk = Desk()
+    with controlling(desk.report) as control, reporting(control.address) as reporter:
+        begun = time.monotonic()
+        for phase in ("compute", "reduce", "vote"):
+            reporter.progress(1, phase)
+        reporter.progress(1, "data")
+        inside = time.monotonic() - begun
+        reporter.progress(2, "compute")
+        # Waits between the steps, for longer than the step took.
+        reporter.progress(2, "evaluate")
+        wait_until(lambda: time.monotonic() - begun > 20 * inside, 30, "a wait between two steps")
+        reporter.progress(3, "compute")
+        wait_until(lambda: desk.members[0].step == 3, 30, "the third step")
+        seconds, steps = desk.members[0].worked
+    assert steps == 2
+    assert 0 <= seconds < 20 * inside

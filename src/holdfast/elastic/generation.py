@@ -221,7 +221,7 @@ class Generation:
         rank = int(body["rank"])
         now = self._loop.time()
         events = self.members.report(body, now)
-        self.lookout.heard(self.members[rank], now)
+        self.lookout.heard(self.members[rank])
         for event in events:
             match event:
                 case StepDone():

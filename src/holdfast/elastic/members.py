@@ -9,6 +9,9 @@ from typing import Any
 from holdfast.events import Event, event_from_json
 from holdfast.policy.survivors import Held
 
+AT_WORK = ("compute", "reduce", "vote")
+"""Phases of a step: what lies between them may take long."""
+
 
 @dataclass
 class Member:
@@ -36,6 +39,7 @@ class Member:
     reporting: float = 0.0
     pace: tuple[float, int] = (0.0, 0)  # seconds of computing, and microbatches, in all
     paced: tuple[float, int] = (0.0, 0)  # of these, what has been passed on
+    worked: tuple[float, int] = (0.0, 0)  # seconds of whole steps, without what lies between them
 
     @property
     def alive(self) -> bool:
@@ -104,6 +108,9 @@ class Members:
         if "pace" in body:
             seconds, microbatches = body["pace"]
             member.pace = (float(seconds), int(microbatches))
+        if "worked" in body:
+            seconds, steps = body["worked"]
+            member.worked = (float(seconds), int(steps))
         member.reporting = max(member.reporting, float(body.get("own", 0.0)))
         progress = (int(body["step"]), str(body["phase"]), int(body["marks"]))
         if progress != (member.step, member.phase, member.marks):

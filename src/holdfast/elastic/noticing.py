@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdfast.elastic.members import Member, Members
+from holdfast.elastic.members import AT_WORK, Member, Members
 from holdfast.policy.standstill import (
     FIRST,
     PATIENT,
@@ -35,7 +35,6 @@ from holdfast.policy.standstill import (
     stuck,
 )
 
-AT_WORK = ("compute", "reduce", "vote")
 WAITING = ("reduce", "vote")
 """Phases in which a worker has nothing to do but wait for others."""
 KEPT_STEPS = 32
@@ -142,7 +141,8 @@ class Lookout:
         self._progress_seconds, self._compare = progress_seconds, compare
         self._compiles = compiles
         self._seen: dict[int, _Seen] = {}
-        self._furthest: tuple[int, float] | None = None
+        self._furthest: int | None = None  # the newest step that was begun
+        self._worked: dict[int, tuple[float, int]] = {}  # of each rank, what is counted
         self._begun = 0  # steps that have passed in this generation
         self._last: float | None = None
         self._late: deque[float] = deque([0.0], maxlen=5)
@@ -151,20 +151,23 @@ class Lookout:
     def normal(self) -> float | None:
         return normal_step(tuple(self._steps))
 
-    def heard(self, member: Member, now: float) -> None:
-        """A worker has reported."""
-        if member.phase != "compute" and self._furthest is None:
-            return
+    def heard(self, member: Member) -> None:
+        """A worker has reported. What counts is the step alone, as the worker has timed it: between
+        two a loader may wait, or a validation run."""
         if self._furthest is None:
-            self._furthest = (member.step, now)
+            if member.phase == "compute":
+                self._furthest = member.step
             return
-        step, since = self._furthest
-        if member.step > step:
-            self._steps.append((now - since) / (member.step - step))
+        if member.step <= self._furthest:
+            return
+        self._furthest = member.step
+        self._begun += 1
+        before, counted = self._worked.get(member.rank, (0.0, 0))
+        seconds, steps = self._worked[member.rank] = member.worked
+        if steps > counted:
+            self._steps.append((seconds - before) / (steps - counted))
             while len(self._steps) > KEPT_STEPS:
                 self._steps.popleft()
-            self._furthest = (member.step, now)
-            self._begun += 1
 
     def tick(self, now: float, beat: float, over: bool = False) -> list[Blame]:
         """Look at all of them; who is to be given up by what is known here. over: the generation

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from holdfast.elastic.members import AT_WORK
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Event
 from holdfast.policy.measured import seconds_from_json
@@ -90,6 +91,8 @@ class Reporter:
         self._progress: tuple[int, str, int] = (0, "start", 0)
         self._computing: float | None = None  # since when
         self._paced = (0.0, 0)  # seconds of computing, microbatches
+        self._worked = (0.0, 0)  # seconds from a step's arithmetic to the end of its vote, steps
+        self._began = 0.0  # with the step that is under way
         self.share: Callable[[], int] | None = None
         """How many microbatches of the open step are this rank's."""
         self._outcome: dict[str, Any] | None = None
@@ -126,7 +129,12 @@ class Reporter:
             seconds, microbatches = self._paced
             self._paced = (seconds + now - self._computing, microbatches + self.share())
             self._computing = None
-        before, _, marks = self._progress
+        before, last, marks = self._progress
+        if phase in AT_WORK and last not in AT_WORK:
+            self._began = now
+        elif phase not in AT_WORK and last in AT_WORK:
+            seconds, steps = self._worked
+            self._worked = (seconds + now - self._began, steps + 1)
         self._progress = (step, phase, marks + 1 if step == before else 1)
 
     def then(self, call: Callable[[], None]) -> None:
@@ -277,6 +285,7 @@ class Reporter:
             "phase": phase,
             "marks": marks,
             "pace": list(self._paced),
+            "worked": list(self._worked),
             "own": round(time.thread_time(), 4),  # beside which the process computes
             # The agent drops what it has seen: a batch whose answer was lost is sent again.
             "first": self._first,
