@@ -90,9 +90,12 @@ def _running(loop: str, python: str, folder: Path, step: float) -> Iterator[tupl
         if loop == "torchft":
             yield processes, _torchft(processes, python, told)
         elif loop == "dcp":
+            # torch 2.13 keeps one store over all restarts, without a prefix for each: processes that
+            # were started anew found the addresses of the dead, and none came up.
             processes.start(
                 python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}",
                 "--max-restarts=50", "--monitor-interval=0.1", "-m", *told,
+                TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
             )  # fmt: skip
             yield processes, _nothing
         else:
