@@ -5,6 +5,7 @@
     <folder>/7.hit           written by the worker that is about to do it, durable: who, when
     <folder>/7.done          an order that waits: whoever ordered it has done its part
     <folder>/wrong           what always comes out NaN: data, wherever it is computed, or a node
+    <folder>/slow            ranks, and the seconds that each microbatch takes them longer
 
 `cluster.faults` names the folder; no run without it looks here. Whoever orders writes gate, orders
 and `done`; the one worker that makes the `hit` carries an order out, once, whatever is done again.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -121,6 +122,10 @@ class Armoury:
     def make_wrong(self, *wrong: Wrong) -> None:
         self._write("wrong", json.dumps([asdict(one) for one in wrong]))
 
+    def make_slow(self, seconds: Mapping[int, float]) -> None:
+        """By rank, for each microbatch. Of nobody else any more."""
+        self._write("slow", json.dumps(dict(seconds)))
+
     def _write(self, name: str, text: str) -> None:
         """Whole or not at all for whoever reads."""
         path = self.folder / f".{name}.new"
@@ -142,6 +147,13 @@ class Armoury:
             return [Wrong(**one) for one in json.loads((self.folder / "wrong").read_bytes())]
         except FileNotFoundError:
             return []
+
+    def slow(self, rank: int) -> float:
+        """Seconds that each microbatch takes this rank longer."""
+        try:
+            return float(json.loads((self.folder / "slow").read_bytes()).get(str(rank), 0.0))
+        except FileNotFoundError:
+            return 0.0
 
     def due(self, point: str, step: int, rank: int, world: int, generation: int) -> Order | None:
         """What this rank is to do here and now, if anything."""

@@ -133,6 +133,11 @@ class Faulted:
             if batch.tokens and one.hits(engine.step, leaf, node)
         ]
 
+    def drag(self, engine: Any) -> None:
+        """As on a device that is slow: the more of the step it is given, the longer it takes."""
+        if seconds := self._armoury.slow(self._worker._rank):
+            time.sleep(seconds * len(engine.dealt[engine.groups.coordinate.replica]))
+
     def spoil(self, targets: Any, out: Any) -> Any:
         """What a forward pass gives, of these targets."""
         times = next((times for one, times in self._wrong if one is targets), None)
@@ -172,6 +177,7 @@ def arm(worker: Any, folder: Path) -> None:
         return int(made.step)
 
     _before(steps, "compute", under.look)
+    _before(steps, "compute", lambda made, *_: under.drag(made))
     _before(steps, "compute", lambda made, *_: under.at("forward", step_of(made)))
     _after(steps, "compute", lambda made, *_: under.at("computed", step_of(made)))
     _after(steps, "begin", lambda _, step: under.at("begin", step))
