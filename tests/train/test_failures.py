@@ -71,21 +71,22 @@ def _poisoned(rank: RankContext, dp_shard: int, parameter: str, at_rank: int) ->
     try:
         one_step(made, 3)
     except NonFiniteError as error:
-        return [error.step, error.rank, error.parameter, digest(made) == before]
+        suspects = [list(error.suspects), error.again]
+        return [error.step, error.rank, error.parameter, digest(made) == before, *suspects]
     return []
 
 
 @pytest.mark.parametrize("parameter", ["layers.1.ffn.up.weight", "layers.0.attention_norm.weight"])
 def test_a_nan_is_named_by_rank_and_parameter_on_every_rank(parameter: str) -> None:
     said = rank_values(_poisoned, 3, {"dp_shard": 1, "parameter": parameter, "at_rank": 1})
-    assert said == [[3, 1, parameter, True]] * 3
+    assert said == [[3, 1, parameter, True, [4, 5, 6, 7], True]] * 3, "and all that it computed"
 
 
 def test_a_nan_in_a_shard_is_found_dpshard2() -> None:
     name = "layers.1.ffn.up.weight"
     said = rank_values(_poisoned, 4, {"dp_shard": 2, "parameter": name, "at_rank": 3})
     # Both ranks of replica 1 gather the bad weight: the lower one is named.
-    assert said == [[3, 2, name, True]] * 4
+    assert said == [[3, 2, name, True, [6, 7, 8, 9, 10, 11], True]] * 4
 
 
 def _poisoned_in(rank: RankContext, name: str, parameter: str, at_rank: int) -> list[Any]:
@@ -115,6 +116,58 @@ def test_a_nan_is_named_where_it_began_and_not_where_its_sum_arrived(
     arguments = {"name": name, "parameter": parameter, "at_rank": at_rank}
     said = rank_values(_poisoned_in, case(name).world_size, arguments)
     assert said == [[at_rank, parameter]] * case(name).world_size
+
+
+def _errs_once(rank: RankContext, name: str, at_rank: int) -> list[Any]:
+    """One rank gives the sum a NaN that its next computation does not give again."""
+    of = case(name)
+    config = config_of(of.changes)
+    made = engine_of(config, topology_of(of, config), rank.rank, rank.store())
+    clean = layout_step(made, 1)
+    before = digest(made)
+    if rank.rank == at_rank:
+        _spoil_once(made._gradients.reducers[0])  # type: ignore[attr-defined]
+    with pytest.raises(NonFiniteError) as caught:
+        layout_step(made, 2)
+    error, unharmed = caught.value, digest(made) == before
+    avoid = {leaf: [made.groups.topology.replica_of(error.rank).index] for leaf in error.suspects}
+    made.deal_elsewhere(2, avoid)
+    dealt = made.shares(2)
+    again = layout_step(made, 2)
+    moved = [list(dealt[replica]) for replica in range(len(dealt))]
+    return [
+        error.rank, error.parameter, list(error.suspects), error.again, unharmed, moved,
+        again.norm, clean.finite,
+    ]  # fmt: skip
+
+
+def _spoil_once(reducer: Any) -> None:
+    plain = reducer.done
+
+    def done(index: int) -> None:
+        turn, bucket = reducer._turn, reducer.layout.buckets[index]
+        slot = reducer.slot((turn.piece, 0) if turn.depth == 0 else (0, turn.depth))
+        slot[bucket.start] = math.nan
+        reducer.done = plain
+        plain(index)
+
+    reducer.done = done
+
+
+@pytest.mark.parametrize(
+    ("name", "at_rank", "seen"),
+    [("dp2", 1, 1), ("dp2-tp2", 3, 3), ("dp2-shard2", 2, 2), ("dp2-pp2", 1, 1)],
+)
+def test_what_one_rank_gave_once_is_its_replica_s_and_is_computed_by_another_one(
+    name: str, at_rank: int, seen: int
+) -> None:
+    said = rank_values(_errs_once, case(name).world_size, {"name": name, "at_rank": at_rank})
+    assert said == [said[0]] * len(said)
+    rank, parameter, suspects, again, unharmed, moved, norm, _ = said[0]
+    assert (rank, parameter, again, unharmed) == (seen, "a gradient", False, True)
+    replica = at_rank // (case(name).world_size // 2)
+    assert moved[1 - replica] == suspects, "the replicas have changed their shares"
+    assert math.isfinite(norm)
 
 
 def test_a_nan_born_in_the_backward_is_named_by_its_first_gradient() -> None:

@@ -40,7 +40,7 @@ from holdfast.train.diagnose import find_non_finite
 from holdfast.train.execute import Executor, Inputs, Listener
 from holdfast.train.optimizer import AdamW
 from holdfast.train.state import LocalTensor, Parameters, Read, load_state, state_tensors
-from holdfast.train.vote import Account, Accounts, Ballot, Verdict, Wishes, meet, speaks, vote
+from holdfast.train.vote import Account, Accounts, Ballot, Verdict, Wishes, meet, part, speaks, vote
 
 Dealer = Callable[[int, int], Shares]
 """(microbatches of a step, replicas) -> who computes which."""
@@ -165,7 +165,7 @@ class StepEngine:
         self._accounts: Accounts | None = None
         self._losses: dict[int, Tensor] = {}  # of my share, where this rank is told them
         self._resumed: Resumed | None = None
-        self._stopping = False
+        self._stopping = self._parting = False  # who parts waits for nobody inside its replica
         self._placed()
 
     def _placed(self) -> None:
@@ -275,11 +275,12 @@ class StepEngine:
             self._hear(verdict)
         if verdict is None:
             raise lost
-        if not verdict.finite:
-            raise self._non_finite()
-        if verdict.wishes.reject:
-            raise self._jumped(verdict)
-        return verdict
+        if verdict.finite and not verdict.wishes.reject:
+            return verdict
+        found = self._jumped(verdict) if verdict.finite else self._non_finite()
+        self._parting = True
+        part(self.groups)
+        raise found
 
     def apply(self, verdict: Verdict) -> float:
         """Update the parameters; returns the learning rate that was used."""
@@ -390,7 +391,8 @@ class StepEngine:
         the microbatch that it is in; PeerLostError is raised there. Later steps end at once."""
         self._stopping = True
         self._gradients.fail(_interrupted(self._step))
-        self._give_up(inside=inside or not self.groups.lockstep)
+        inside = (inside or not self.groups.lockstep) and not self._parting
+        self._give_up(inside=inside)
 
     def regroup(self, groups: Groups, dealer: Dealer) -> None:
         """Go on among other replicas, with model, state and the inside of this one as they are.
@@ -401,7 +403,8 @@ class StepEngine:
         self._gradients = self._feed(groups, self._gradients)
         self.optimizer.read(self._gradients.gradients())
         self.groups, self.dealer = groups, dealer
-        self.since, self._stopping, self._resumed = 0, False, None
+        self.since, self._resumed = 0, None
+        self._stopping = self._parting = False
         self._placed()
 
     def stands_at(self, step: int) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import lru_cache, reduce
 from math import isfinite
@@ -36,7 +37,7 @@ from holdfast.parallel.torch_compat import Work
 from holdfast.parallel.transport import exchange
 from holdfast.spec.tree import ReductionTree, Shares
 
-_TAG, _TAG_LOSSES, _TAG_ACCOUNT, _TAG_MEETING = 1, 3, 4, 5
+_TAG, _TAG_LOSSES, _TAG_ACCOUNT, _TAG_MEETING, _TAG_PARTING = 1, 3, 4, 5, 6
 _WHOLE, _FINITE = 1, 2
 
 
@@ -193,6 +194,14 @@ def meet(groups: Groups, verdict: Verdict | None) -> Verdict | None:
     said = exchange(meeting, record, [1 + VERDICT_WORDS] * meeting.size, _TAG_MEETING)
     known = [words for found, *words in (other.tolist() for other in said) if found]
     return verdict_of(known[0]) if known else None
+
+
+def part(groups: Groups) -> None:
+    """All ranks come together once more before each of them stops by itself: whoever has been here
+    knows that the others know why, and may be told to stop at any moment. Nothing is raised."""
+    control = groups.control
+    with suppress(PeerLostError):
+        exchange(control, torch.zeros(1, dtype=torch.int64), [1] * control.size, _TAG_PARTING)
 
 
 VERDICT_WORDS = 4
