@@ -343,6 +343,8 @@ class NodeAgent:
         return await self._upload.arrived(generation, before, self._notices.seconds_left)
 
     def _template_gone(self) -> None:
+        if self._now:
+            return
         if self._live:
             self._say("the template ended; a new one is started behind the training")
             return
@@ -351,6 +353,8 @@ class NodeAgent:
             self._station.current.decide(Lost("template_lost", "the template ended"))
 
     def _mover_gone(self) -> None:
+        if self._now:
+            return
         if self._live:
             self._say("the mover ended; a new one is started behind the training")
             self._reviving = asyncio.create_task(self._revive())
@@ -433,6 +437,7 @@ class NodeAgent:
     def _at_once(self, missing: str) -> None:
         """Nothing is waited for any more."""
         self._now = True
+        self._office.close()
         if missing:
             event = RunStopped(missing, step=self._saved)
             self._office.last.write(event)

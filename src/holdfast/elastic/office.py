@@ -117,6 +117,7 @@ class Office:
         self._begun = False  # whether this session's beginning is in the journal
         self._closing = ""  # why the next generation is the last
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._closed = False
 
     @property
     def owing(self) -> bool:
@@ -124,6 +125,8 @@ class Office:
         return self._it.alone is not None and self._stand_in.owing
 
     def close(self) -> None:
+        """This agent ends: what its coordinator still sees, its own node go, is no news."""
+        self._closed = True
         for task in self._tasks.values():
             task.cancel()
 
@@ -280,6 +283,8 @@ class Office:
 
     # --- what changes ---------------------------------------------------------------------------
     def _changed(self, old: Reign, new: Reign) -> None:
+        if self._closed:
+            return
         if self._lead is not None:
             self._lead.tell_lost(new)
         if new.phase is Phase.ENDED and self._desk.opened():
