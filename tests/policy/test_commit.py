@@ -109,6 +109,30 @@ def test_every_interleaving_with_deaths_leaves_all_at_one_step(
     assert len(seen) > 50
 
 
+def test_a_rank_has_died_beside_every_transition() -> None:
+    """No line of the table is left out by the search above: a new one is to be met there, too."""
+    met = set()
+    for world, dead in _reachable(3, 2):
+        alive = [me for me in range(len(world)) if me not in dead]
+        before = [_holding(world[me]) for me in alive]
+        if not dead:
+            continue
+        for after in _moves(world, dead):
+            for me in alive:
+                met |= _edges(world[me], after[me])
+        if not resolve(before).goes_on:
+            applying = resolve(before).appliers
+            met |= {(h.stage, Stage.COMPUTING) for i, h in enumerate(before) if i not in applying}
+    assert met == {(old, new) for old, after in TRANSITIONS.items() for new in after}
+
+
+def _edges(before: Place, after: Place) -> set[tuple[Stage, Stage]]:
+    old, new = _holding(before).stage, _holding(after).stage
+    if after.applied > before.applied:
+        return {(old, Stage.APPLIED), (Stage.APPLIED, new)}
+    return {(old, new)} if old is not new else set()
+
+
 def test_what_is_done_at_each_stage() -> None:
     computing, whole = Holding(4), Holding(4, Stage.WHOLE, summed=True)
     voted, applied = Holding(4, Stage.VOTED, summed=True), Holding(5)
