@@ -1,0 +1,108 @@
+"""What the coordinator makes of what those say who stopped for a bad step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from holdfast.elastic.doubting import Doubting
+from holdfast.elastic.ending import EndedError
+from holdfast.events import Blamed
+from holdfast.layout import Layout, Topology, place_replicas
+from holdfast.policy.survivors import BadStep, Held
+
+NODES = ("a", "a", "b", "b")
+KEYS = {1: ("a", 11), 2: ("a", 12), 3: ("b", 11), 4: ("b", 12)}
+"""By number, as the coordinator tells processes of several nodes apart; by rank one less."""
+
+
+def placed(generation: int, tp: int = 1) -> Topology:
+    return place_replicas([Layout(tp=tp)] * (4 // tp), generation, NODES)
+
+
+def held(
+    generation: int, step: int, suspects: Sequence[int], dealt: Sequence[Sequence[int]],
+    again: bool = True,
+) -> dict[int, Held]:  # fmt: skip
+    bad = BadStep(step, "is not finite", tuple(map(tuple, dealt)), tuple(suspects), again)
+    return {
+        key: Held(generation, key - 1, step - 1, kind="non_finite", state=(generation, key - 1),
+                  bad=None if key == 2 else bad)
+        for key in KEYS
+    }  # fmt: skip
+
+
+def seated(*order: int) -> dict[int, tuple[str, int]]:
+    """By rank, who sits there."""
+    return {rank: KEYS[key] for rank, key in enumerate(order)}
+
+
+FIRST = ((0, 1), (2, 3), (4, 5), (6, 7))
+AGAIN = ((0, 2), (1, 3), (4, 5), (6, 7))
+
+
+def test_suspects_are_to_be_computed_by_others_wherever_their_processes_sit_then() -> None:
+    doubting = Doubting()
+    doubting.hear(placed(1), held(1, 5, [1], FIRST), KEYS)
+    value = doubting.value(placed(2), seated(3, 1, 2, 4))
+    assert "skips" not in value
+    assert (value["again"]["step"], value["again"]["avoid"]) == (5, [[1, [1]]])
+    passed = value["again"]["if_passed"]
+    assert (passed["blame"], passed["devices"]) == ("device", ("process 11 on a",))
+    without = {2: KEYS[2], 3: KEYS[4]}  # who computed it does not take part
+    assert doubting.value(placed(2), without)["again"]["avoid"] == []
+    assert doubting.news() == []
+
+
+def test_the_ranks_of_a_replica_are_accused_together() -> None:
+    doubting = Doubting()
+    doubting.hear(placed(1, tp=2), held(1, 5, [1], ((0, 1), (2, 3))), KEYS)
+    again = doubting.value(placed(2, tp=2), seated(3, 4, 1, 2))["again"]
+    assert again["avoid"] == [[1, [1]]]
+    assert again["if_passed"]["devices"] == ("processes 11, 12 on a",)
+
+
+def test_what_is_bad_everywhere_is_left_out_of_every_generation_from_then_on() -> None:
+    doubting = Doubting()
+    doubting.hear(placed(1), held(1, 5, [1], FIRST), KEYS)
+    doubting.hear(placed(1), held(1, 5, [1], FIRST), KEYS)  # it could not be made at once
+    assert doubting.news() == [], "nothing is known after one time"
+    doubting.hear(placed(2), held(2, 5, [1], AGAIN), KEYS)
+    (event,) = doubting.news()
+    assert isinstance(event, Blamed)
+    assert (event.step, event.blame, event.microbatches) == (5, "data", [1])
+    value: dict[str, Any] = doubting.value(placed(3), seated(1, 2, 3, 4))
+    assert [(s["step"], s["microbatch"]) for s in value["skips"]] == [(5, 1)]
+    later = Doubting()  # of another term
+    later.found(value)
+    assert later.value(placed(9), {}) == {"skips": value["skips"]}
+    assert later.skips.reason(5, 1) == value["skips"][0]["reason"]
+
+
+def test_who_is_wrong_with_any_data_is_not_to_be_used() -> None:
+    doubting = Doubting()
+    doubting.hear(placed(1), held(1, 5, [0, 1], FIRST), KEYS)
+    assert doubting.sick == frozenset()
+    doubting.hear(placed(2), held(2, 5, [2, 3], ((2, 3), (0, 1), *FIRST[2:])), KEYS)
+    assert doubting.sick == {("a", 11)}
+    (event,) = doubting.news()
+    assert isinstance(event, Blamed)
+    assert (event.blame, event.devices) == ("device", ["process 11 on a"])
+    doubting.hear(placed(3), {1: Held(3, 0, 5, state=(3, 0))}, KEYS)
+    assert doubting.sick == frozenset(), "the step has passed"
+
+
+def test_what_cannot_be_mended_ends_the_run_with_a_sentence() -> None:
+    doubting = Doubting()
+    doubting.hear(placed(1), held(1, 5, range(8), FIRST), KEYS)
+    with pytest.raises(EndedError, match=r"most of its microbatches.*the state before that step"):
+        doubting.hear(placed(2), held(2, 5, range(8), (*FIRST[1:], FIRST[0])), KEYS)
+
+
+def test_a_step_of_an_older_generation_is_no_news() -> None:
+    doubting = Doubting()
+    doubting.hear(placed(2), held(1, 5, [1], FIRST), KEYS)
+    doubting.hear(None, held(1, 5, [1], FIRST), KEYS)
+    assert doubting.value(placed(3), seated(1, 2, 3, 4)) == {}
