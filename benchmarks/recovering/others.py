@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -90,8 +91,8 @@ def _running(loop: str, python: str, folder: Path, step: float) -> Iterator[tupl
         if loop == "torchft":
             yield processes, _torchft(processes, python, told)
         elif loop == "dcp":
-            # torch 2.13 keeps one store over all restarts, without a prefix for each: processes that
-            # were started anew found the addresses of the dead, and none came up.
+            # torch 2.13 keeps one store over all restarts, without a prefix for each: processes
+            # that were started anew found the addresses of the dead, and none came up.
             processes.start(
                 python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}",
                 "--max-restarts=50", "--monitor-interval=0.1", "-m", *told,
@@ -106,7 +107,8 @@ def _running(loop: str, python: str, folder: Path, step: float) -> Iterator[tupl
 
 
 def _torchft(processes: Processes, python: str, told: tuple[str, ...]) -> Mend:
-    port = "29611"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
     processes.start(
         python, "-c", "import time\nfrom torchft.coordination import LighthouseServer as L\n"
         f"server = L(bind='127.0.0.1:{port}', min_replicas=1, join_timeout_ms=10000, "

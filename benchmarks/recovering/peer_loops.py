@@ -39,6 +39,15 @@ def compute(model: nn.Module, seconds: float) -> None:
     model(torch.ones(8, WIDTH)).square().mean().backward()
 
 
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Memory for them, which stays."""
+    made = []
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        made.append(parameter.grad)
+    return made
+
+
 def tell(lines: int, step: int, generation: int, rank: int, workers: int) -> None:
     said = (time.time(), step, generation, rank, os.getpid(), workers)
     os.write(lines, (" ".join(map(str, said)) + "\n").encode())
@@ -79,7 +88,7 @@ def dcp(folder: Path, seconds: float) -> None:
 
 def torchft(folder: Path, seconds: float) -> None:
     """RECOVERY_REPLICA is its number, RECOVERY_LIGHTHOUSE the lighthouse's address."""
-    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    from torchft import Manager, Optimizer, ProcessGroupGloo
 
     replica, lines = int(os.environ["RECOVERY_REPLICA"]), opened(folder)
     model = model_of()
@@ -90,19 +99,28 @@ def torchft(folder: Path, seconds: float) -> None:
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
 
+    # Who waits in gloo's ring for one that is alive is told of a loss by this deadline alone: as
+    # short as a steady step allows.
+    patience = timedelta(seconds=seconds + 0.5)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)), load_state_dict=load,
+        pg=ProcessGroupGloo(timeout=patience), load_state_dict=load,
         state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
         min_replica_size=1, rank=0, world_size=1, store_addr="127.0.0.1", store_port=store.port,
         lighthouse_addr=os.environ["RECOVERY_LIGHTHOUSE"], replica_id=f"r{replica}",
         hostname="127.0.0.1", heartbeat_interval=timedelta(milliseconds=50),
         timeout=timedelta(seconds=10), quorum_timeout=timedelta(seconds=10),
     )  # fmt: skip
-    wrapped = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, inner)
+    gradients = _gradients(model)
+    sizes = [gradient.numel() for gradient in gradients]
     while True:
-        optimizer.zero_grad()
-        compute(wrapped, seconds)
+        optimizer.zero_grad(set_to_none=False)
+        compute(model, seconds)
+        # One reduction of them all: the hook of torchft's own DDP fails once a peer is lost (0.2).
+        whole = torch.cat([gradient.flatten() for gradient in gradients])
+        manager.allreduce(whole).wait()
+        for gradient, part in zip(gradients, whole.split(sizes), strict=True):
+            gradient.copy_(part.view_as(gradient))
         before = manager.current_step()
         optimizer.step()
         after = manager.current_step()
