@@ -14,6 +14,7 @@ from holdfast.parallel.groups import connect
 from holdfast.parallel.inside import Joining, join_inside
 from holdfast.parallel.transport import Peers
 from holdfast.train.build import build_engine
+from holdfast.wire.client import UnreachableError
 from tests.ranks import RankContext, rank_values
 from tests.train.worlds import CPU, digest, engine, one_step, tiny, train
 
@@ -121,22 +122,38 @@ def test_who_gives_up_wakes_those_who_wait_in_a_shards_gather() -> None:
     assert said
 
 
-def _comes_twice(rank: RankContext) -> list[str]:
+class Interrupted(dist.Store):
+    """A store whose waits end by an error that is not torch's, as that of a worker that is told to
+    halt."""
+
+    def set(self, key: str, value: bytes) -> None:
+        pass
+
+    def wait(self, keys: list[str], timeout: object = None) -> None:
+        raise UnreachableError("interrupted")
+
+    get = add = wait  # type: ignore[assignment]
+
+
+def _comes_twice(rank: RankContext, interrupted: bool) -> list[str]:
     """Rank 0 waits for rank 1 in vain, then both meet; which ranks torch's world has then."""
-    joining = Joining(rank.store(), "lo", 1.0, None)
+    joining = Joining(Interrupted() if interrupted else rank.store(), "lo", 1.0, None)
     replica = Replica(0, (0, 1), (1, 2, 1, 1))
     at = Topology(1, (replica,), ("node",) * 2).coordinate(rank.rank)
     if rank.rank == 0:
-        with pytest.raises(PeerLostError, match="did not come together"):
+        with pytest.raises(UnreachableError if interrupted else PeerLostError):
             join_inside(joining, 1, replica, at, CPU, alone=True)
         rank.mark("waited")
     rank.wait_mark("waited", 0)
-    joining = replace(joining, seconds=30.0)
+    joining = replace(joining, store=rank.store(), seconds=30.0)
     inside = join_inside(joining, 2, replica, at, CPU, alone=True)
     met = [dist.get_rank(), dist.get_world_size()]
     inside.close()
     return [str(each) for each in met]
 
 
-def test_a_world_that_did_not_come_together_is_not_in_the_way_of_the_next() -> None:
-    assert rank_values(_comes_twice, 2) == [["0", "2"], ["1", "2"]]
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_world_that_did_not_come_together_is_not_in_the_way_of_the_next(
+    interrupted: bool,
+) -> None:
+    assert rank_values(_comes_twice, 2, {"interrupted": interrupted}) == [["0", "2"], ["1", "2"]]

@@ -154,10 +154,12 @@ def _register(
             device.type, tuple(n for _, n in cut),
             mesh_dim_names=tuple(axis_name(axis, generation) for axis, _ in cut),
         )  # fmt: skip
-    except RuntimeError as error:
+    except BaseException as error:  # a store that was interrupted raises an error of its own
         if dist.is_initialized():
             dist.destroy_process_group()
         count_groups_anew()
+        if not isinstance(error, RuntimeError):
+            raise
         raise PeerLostError(f"replica {replica.index} did not come together: {error}") from error
 
 
