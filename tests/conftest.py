@@ -25,6 +25,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS", "house"))
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Tests start processes by the hundred: compiling all that they import is done once, not in
+    # each (a second of a node's start), whatever the machine's setting.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     is_worker = hasattr(config, "workerinput")  # xdist workers inherit the address
     if not is_worker and ADDRESS not in os.environ:
         server = Server()

@@ -6,17 +6,17 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from holdfast.events import Event, GenerationStarted, Record, StepDone
 from holdfast.spec.lineage import split
-from holdfast.wire.journal import read
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.term import newest_term
-from tests.cli.support import apart, start, write_run_file
+from tests.cli.support import apart, start, within, write_run_file
+from tests.journal import Journal
 
 E = TypeVar("E", bound=Event)
 DEADLINE = 180.0
@@ -29,7 +29,7 @@ QUICK = (
 def prepared(folder: Path) -> Path:
     """A run file for a tiny model, its dataset made."""
     path = write_run_file(folder)
-    done = apart("data", "prepare", path, deadline=DEADLINE)
+    done = within("data", "prepare", path)
     assert done.code == 0, done.err
     return path
 
@@ -51,6 +51,7 @@ class Nodes:
     def __init__(self, run_file: Path, folder: Path, *settings: str) -> None:
         self.run_file, self.folder, self.settings = run_file, folder, settings
         self.agents: dict[str, subprocess.Popen[str]] = {}
+        self._journal = Journal(folder)
         self.said = ""
 
     def start(self, *names: str, settings: Sequence[str] = (), before: Sequence[str] = ()) -> None:
@@ -82,7 +83,7 @@ class Nodes:
 
     # --- what the journal says --------------------------------------------------------------
     def records(self) -> list[Record]:
-        return read(FolderStore(self.folder)) if (self.folder / "journal").is_dir() else []
+        return self._journal.records()
 
     def events(self, kind: type[E]) -> list[E]:
         return [r.event for r in self.records() if isinstance(r.event, kind)]
@@ -126,10 +127,26 @@ class Nodes:
                 for number in set(found)
             )
 
+        self._wait(due, f"no step {step} of {nodes}")
+
+    def wait_generation(self, nodes: set[str], after: int = 0) -> None:
+        """Until a generation later than `after` has begun, of these nodes."""
+
+        def due() -> bool:
+            begun = {
+                record.generation
+                for record in self.records()
+                if isinstance(record.event, GenerationStarted)
+            }
+            return any(number > after and self.nodes(number) == nodes for number in begun)
+
+        self._wait(due, f"no generation of {nodes}")
+
+    def _wait(self, due: Callable[[], bool], otherwise: str) -> None:
         deadline = time.monotonic() + DEADLINE
         while not due():
             if time.monotonic() > deadline or not self.alive:
-                raise AssertionError(f"no step {step} of {nodes}\n{self.story()}")
+                raise AssertionError(f"{otherwise}\n{self.story()}")
             time.sleep(0.05)
 
     @property

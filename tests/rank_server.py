@@ -31,7 +31,8 @@ PRELOAD = (
     "numpy", "pytest", "pydantic", "torch", "torch.distributed", "torch.distributed.fsdp",
     "torch.distributed.tensor", "torch.distributed.device_mesh", "torch._dynamo",
     "torch.nn.parallel", "hypothesis", "holdfast.train.adopt", "holdfast.train.runner",
-    "holdfast.checkpoint.capture", "holdfast.model.huggingface",
+    "holdfast.checkpoint.capture", "holdfast.model.huggingface", "holdfast.elastic.worker.main",
+    "tests.train.layouts", "tests.checkpoint.support",
 )  # fmt: skip
 GRACE = 3.0  # seconds that peers get after a rank failed
 DUMP = 0.5  # seconds between asking for stack traces and killing

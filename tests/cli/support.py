@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,14 @@ def here(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Outcome:
     code = main([str(argument) for argument in arguments])
     captured = capsys.readouterr()
     return Outcome(code, captured.out, captured.err)
+
+
+def within(*arguments: str | Path) -> Outcome:
+    """As `here`, for whatever is no test: what a fixture prepares or looks through."""
+    out, err = StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main([str(argument) for argument in arguments])
+    return Outcome(code, out.getvalue(), err.getvalue())
 
 
 def start(

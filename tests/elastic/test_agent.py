@@ -38,7 +38,7 @@ from tests.elastic.trainer import Trainer, gone, parent_of, training
 from tests.ranks import wait_until
 
 RESTARTS = 6
-ENDLESS = {"steps": 1_000_000, "pace": 0.005}
+ENDLESS = {"steps": 1_000_000, "pace": 0.02}
 
 
 def _agent(trainer: Trainer) -> tuple[str, Secret]:

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from holdfast.events import Event, Record, WorkerStarted
-from holdfast.wire.journal import read
-from holdfast.wire.runstore import FolderStore
+from tests.journal import Journal
 from tests.ranks import ROOT, wait_until
 
 DEADLINE = 120.0
@@ -27,6 +26,7 @@ class Trainer:
 
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.folder = folder
+        self._journal = Journal(folder)
         self.output = folder.parent / f"{folder.name}-{len(list(folder.parent.iterdir()))}.out"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -41,7 +41,7 @@ class Trainer:
         return self.output.read_text()
 
     def records(self) -> list[Record]:
-        return read(FolderStore(self.folder))
+        return self._journal.records()
 
     def events(self, kind: type[E], generation: int | None = None) -> list[E]:
         return [

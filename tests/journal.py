@@ -1,0 +1,55 @@
+"""A run's journal as it grows: what `holdfast.wire.journal.read` gives, without its price.
+
+A test that waits looks again and again. Reading it all each time takes a core from the run that
+is waited for; here a look costs what was appended since the last.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.errors import CorruptError
+from holdfast.events import Record
+from holdfast.spec.lineage import Once
+from holdfast.wire.journal import PREFIX, parse
+from holdfast.wire.runstore import FolderStore, MissingKeyError
+
+
+class Journal:
+    """The records of a run folder, which need not exist yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._parsed: dict[str, tuple[int, list[Record]]] = {}  # segment -> (bytes, its records)
+        self._records: list[Record] = []
+
+    def records(self) -> list[Record]:
+        """Every record, merged as `read` does."""
+        if not (self._folder / "journal").is_dir():
+            return []
+        store = FolderStore(self._folder)
+        keys = store.list(PREFIX)
+        gone = self._parsed.keys() - set(keys)
+        for key in gone:
+            del self._parsed[key]
+        if sum([self._look(store, key) for key in keys]) or gone:
+            everything = [record for _, found in self._parsed.values() for record in found]
+            self._records = Once()(sorted(everything, key=lambda record: record.order))
+        return list(self._records)
+
+    def _look(self, store: FolderStore, key: str) -> bool:
+        """Whether the segment has changed."""
+        start, found = self._parsed.get(key, (0, []))
+        try:
+            size = store.size(key)
+            if size == start:
+                return False
+            if size < start:  # another run's, at the same path
+                start, found = 0, []
+            data = bytearray(size - start)
+            store.read_into(key, start, memoryview(data))
+        except (MissingKeyError, CorruptError):
+            return False  # cut after a failed append: it is looked at again
+        more, whole = parse(key, bytes(data))
+        self._parsed[key] = (start + whole, found + more)
+        return bool(whole) or not start
