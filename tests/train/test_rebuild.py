@@ -42,6 +42,7 @@ from tests.train.worlds import CPU, digest
 REBUILT, ALIKE, LAST, MORE = 2, 4, 5, 2
 """Rebuilt after step 2, once more after step 5; the undisturbed run goes as far as step 4."""
 CURVE = 14  # steps of the run file, and of the process that is alone
+BATCH = 16  # four microbatches, one for each stage of the deepest pipeline
 
 LAYOUTS = {
     "dp2": "tp2", "shard2": "dp2", "tp2": "pp2", "pp2": "shard2",
@@ -62,7 +63,7 @@ LAYOUTS = {
 
 def config_for(name: str) -> RunConfig:
     """A float64 run file with this name's settings that runs long enough for what is done here."""
-    return config_of({**case(name).changes, "train__steps": CURVE})
+    return config_of({"train__batch_size": BATCH, **case(name).changes, "train__steps": CURVE})
 
 
 def world(name: str, generation: int, ranks: Sequence[int] | None = None) -> Topology:

@@ -50,10 +50,11 @@ MIXED = [("pp2-tp2", "shard4"), ("shard4", "pp2-tp2"), ("tp4", "pp4"), ("pp4", "
 CHOSEN = {*NEAR, *MIXED}
 STEPS = 6
 SAVED = STEPS // 2
+BATCH = 16  # four microbatches, one for each stage of the deepest pipeline
 
 
 def config_for(name: str) -> RunConfig:
-    return config_of({**case(name).changes, "train__steps": STEPS})
+    return config_of({"train__batch_size": BATCH, **case(name).changes, "train__steps": STEPS})
 
 
 def save_body(rank: RankContext, name: str, socket: str, secret: str) -> list[float]:
