@@ -10,7 +10,7 @@ from pathlib import Path
 from holdfast.events import CheckpointCommitted, SaveInterval, StepDone, WorkerLost, WorkerStarted
 from holdfast.wire.journal import follow, read
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import apart, start, write_run_file
+from tests.cli.support import apart, start, within, write_run_file
 
 SETTINGS = (
     "train.steps=360", "train.batch_size=6", "train.evaluate.every=0", "checkpoint.keep_last=60",
@@ -21,7 +21,7 @@ SETTINGS = (
 
 def test_a_kill_is_remembered_over_the_restart_and_over_a_new_session(tmp_path: Path) -> None:
     path, folder = write_run_file(tmp_path), tmp_path / "run"
-    assert apart("data", "prepare", path).code == 0
+    assert within("data", "prepare", path).code == 0
     process = start("train", path, f"folder={folder}", *SETTINGS)
     done = threading.Event()
     collector = threading.Thread(target=lambda: (process.communicate(timeout=200), done.set()))

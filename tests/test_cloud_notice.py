@@ -13,14 +13,14 @@ from holdfast.events import (
 )
 from holdfast.wire.journal import read
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import apart, write_run_file
+from tests.cli.support import apart, within, write_run_file
 from tests.elastic.metadata import metadata_service
 from tests.test_emergency import Trainer
 
 
 def test_a_run_saves_at_a_hint_and_leaves_at_a_notice(tmp_path: Path) -> None:
     run_file, folder = write_run_file(tmp_path), tmp_path / "run"
-    assert apart("data", "prepare", run_file).code == 0
+    assert within("data", "prepare", run_file).code == 0
     with metadata_service() as service:
         trainer = Trainer(
             run_file, "cluster.notices=aws", f"cluster.notices_at={service.address}",
@@ -49,7 +49,7 @@ def test_a_run_saves_at_a_hint_and_leaves_at_a_notice(tmp_path: Path) -> None:
 
 def test_an_address_that_is_none_is_refused_before_anything_begins(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
-    assert apart("data", "prepare", run_file).code == 0
+    assert within("data", "prepare", run_file).code == 0
     refused = apart("train", run_file, "cluster.notices=azure", "cluster.notices_at=here")
     refused.refuses("'here' is not the address of a metadata service", "cluster.notices_at")
     assert not (tmp_path / "run" / "generations").exists()

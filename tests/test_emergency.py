@@ -29,7 +29,7 @@ from holdfast.events import (
 )
 from holdfast.wire.journal import JournalWriter, follow, read
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import Outcome, apart, secret_file, staging, start, write_run_file
+from tests.cli.support import Outcome, apart, secret_file, staging, start, within, write_run_file
 
 SETTINGS = (
     "train.steps=100000", "train.evaluate.every=0", "checkpoint.every_steps=0",
@@ -75,7 +75,7 @@ class Trainer:
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     path = write_run_file(tmp_path)
-    assert apart("data", "prepare", path).code == 0
+    assert within("data", "prepare", path).code == 0
     return path
 
 

@@ -33,7 +33,7 @@ from holdfast.spec.boxes import Box
 from holdfast.spec.state import ITEM_BYTES
 from holdfast.wire.journal import follow, read
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import Outcome, apart, start, write_run_file
+from tests.cli.support import Outcome, apart, start, within, write_run_file
 
 STEPS = 260
 KILLS = 10
@@ -47,7 +47,7 @@ SETTINGS = (
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_run_file(tmp_path_factory.mktemp("kills"))
-    prepared = apart("data", "prepare", path)
+    prepared = within("data", "prepare", path)
     assert prepared.code == 0, prepared.err
     return path
 
@@ -73,7 +73,7 @@ def test_ten_kills_and_another_number_of_workers_change_no_bit(run_file: Path) -
     assert _clipped_in_every_step(events)
     _same_state(alone, killed)
 
-    audit = apart("data", "audit", killed)
+    audit = within("data", "audit", killed)
     assert audit.code == 0, audit.out
     assert f"{6 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
 

@@ -31,7 +31,7 @@ from holdfast.spec.boxes import whole
 from holdfast.spec.state import ITEM_BYTES
 from holdfast.wire.journal import follow, read
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import Outcome, apart, start, write_run_file
+from tests.cli.support import Outcome, apart, start, within, write_run_file
 
 STEPS = 120
 KILLS = (15, 35)
@@ -45,7 +45,7 @@ SETTINGS = (
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_run_file(tmp_path_factory.mktemp("memory"))
-    prepared = apart("data", "prepare", path)
+    prepared = within("data", "prepare", path)
     assert prepared.code == 0, prepared.err
     return path
 
@@ -75,7 +75,7 @@ def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Pat
     assert durable >= {STEPS}
 
     assert _final(alone) == _final(killed)
-    audit = apart("data", "audit", killed)
+    audit = within("data", "audit", killed)
     assert audit.code == 0, audit.out
     assert f"{6 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
 

@@ -39,7 +39,7 @@ from holdfast.spec.boxes import whole
 from holdfast.spec.lineage import split
 from holdfast.wire.journal import follow, read
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import apart, start, write_run_file
+from tests.cli.support import apart, start, within, write_run_file
 from tests.elastic.faulty import DEEDS
 from tests.ranks import ROOT
 
@@ -60,7 +60,7 @@ Kind = TypeVar("Kind", bound=Event)
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_run_file(tmp_path_factory.mktemp("recovery"))
-    prepared = apart("data", "prepare", path)
+    prepared = within("data", "prepare", path)
     assert prepared.code == 0, prepared.err
     return path
 
@@ -187,7 +187,7 @@ def _every_step_once(folder: Path, alone: Path, rel: float) -> None:
     assert list(curves[0]) == list(range(1, STEPS + 1))
     for step, loss in curves[1].items():
         assert curves[0][step] == pytest.approx(loss, rel=rel)
-    audit = apart("data", "audit", folder)
+    audit = within("data", "audit", folder)
     assert audit.code == 0, audit.out
     assert f"{6 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
 

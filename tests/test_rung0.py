@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.events import GenerationStarted, WorkerStarted
-from tests.cli.support import apart
+from tests.cli.support import within
 from tests.nodes import losses_of_one_worker, nodes_of, prepared
 
 STEPS = 400
@@ -68,6 +68,6 @@ def test_the_others_go_on_at_once_and_are_joined_later(
         assert sorted(losses) == list(range(1, max(losses) + 1))
         for step, loss in losses.items():
             assert loss == pytest.approx(undisturbed[step], rel=rel, abs=0.0), step
-        audit = apart("data", "audit", nodes.folder)
+        audit = within("data", "audit", nodes.folder)
         assert audit.code == 0, audit.out
         assert "none missing, none twice" in audit.out

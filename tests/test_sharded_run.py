@@ -17,7 +17,7 @@ from holdfast.events import Evaluated, StepDone, WorkerLost, WorkerStarted
 from holdfast.spec.boxes import Box
 from holdfast.wire.journal import follow, read
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import apart, start, write_run_file
+from tests.cli.support import apart, start, within, write_run_file
 
 STEPS, KILL, LEAVE = 60, 8, 16
 DEADLINE = 120
@@ -64,7 +64,7 @@ def test_killed_and_resumed_under_another_layout_is_the_run_of_one_worker(
     np.testing.assert_allclose(
         list(validations[1].values()), list(validations[0].values()), rtol=1e-10
     )
-    audit = apart("data", "audit", moved)
+    audit = within("data", "audit", moved)
     assert "none missing, none twice" in audit.out
 
 

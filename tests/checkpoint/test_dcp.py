@@ -31,6 +31,7 @@ from holdfast.spec.boxes import Box, whole
 from holdfast.spec.flat_names import SCHEMES, FlatName
 from holdfast.wire.runstore import MemoryStore
 from tests.checkpoint.support import read_box
+from tests.ranks import RankContext, rank_values
 
 MODEL = ModelConfig(preset=None, layers=2, dim=16, heads=4, kv_heads=2, ffn_dim=24, vocab_size=37,
                     vocab_multiple=8)  # fmt: skip
@@ -65,29 +66,23 @@ def test_what_dcp_writes_is_read_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(element(part, torch.float32), state["f32"][2:5, 1:])
 
 
-SHARDED = """
-import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-rank, size, store, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
-mesh = init_device_mesh("cpu", (size,))
-full = torch.arange(70, dtype=torch.float32).view(7, 10)
-state = {"rows": distribute_tensor(full, mesh, [Shard(0)]),
-         "columns": distribute_tensor(full, mesh, [Shard(1)]), "same": torch.ones(3)}
-dcp.save(state, checkpoint_id=folder)
-dist.destroy_process_group()
-"""
+def _shards_saved(rank: RankContext, folder: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rank.init_torch_world()
+    mesh = init_device_mesh("cpu", (rank.world_size,))
+    full = torch.arange(70, dtype=torch.float32).view(7, 10)
+    state = {
+        "rows": distribute_tensor(full, mesh, [Shard(0)]),
+        "columns": distribute_tensor(full, mesh, [Shard(1)]), "same": torch.ones(3),
+    }  # fmt: skip
+    dcp.save(state, checkpoint_id=folder)
 
 
 def test_shards_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     """Uneven rows and columns, as three ranks of DTensor save them."""
-    command = [sys.executable, "-c", SHARDED]
-    ranks = [
-        subprocess.Popen([*command, str(r), "3", str(tmp_path / "store"), str(tmp_path / "dcp")])
-        for r in range(3)
-    ]
-    assert [rank.wait(120) for rank in ranks] == [0, 0, 0]
+    rank_values(_shards_saved, 3, {"folder": tmp_path / "dcp"}, deadline=120)
     found = DcpFolder.open(tmp_path / "dcp")
     full = torch.arange(70, dtype=torch.float32).view(7, 10)
     for name in ("rows", "columns"):

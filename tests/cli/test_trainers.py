@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.support import Outcome, apart, start, write_run_file
+from tests.cli.support import Outcome, apart, start, within, write_run_file
 
 LONG = ("train.steps=100000", "checkpoint.every_steps=0", "train.evaluate.every=0")
 
@@ -141,5 +141,5 @@ def test_a_resume_goes_on_on_another_number_of_workers(tmp_path: Path) -> None:
     assert first["event"]["reason"] == "resume"
     assert first["event"]["step"] > 0
     assert len(first["event"]["topology"]["nodes"]) == 1
-    audit = apart("data", "audit", tmp_path / "run")
+    audit = within("data", "audit", tmp_path / "run")
     assert (audit.code, "120 steps" in audit.out) == (0, True), audit.out
