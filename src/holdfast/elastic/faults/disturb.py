@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -183,9 +184,9 @@ class Disturbance:
         view, first = self.view, number * _PARTS
         generation = view.generation
         for index, (part, point) in enumerate(zip(draw.fault.parts, draw.points, strict=True)):
-            if index and part.outside:
-                continue  # done with the first
             late = point in RECOVERY
+            if index and part.outside and not late:
+                continue  # done with the first
             self._armoury.arm(Order(
                 first + index, draw.fault.name, "wait" if part.outside else part.deed, point,
                 0 if late else step, draw.pick + index, generation if late else 0,
@@ -198,10 +199,18 @@ class Disturbance:
             self._reject(number, draw, f"no rank came to {draw.points[0]} in step {step}")
             return None
         done = Done(number, draw.fault.name, draw.points[0], step, hit, generation)
-        for index, part in enumerate(draw.fault.parts):
-            if part.outside:
-                self._do(part, draw, first, index, done)
+        for index, (part, point) in enumerate(zip(draw.fault.parts, draw.points, strict=True)):
+            later = first + index if point in RECOVERY else first
+            if part.outside and (later == first or self._comes(later)):
+                self._do(part, draw, later, index, done)
         return done
+
+    def _comes(self, number: int) -> bool:
+        """Whether the moment of a second part comes."""
+        with suppress(StuckError):
+            self._until(lambda: self._armoury.hit(number) is not None, "it", HIT_SECONDS)
+            return True
+        return False
 
     def _when_hit(self, number: int, step: int) -> str | None:
         """Who was about to break, as the journal tells it; None: nobody."""
@@ -247,7 +256,8 @@ class Disturbance:
                 self._bad.append(_Bad(deed, time.monotonic()))
             done.target = f"{done.target}, {deed.target}" if index else deed.target
             if hit is not None and part.deed != "run-store":
-                self._write(number, draw.fault.name, deed.target, done.point, hit.step,
+                point = done.point if number == done.number * _PARTS else draw.points[index]
+                self._write(number, draw.fault.name, deed.target, point, hit.step,
                             hit.generation)  # fmt: skip
         finally:
             self._armoury.done(number)
@@ -292,7 +302,7 @@ class Disturbance:
                                  f"{RECOVERED_SECONDS:g} s")  # fmt: skip
         done.seconds = round(time.time() - when, 3)
         last = draw.points[-1]
-        second = len(draw.points) > 1 and not draw.fault.parts[1].outside
+        second = len(draw.points) > 1 and (not draw.fault.parts[1].outside or last in RECOVERY)
         if second and self._armoury.hit(number * _PARTS + 1) is None:
             self._armoury.disarm(number * _PARTS + 1)
             done.outcome = f"second part missed ({last})"

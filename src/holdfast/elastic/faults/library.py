@@ -17,7 +17,8 @@ QUIET = ("begin", "computed", "reduced", "applied")
 @dataclass(frozen=True)
 class Part:
     """One thing that happens. deed: of a worker, or with `outside` of `deeds.DEEDS`. points: where
-    it may be. other: on another rank than the part before it."""
+    it may be; a second part that is outside, and at no point of a recovery, is done with the first.
+    other: on another rank than the part before it."""
 
     deed: str
     points: tuple[str, ...]
@@ -117,6 +118,8 @@ _ALL = (
           (_KILL, Part("kill", _RECOVERY)), ranks=3, weight=5),
     Fault("restore", "all workers are killed, and one again while it reads a snapshot",
           (Part("workers", QUIET, True), Part("kill", ("restoring",))), weight=3),
+    Fault("recovery-coordinator", "a worker is killed, and the node that leads while they recover",
+          (_KILL, Part("coordinator", _RECOVERY, True)), nodes=3, ranks=3, weight=0),
     Fault("recovery-raise", "a worker is killed, and another one raises while they recover",
           (_KILL, Part("raise", _RECOVERY)), ranks=3),
 )  # fmt: skip
