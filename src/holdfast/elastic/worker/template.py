@@ -38,8 +38,8 @@ from holdfast.wire.secret import Secret
 Entry = Callable[[WorkerBoot, Secret], int]
 """A worker's main function: returns its exit code (`elastic.exits`)."""
 
-# What a worker would otherwise import, seconds each, at its first step.
-_PRELOAD = ("torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo")
+# What any worker needs; the rest comes with the module of its entry.
+_PRELOAD = ("torch", "torch.distributed")
 
 
 class Template:
@@ -183,6 +183,7 @@ def main() -> None:
     arguments = parser.parse_args()
     lifeline.arm(arguments.lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # what imports make stays, and it would go through that again and again
     for name in _PRELOAD:
         importlib.import_module(name)
     entry = load_entry(arguments.entry)
@@ -190,6 +191,7 @@ def main() -> None:
     # For good: the collector of a child must not touch, and so copy, what it inherited, nor look
     # through it (a third of a second) whenever it collects.
     gc.freeze()
+    gc.enable()
     for number in lifeline.OF_THE_AGENT:  # from here on it ends when its control socket does
         signal.signal(number, signal.SIG_IGN)
     Template(socket.socket(fileno=arguments.control), arguments.lifeline, entry).run()
