@@ -137,7 +137,7 @@ def ray(folder: Path, seconds: float) -> None:
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    cluster.init(num_cpus=WORLD + 1, include_dashboard=False, log_to_driver=False,
+    cluster.init("local", num_cpus=WORLD + 1, include_dashboard=False, log_to_driver=False,
                  logging_level="ERROR", object_store_memory=80 * 2**20)  # fmt: skip
     TorchTrainer(
         _ray_loop, train_loop_config={"folder": str(folder), "seconds": seconds},
