@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from holdfast.checkpoint.restore import listing, step_of
+from holdfast.elastic.faults.armed import Armoury
 from holdfast.events import GenerationStarted, NoticeReceived, StepDone
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import apart
-from tests.nodes import Nodes, losses_of_one_worker, nodes_of, prepared
+from tests.cli.support import within
+from tests.nodes import DEADLINE, Nodes, losses_of_one_worker, nodes_of, prepared
+from tests.ranks import wait_until
 
-STEPS = 150
+STEPS, LATE = 70, 60
 SETTINGS = (
     f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
     "checkpoint.every_steps=20",
@@ -32,21 +34,43 @@ def undisturbed(run_file: Path) -> dict[int, float]:
     return losses_of_one_worker(run_file, *SETTINGS)
 
 
+@pytest.fixture
+def gate(tmp_path: Path) -> Armoury:
+    """Shut, until a test opens it: to LATE before it does harm, which then comes in the middle of
+    steps and never too late, and to the end after that."""
+    found = Armoury(tmp_path / "gate")
+    found.prepare(0)
+    return found
+
+
+def _twenty_steps(nodes: Nodes, gate: Armoury) -> None:
+    """Of all three, whichever of them came late."""
+    nodes.wait_generation({"a", "b", "c"})
+    gate.open_gate(20)
+    nodes.wait_step(20, nodes={"a", "b", "c"})
+
+
+def _behind(gate: Armoury) -> str:
+    return f"cluster.faults={gate.folder}"
+
+
 def _same_run(nodes: Nodes, undisturbed: dict[int, float]) -> None:
     assert nodes.losses() == undisturbed, nodes.story()
-    audit = apart("data", "audit", nodes.folder)
+    audit = within("data", "audit", nodes.folder)
     assert audit.code == 0, audit.out
     assert "none missing, none twice" in audit.out
 
 
 def test_a_node_is_killed_and_the_others_go_on(
-    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
 ) -> None:
-    with nodes_of(run_file, tmp_path / "run", *THREE) as nodes:
+    with nodes_of(run_file, tmp_path / "run", *THREE, _behind(gate)) as nodes:
         nodes.start("a", "b", "c")
-        nodes.wait_step(20, nodes={"a", "b", "c"})
+        _twenty_steps(nodes, gate)
         lost = next(name for name in "abc" if name != nodes.leader)
+        gate.open_gate(LATE)
         nodes.kill(lost)
+        gate.open_gate(STEPS)
         assert set(nodes.end().values()) == {0}, nodes.story()
         assert nodes.nodes(nodes.newest) == {"a", "b", "c"} - {lost}
         assert _live(nodes)[-1] is True
@@ -54,13 +78,16 @@ def test_a_node_is_killed_and_the_others_go_on(
 
 
 def test_too_few_nodes_wait_with_what_they_hold(
-    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
 ) -> None:
-    with nodes_of(run_file, tmp_path / "run", *THREE, "cluster.min_nodes=3") as nodes:
+    settings = (*THREE, "cluster.min_nodes=3", _behind(gate))
+    with nodes_of(run_file, tmp_path / "run", *settings) as nodes:
         nodes.start("a", "b", "c")
-        nodes.wait_step(20)
+        _twenty_steps(nodes, gate)
         lost = next(name for name in "abc" if name != nodes.leader)
+        gate.open_gate(LATE)
         nodes.kill(lost)
+        gate.open_gate(STEPS)
         nodes.join("d")  # a stranger to the run file
         nodes.wait_step(30, nodes.newest, {"a", "b", "c", "d"} - {lost})
         assert set(nodes.end().values()) == {0}, nodes.story()
@@ -69,13 +96,15 @@ def test_too_few_nodes_wait_with_what_they_hold(
 
 
 def test_the_leading_node_is_killed(
-    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
 ) -> None:
-    with nodes_of(run_file, tmp_path / "run", *THREE) as nodes:
+    with nodes_of(run_file, tmp_path / "run", *THREE, _behind(gate)) as nodes:
         nodes.start("a", "b", "c")
-        nodes.wait_step(20, nodes={"a", "b", "c"})
+        _twenty_steps(nodes, gate)
         first = nodes.leader
+        gate.open_gate(LATE)
         nodes.kill(first)
+        gate.open_gate(STEPS)
         assert set(nodes.end().values()) == {0}, nodes.story()
         assert nodes.leader != first
         assert nodes.nodes(nodes.newest) == {"a", "b", "c"} - {first}
@@ -83,14 +112,18 @@ def test_the_leading_node_is_killed(
 
 
 def test_all_nodes_are_lost_and_the_newest_checkpoint_is_rotten(
-    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
 ) -> None:
     folder = tmp_path / "run"
-    with nodes_of(run_file, folder, *SETTINGS, "cluster.min_nodes=2", "layout.workers=2") as nodes:
+    settings = (*SETTINGS, "cluster.min_nodes=2", "layout.workers=2", _behind(gate))
+    gate.open_gate(50)
+    with nodes_of(run_file, folder, *settings) as nodes:
         nodes.start("a", "b")
         nodes.wait_step(50)
+        wait_until(lambda: len(listing(FolderStore(folder))) == 2, DEADLINE, "two checkpoints")
         nodes.kill("a")
         nodes.kill("b")
+        gate.open_gate(STEPS)
         newest, older, *_ = listing(FolderStore(folder))
         for blob in (folder / "data").rglob(f"{step_of(newest):010d}-*"):
             torn = bytearray(blob.read_bytes())
@@ -105,19 +138,21 @@ def test_all_nodes_are_lost_and_the_newest_checkpoint_is_rotten(
 
 @pytest.mark.parametrize("how", ["SIGTERM", "notice"])
 def test_a_node_that_is_told_to_go_leaves_and_the_others_go_on(
-    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, how: str
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury, how: str
 ) -> None:
     """By the signal to the one that leads, or by its cloud to one that follows."""
     notice = ("cluster.notices=file", "cluster.notices_every_seconds=0.1")
-    with nodes_of(run_file, tmp_path / "run", *THREE, *notice) as nodes:
+    with nodes_of(run_file, tmp_path / "run", *THREE, *notice, _behind(gate)) as nodes:
         for name in "abc":
             nodes.start(name, settings=[f"cluster.notices_at={tmp_path / name}"])
-        nodes.wait_step(20, nodes={"a", "b", "c"})
+        _twenty_steps(nodes, gate)
         goes = nodes.leader if how == "SIGTERM" else min({"a", "b", "c"} - {nodes.leader})
+        gate.open_gate(LATE)
         if how == "SIGTERM":
             nodes.signal(goes, signal.SIGTERM)
         else:
             (tmp_path / goes).write_text("60")
+        gate.open_gate(STEPS)
         assert set(nodes.end().values()) == {0}, nodes.story()
         assert nodes.nodes(nodes.newest) == {"a", "b", "c"} - {goes}
         assert [e.nodes for e in nodes.events(NoticeReceived)] == [[goes]] * (how == "notice")

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.elastic.faults.armed import Armoury, Order
 from holdfast.events import GenerationStarted, StateDiffers, WorkerLost, WorkerStarted
-from tests.cli.support import apart
+from tests.cli.support import start
 from tests.nodes import DEADLINE, Nodes, nodes_of, prepared
 
 STEPS = 90
@@ -33,18 +33,19 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def undisturbed(run_file: Path) -> dict[int, float]:
     """Beside two loops that keep both cores busy: nobody is named."""
     folder = run_file.parent / "alone"
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-    try:
-        done = apart("train", run_file, f"folder={folder}", *SETTINGS, deadline=DEADLINE)
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
-    assert done.code == 0, done.err
-    run = Nodes(run_file, folder)
-    assert run.events(WorkerLost) == []
-    assert len(run.events(GenerationStarted)) == 1
-    return run.losses()
+    with nodes_of(run_file, folder) as run:
+        run.agents["alone"] = start("train", run_file, f"folder={folder}", *SETTINGS)
+        run.wait_step(1)
+        loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+        try:
+            assert run.end() == {"alone": 0}, run.story()
+        finally:
+            for loop in loops:
+                loop.kill()
+                loop.wait()
+        assert run.events(WorkerLost) == []
+        assert len(run.events(GenerationStarted)) == 1
+        return run.losses()
 
 
 def _wait(run: Nodes, condition: object, what: str) -> None:
