@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from holdfast.elastic.faults.armed import Armoury
 from holdfast.events import GenerationStarted
-from tests.cli.support import apart
+from tests.cli.support import within
 from tests.nodes import Nodes, losses_of_one_worker, nodes_of, prepared
 
-STEPS = 300
+STEPS = 40
 SETTINGS = (
     f"train.steps={STEPS}", "train.batch_size=8", "train.evaluate.every=0",
     "train.precision=float64", "model.layers=2", "model.kv_heads=2",
@@ -38,18 +39,26 @@ def undisturbed(run_file: Path) -> dict[int, float]:
 def test_two_nodes_become_five_and_then_three(
     axis: str, run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
+    """They go no further than a gate while nodes come, and are lost."""
     folder = tmp_path / "run"
-    with nodes_of(run_file, folder, *SETTINGS, *NODES, f"layout.{axis}=2") as nodes:
+    gate = Armoury(tmp_path / "gate")
+    gate.prepare(3)
+    settings = (*SETTINGS, *NODES, f"cluster.faults={gate.folder}", f"layout.{axis}=2")
+    with nodes_of(run_file, folder, *settings) as nodes:
         nodes.start("a", "b")
-        nodes.wait_step(1, nodes={"a", "b"})
+        nodes.wait_step(3, nodes={"a", "b"})
         nodes.join("c", "d", "e")
         everybody = {"a", "b", "c", "d", "e"}
-        nodes.wait_step(2, nodes=everybody)
+        nodes.wait_generation(everybody)
+        gate.open_gate(20)
+        nodes.wait_step(20, nodes=everybody)
         grown = nodes.newest
         lost = [name for name in sorted(everybody) if name != nodes.leader][:2]
+        gate.open_gate(30)
         for name in lost:
             nodes.kill(name)
-        nodes.wait_step(2, grown, everybody - set(lost))
+        nodes.wait_generation(everybody - set(lost), grown)
+        gate.open_gate(STEPS)
         assert set(nodes.end().values()) == {0}, nodes.story()
         losses = nodes.losses()
         assert sorted(losses) == sorted(undisturbed), nodes.story()
@@ -58,7 +67,7 @@ def test_two_nodes_become_five_and_then_three(
             [undisturbed[step] for step in sorted(undisturbed)], rtol=1e-10,
         )  # fmt: skip
         assert _replicas(nodes, {2, 5, 3}) == {2: 1, 5: 3, 3: 2}
-        audit = apart("data", "audit", folder)
+        audit = within("data", "audit", folder)
         assert audit.code == 0, audit.out
         assert "none missing, none twice" in audit.out
 
