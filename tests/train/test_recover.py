@@ -272,6 +272,53 @@ def test_a_second_one_is_lost_in_the_recovery() -> None:
             assert result.value["digest"] == alone["digest"]
 
 
+class Breaks(Deadly):
+    """It is stopped by an error, and lives."""
+
+    def _whole(self) -> None:
+        self._replace("vote", self._broken)
+
+    def _broken(self, vote: Any) -> Any:
+        def instead(*arguments: Any) -> Any:
+            if self.survivor.engine.step == self.step:
+                self.survivor.engine.interrupt(True)
+                raise PeerLostError("broken")
+            return vote(*arguments)
+
+        return instead
+
+
+def _interrupted(rank: RankContext) -> dict[str, Any]:
+    """Rank 1 is stopped in step 3 when all hold the whole gradient; the recovery in which they
+    apply it does not come to its end."""
+    made, everybody = Survivor(rank, "dp3"), [0, 1, 2]
+    made.begin(topology_for("dp3", 1))
+    Breaks(made, 1, DIES, "whole")
+    made.lose(LAST)
+    module: Any = recover_module
+    plain = module.complete
+
+    def interrupted(*_: Any) -> None:
+        raise PeerLostError("told to halt")
+
+    module.complete = interrupted
+    with pytest.raises(PeerLostError, match="told to halt"):
+        made.recover(topology_for("dp3", 2), everybody)
+    module.complete = plain
+    assert made.engine.applied == DIES
+    made.engine.interrupt(True)
+    made.recover(topology_for("dp3", 3), everybody)
+    made.train(LAST)
+    return made.result()
+
+
+def test_a_step_that_was_applied_in_a_recovery_that_failed_is_told_of() -> None:
+    found = rank_values(_interrupted, 3)
+    (alone,) = undisturbed("one")
+    told = [event for value in found for event in value["events"] if event[0] == "done"]
+    assert told == [["done", DIES, alone["curve"][str(DIES)]]]
+
+
 def _torn(rank: RankContext) -> dict[str, Any]:
     """Rank 2 has lost its state in an update that was interrupted."""
     made = Survivor(rank, "dp3")

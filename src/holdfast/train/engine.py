@@ -128,7 +128,8 @@ class StepEngine:
     judge: is shown the account of a step before this rank votes; whether it has jumped, on the one
     rank that knows. jump: what it found of the newest step.
     voted: the last few steps that this process has applied, each with its verdict; a session that
-    is built anew takes them along.
+    is built anew takes them along. untold: a step that was applied in a recovery which has not come
+    to its end, so that nobody has told of it.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class StepEngine:
         self.since = 0
         self.account: Account | None = None
         self.voted: deque[tuple[int, Verdict]] = deque(maxlen=LATELY)
+        self.untold = 0
         self._step = 0
         self._shares: Shares = ()
         self.batches: list[Microbatch] = []  # of the step that is open, or was last

@@ -59,7 +59,8 @@ def missing_events(
         events += _stand_ins(past, found, rank, batches)
     lived = 0 in found.came_from
     teller = found.came_from.index(0) if lived else _first(survivors, found)
-    if rank == teller and (not lived or rank in found.resolution.appliers):
+    quiet = rank in found.resolution.appliers or engine.untold == step
+    if rank == teller and (quiet or not lived):
         events += _steps(engine, found, 1 if lived else LATELY)
     return events
 

@@ -158,6 +158,7 @@ def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:
         engine.apply(found.verdict)
     else:  # what computes on copies follows when all is built
         engine.update(found.verdict)
+    engine.untold = found.resolution.step
 
 
 def _give_up(engine: StepEngine | None) -> None:
@@ -246,6 +247,7 @@ class _Entry:
         self, session: Session, past: Past | None, found: Agreement, kept: bool
     ) -> Recovered:
         events = missing_events(past, found, session.engine, session.batches)
+        session.engine.untold = 0
         self.lap("events")
         return Recovered(
             session, found.resolution.step, events, found.resolution, found.verdict, kept,

@@ -244,7 +244,8 @@ class Worker:
         engine = self._present.engine
         groups, whole = engine.groups, engine.held.whole
         place = (groups.topology.generation, groups.rank)
-        return Held(self.generation, rank, self.step, whole, False, kind, text, place, bad)
+        applied = engine.applied or self.step  # perhaps in a recovery that did not come to its end
+        return Held(self.generation, rank, applied, whole, False, kind, text, place, bad)
 
     def leave(self, outcome: Outcome) -> int:
         """Tell how the run ended for this process; the exit code."""
