@@ -13,6 +13,7 @@ from holdfast.train.engine import StepEngine
 from tests.ranks import RankContext, rank_values, ranks
 from tests.train.layouts import case, config_of, engine_of, topology_of
 from tests.train.layouts import one_step as layout_step
+from tests.train.spoiling import spoil_once
 from tests.train.worlds import Fed, digest, engine, feed, one_step, tiny, train
 
 
@@ -126,7 +127,7 @@ def _errs_once(rank: RankContext, name: str, at_rank: int) -> list[Any]:
     clean = layout_step(made, 1)
     before = digest(made)
     if rank.rank == at_rank:
-        _spoil_once(made._gradients.reducers[0])  # type: ignore[attr-defined]
+        spoil_once(made._gradients.reducers[0])  # type: ignore[attr-defined]
     with pytest.raises(NonFiniteError) as caught:
         layout_step(made, 2)
     error, unharmed = caught.value, digest(made) == before
@@ -139,19 +140,6 @@ def _errs_once(rank: RankContext, name: str, at_rank: int) -> list[Any]:
         error.rank, error.parameter, list(error.suspects), error.again, unharmed, moved,
         again.norm, clean.finite,
     ]  # fmt: skip
-
-
-def _spoil_once(reducer: Any) -> None:
-    plain = reducer.done
-
-    def done(index: int) -> None:
-        turn, bucket = reducer._turn, reducer.layout.buckets[index]
-        slot = reducer.slot((turn.piece, 0) if turn.depth == 0 else (0, turn.depth))
-        slot[bucket.start] = math.nan
-        reducer.done = plain
-        plain(index)
-
-    reducer.done = done
 
 
 @pytest.mark.parametrize(

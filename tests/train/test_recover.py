@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import PeerLostError
+from holdfast.errors import NonFiniteError, PeerLostError
 from holdfast.spec.tree import deal
 from holdfast.train import recover as recover_module
 from tests.ranks import RankContext, rank_values, run_ranks
 from tests.train.layouts import case
 from tests.train.recovering import Deadly, Survivor, topology_for
+from tests.train.spoiling import spoil_once
 
 DIES, LAST = 3, 5
 POINTS = ("forward", "told 1", "backward", "whole", "voted", "applied")
@@ -317,6 +318,33 @@ def test_a_step_that_was_applied_in_a_recovery_that_failed_is_told_of() -> None:
     (alone,) = undisturbed("one")
     told = [event for value in found for event in value["events"] if event[0] == "done"]
     assert told == [["done", DIES, alone["curve"][str(DIES)]]]
+
+
+def _bad_and_interrupted(rank: RankContext) -> dict[str, Any]:
+    """Step 3 is not finite; as it is done again rank 1 is stopped before its vote, so that its
+    gradient is applied in the recovery."""
+    made, everybody = Survivor(rank, "dp3"), [0, 1, 2]
+    made.begin(topology_for("dp3", 1))
+    made.train(DIES - 1)
+    if rank.rank == 1:
+        spoil_once(made.engine._gradients.reducers[0])  # type: ignore[attr-defined]
+    with pytest.raises(NonFiniteError):
+        made.one_step(DIES)
+    made.engine.interrupt(True)
+    made.recover(topology_for("dp3", 2), everybody)
+    Breaks(made, 1, DIES, "whole")
+    made.lose(LAST)
+    made.recover(topology_for("dp3", 3), everybody)
+    assert made.step == DIES
+    made.train(LAST)
+    return made.result()
+
+
+def test_what_was_heard_of_a_bad_attempt_does_not_count_for_the_next() -> None:
+    (alone,) = undisturbed("one")
+    for value in rank_values(_bad_and_interrupted, 3):
+        assert value["curve"] == alone["curve"]
+        assert value["digest"] == alone["digest"]
 
 
 def _torn(rank: RankContext) -> dict[str, Any]:

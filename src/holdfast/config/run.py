@@ -50,6 +50,11 @@ class RunConfig(Section):
         refused = impossible(self.layout, self.model, self.train)
         if refused is not None:
             raise ValueError(refused)
+        if self.cluster.loss_jumps == "roll_back" and self.cluster.recovery == "restart":
+            raise ValueError(
+                "cluster.loss_jumps: roll_back does a step again in the same processes: "
+                "use cluster.recovery: live, or loss_jumps: ignore"
+            )
         if self.data.sequence_length > self.model.max_position:
             raise ValueError(
                 f"data.sequence_length {self.data.sequence_length} is longer than "

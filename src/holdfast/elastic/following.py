@@ -395,6 +395,7 @@ class Follower:
     # --- nobody answers -------------------------------------------------------------------------
     async def _look_around(self) -> None:
         """One round of the search."""
+        self._work.changed.clear()  # what has changed here is said to all who are asked
         begun = self._now
         if self._search is None:
             self._ask_no_more()  # so there is a connection to ask on

@@ -134,7 +134,8 @@ def conclude(
         found = resolve(holdings, counted=counted)
     except ValueError as error:
         raise LayoutError(f"{error}", remedy="restore this run from a checkpoint") from error
-    known = next((s.verdict for s in said if s.verdict and s.verdict_step == found.step), None)
+    heard = (s.verdict for s in said if s.verdict is not None and s.verdict_step == found.step)
+    known = next((v for v in heard if v.finite and not v.wishes.reject), None)
     if known is None and found.appliers and norm is not None:
         one = said[min(found.appliers)]
         known = Verdict(one.tokens, one.loss, norm, whole=True, finite=True, wishes=Wishes())

@@ -208,6 +208,8 @@ class StepEngine:
     def begin(self, step: int) -> tuple[int, ...]:
         """Open step `step` and return my share. Raises PeerLostError."""
         self.stage = advance(self.stage, Stage.COMPUTING)
+        if self.verdict_step == step:  # what was heard is of an attempt that nobody applied
+            self.verdict, self.verdict_step = None, 0
         self._step, self._shares = step, self.shares(step)
         self.since = self.since or step
         self.batches, self._accounts = [], None
@@ -350,8 +352,9 @@ class StepEngine:
     @property
     def rejected(self) -> bool:
         """Whether the open step was voted down, though its gradient is whole."""
-        heard = self.verdict is not None and self.verdict_step == self._step
-        return heard and self.verdict is not None and self.verdict.wishes.reject
+        if self.verdict is None or self.verdict_step != self._step:
+            return False
+        return not self.verdict.finite or self.verdict.wishes.reject
 
     @property
     def summed(self) -> bool:

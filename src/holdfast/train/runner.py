@@ -39,6 +39,7 @@ from holdfast.train.protocols import Feed, Membership, Reporter, Saver, StepBatc
 from holdfast.train.vote import Account, Verdict, Wishes
 
 _LAST_WAIT = 60.0  # seconds for a free slot, where a capture must not be skipped
+_PARTING_WAIT = 10.0  # and where a node is about to leave, which has twenty
 _FULL = "a rank has no free slot: every one is still being saved"
 
 
@@ -132,8 +133,9 @@ class _Loop:
         self.cadence = Cadence(config.checkpoint, known, nodes, clock())
         self.durations = durations
         self.retry = retry
-        if rank == 0 and config.cluster.loss_jumps == "roll_back":
-            engine.judge = self._judge
+        judges = rank == 0 and config.cluster.loss_jumps == "roll_back"
+        # An engine outlives generations, and this rank may have been 0 in the one before.
+        engine.judge = self._judge if judges else lambda step, account: None
 
     def step(self, batch: StepBatch) -> bool:
         """One step from the arrival of its batch to its boundary; whether to leave after it."""
@@ -253,13 +255,14 @@ class _Loop:
         )  # fmt: skip
         self.brief = wishes.brief and reason == "stop"
         durable = not self.brief and (reason is not None or wishes.save or DISK in by_steps)
-        if not (durable or self.brief or wishes.remember or MEMORY in by_steps):
+        remembered = wishes.remember or wishes.parting or MEMORY in by_steps
+        if not (durable or self.brief or remembered):
             return None
         last = reason in ("end", "stop")
-        leaves = last or (wishes.pause and wishes.remember)  # a node may take its part with it
+        waits = _LAST_WAIT if last else _PARTING_WAIT if wishes.parting else 0.0
         self.reporter.progress(step, "capture")
-        captured = (leaves or not wishes.full) and self.saver.capture(
-            step, self.engine.state(), _LAST_WAIT if leaves else 0.0, durable
+        captured = (bool(waits) or not wishes.full) and self.saver.capture(
+            step, self.engine.state(), waits, durable
         )
         into = self._into(durable, last, wishes)
         if captured:

@@ -48,7 +48,8 @@ class Wishes:
 
     save: a checkpoint. remember: a snapshot in memory. copy, upload: what is saved is to go to
     peers, to the bucket. brief: when stopping, a snapshot for peers is to do, as time is short.
-    pause: end here, but keep the state and wait: another generation takes it up.
+    pause: end here, but keep the state and wait: another generation takes it up. parting: a node
+    leaves then, and with it a part of the state that nobody else holds: a snapshot for the others.
     reject: the step is not to be applied, because its loss has jumped.
     """
 
@@ -61,6 +62,7 @@ class Wishes:
     brief: bool = False
     pause: bool = False
     reject: bool = False
+    parting: bool = False
 
 
 _WISHES = {4 << index: wish.name for index, wish in enumerate(fields(Wishes))}

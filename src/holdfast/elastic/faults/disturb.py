@@ -33,6 +33,9 @@ POLL = 0.02
 HIT_SECONDS = 20.0
 """Within which the worker that was meant has to come to its point."""
 RECOVERED_SECONDS = 90.0
+"""Without a step or a generation: the run is stuck."""
+ENDLESS = 6
+"""Times as long that it may go on without coming to what is waited for."""
 BACK_SECONDS = 60.0
 TAIL = 4
 """Steps after the last fault."""
@@ -278,7 +281,7 @@ class Disturbance:
         """Until the run goes on after the fault."""
         if done.outcome:
             return
-        begun, view = time.monotonic(), self.view
+        view = self.view
         when = self._armoury.when(number * _PARTS)
 
         def recovered() -> bool:
@@ -293,13 +296,8 @@ class Disturbance:
 
         if not draw.fault.again:  # something is to be done while it lasts
             self._open(min(done.step + 2, self._steps - TAIL))
-        end = begun + RECOVERED_SECONDS
-        while not recovered():
-            self._tick()
-            if time.monotonic() > end:
-                raise StuckError(f"after fault {number}, {done.fault} at {done.point} of step "
-                                 f"{done.step} ({done.target}): nothing for "
-                                 f"{RECOVERED_SECONDS:g} s")  # fmt: skip
+        self._until(recovered, f"recovery from fault {number}, {done.fault} at {done.point} of "
+                    f"step {done.step} ({done.target})")  # fmt: skip
         done.seconds = round(time.time() - when, 3)
         last = draw.points[-1]
         second = len(draw.points) > 1 and (not draw.fault.parts[1].outside or last in RECOVERY)
@@ -326,12 +324,18 @@ class Disturbance:
     def _until(
         self, due: Callable[[], bool], what: str, seconds: float = RECOVERED_SECONDS
     ) -> None:
-        end = time.monotonic() + seconds
+        """Raises StuckError where the run has stood still for so many seconds, or has gone on for
+        `ENDLESS` times as many without coming to it."""
+        begun = since = time.monotonic()
+        at = (self.view.generation, self.view.step)
         while not due():
             self._tick()
-            if time.monotonic() > end:
-                raise StuckError(f"no sign of {what} within {seconds:g} s, in generation "
-                                 f"{self.view.generation} after step {self.view.step}")  # fmt: skip
+            now = time.monotonic()
+            if at != (self.view.generation, self.view.step):
+                at, since = (self.view.generation, self.view.step), now
+            if now - since > seconds or now - begun > ENDLESS * seconds:
+                raise StuckError(f"no sign of {what} within {now - begun:.0f} s, in generation "
+                                 f"{at[0]} after step {at[1]}")  # fmt: skip
 
     def _tick(self) -> None:
         time.sleep(POLL)

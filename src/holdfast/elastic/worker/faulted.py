@@ -119,7 +119,7 @@ class Faulted:
                 return  # who is to leave, or to take others in, does so at the end of a step
             if time.monotonic() - said > 0.1:
                 said = time.monotonic()
-                worker.reporter.progress(step, "data")
+                worker.reporter.progress(step - 1, "data")  # it has not begun
             time.sleep(_POLL)
 
     def look(self, engine: Any, batches: Any) -> None:

@@ -204,9 +204,7 @@ class Worker:
         assert saver is not None, "the capturer is made with the session"
         if self._live and self.step >= self._config.train.steps:
             return self._save_last()
-        spread = any(len({self._topology.nodes[rank] for rank in replica.ranks}) > 1
-                     for replica in self._topology.replicas)  # fmt: skip
-        membership = AgentMembership(self.reporter, self.generation, self._outdated, spread)
+        membership = AgentMembership(self.reporter, self.generation, self._outdated, self._spread)
         self._read()  # of what is left out a newer boot may know more
         retry = None if self._boot.again is None else Retry.from_json(self._boot.again)
         if retry is not None and retry.step > self.step:
@@ -233,8 +231,19 @@ class Worker:
         engine = getattr(self._session, "engine", None)
         if engine is not None and not orderly:
             engine.interrupt(True)
-        if self._voice is not None and self._voice.owes_calls and len(self._topology.replicas) == 1:
+        if self._voice is None or not self._voice.owes_calls:
+            return
+        if len(self._topology.replicas) == 1 or self._spread:
             self._voice.flush(_ANNOUNCING)
+
+    @property
+    def _spread(self) -> bool:
+        """Whether a replica lies on several nodes: one that leaves may take a part of the state
+        that nobody else holds."""
+        nodes = self._topology.nodes
+        return any(
+            len({nodes[rank] for rank in each.ranks}) > 1 for each in self._topology.replicas
+        )
 
     def held(self, kind: str, text: str, bad: dict[str, Any] | None = None) -> Held:
         """What this process could go on from. bad: of a step, for which it stopped."""
@@ -506,8 +515,8 @@ class AgentMembership:
         pause = told.pause == self._generation
         parting = pause and told.parting and self._spread
         return Wishes(
-            stop=told.stop, brief=told.brief, save=DISK in into, remember=PEERS in into or parting,
-            copy=PEERS in into, upload=BUCKET in into, pause=pause,
+            stop=told.stop, brief=told.brief, save=DISK in into, remember=PEERS in into,
+            copy=PEERS in into, upload=BUCKET in into, pause=pause, parting=parting,
         )  # fmt: skip
 
 

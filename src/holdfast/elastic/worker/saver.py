@@ -149,6 +149,7 @@ class LateSaver:
         self._saver: ArenaSaver | None = None
         self._error: BaseException | None = None
         self._done = threading.Event()
+        self._waits = _LATE_SECONDS
         threading.Thread(target=self._run, name="equipping", daemon=True).start()
 
     def _run(self) -> None:
@@ -166,7 +167,8 @@ class LateSaver:
         return self._saver
 
     def ready(self) -> bool:
-        saver = self._within(_LATE_SECONDS)
+        waits, self._waits = self._waits, 0.0  # once
+        saver = self._within(waits)
         return saver is not None and saver.ready()
 
     def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
