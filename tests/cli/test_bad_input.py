@@ -40,6 +40,8 @@ def tree(folder: Path) -> dict[str, bytes]:
         ("heads: 2, kv_heads: 1", "heads: 4, kv_heads: 3", ["kv_heads 3", "use one of [1, 2, 4]"]),
         ("workers: 2}", "workers: 2, dp_shard: 2}",
          ["layout.dp_shard 2 does not divide train.microbatch_size 1", "use microbatch_size 2"]),
+        ("workers: 2}", "workers: 2}\ncluster: {loss_jumps: roll_back, recovery: restart}",
+         ["cluster.loss_jumps: roll_back", "use cluster.recovery: live"]),
         ("name: tiny", "name: ../up", ["run.yaml:1: name is '../up'"]),
         ("name: tiny", "name: ..", ["run.yaml:1: name is '..'"]),
         ("  steps: 6", "  optimizer: {betas: [0.9, 1.0]}", ["betas", "must be below 1"]),
