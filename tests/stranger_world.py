@@ -20,6 +20,7 @@ from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.term import newest_term
 from tests.elastic.trainer import Trainer, gone
+from tests.journal import Journal
 from tests.ranks import ROOT, wait_until
 from tests.strangers import MARK, statuses, told
 
@@ -99,7 +100,7 @@ class World:
 
 class Attacked(Trainer):
     def __init__(self, folder: Path, *overrides: str) -> None:
-        self.folder = folder
+        self.folder, self._journal = folder, Journal(folder)
         self.output = folder.parent / f"{folder.name}.out"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(

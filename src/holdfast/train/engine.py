@@ -128,8 +128,7 @@ class StepEngine:
     judge: is shown the account of a step before this rank votes; whether it has jumped, on the one
     rank that knows. jump: what it found of the newest step.
     voted: the last few steps that this process has applied, each with its verdict; a session that
-    is built anew takes them along. untold: a step that was applied in a recovery which has not come
-    to its end, so that nobody has told of it.
+    is built anew takes them along. untold: a step that was applied, and that nobody has told of yet.
     """
 
     def __init__(
@@ -301,6 +300,7 @@ class StepEngine:
         self.optimizer.apply(self._step, rate, max(verdict.tokens, 1) / clip)
         self.applied, self.torn = self._step, False  # the state is that of this step
         self.voted.append((self._step, verdict))
+        self.untold = self._step
         self.stage = advance(self.stage, Stage.APPLIED)
         return rate
 

@@ -92,7 +92,7 @@ def recover(
     here = before.generation == old.topology.generation
     control, found = entry.meet(said_by(engine, step) if here else NOTHING, came_from)
     past = Past.of(engine) if rank not in found.resolution.behind else None
-    voted = engine.voted
+    voted, untold = engine.voted, engine.untold
     kept = topology.coordinate(rank).replica in found.kept
     built: StepEngine | None = None
     try:
@@ -114,7 +114,7 @@ def recover(
             tensors = _taken(session, nothing=rank in found.resolution.behind)
             del engine, old
             engine = built = entry.build(session.config, control)
-            engine.voted = voted
+            engine.voted, engine.untold = voted, untold
             session = session_of(session.config, engine, session.batches, session.device)
         entry.lap("groups" if kept else "build")
         entry.fill(engine, tensors, found, control, kept)
@@ -158,7 +158,6 @@ def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:
         engine.apply(found.verdict)
     else:  # what computes on copies follows when all is built
         engine.update(found.verdict)
-    engine.untold = found.resolution.step
 
 
 def _give_up(engine: StepEngine | None) -> None:

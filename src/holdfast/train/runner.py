@@ -156,6 +156,7 @@ class _Loop:
         self._trace(step)
         into = self._capture(step, verdict)
         self._report(batch, verdict, rate)
+        self.engine.untold = 0
         self._evaluate(step)
         if into is not None:
             meta = {"loss": verdict.mean_loss, "tokens": verdict.tokens}
