@@ -128,7 +128,7 @@ class StepEngine:
     judge: is shown the account of a step before this rank votes; whether it has jumped, on the one
     rank that knows. jump: what it found of the newest step.
     voted: the last few steps that this process has applied, each with its verdict; a session that
-    is built anew takes them along. untold: a step that was applied, and that nobody has told of yet.
+    is built anew takes them along. untold: a step that was applied and that nobody has told of yet.
     """
 
     def __init__(
