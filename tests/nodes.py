@@ -127,7 +127,7 @@ class Nodes:
                 for number in set(found)
             )
 
-        self._wait(due, f"no step {step} of {nodes}")
+        self.wait_until(due, f"no step {step} of {nodes}")
 
     def wait_generation(self, nodes: set[str], after: int = 0) -> None:
         """Until a generation later than `after` has begun, of these nodes."""
@@ -140,9 +140,10 @@ class Nodes:
             }
             return any(number > after and self.nodes(number) == nodes for number in begun)
 
-        self._wait(due, f"no generation of {nodes}")
+        self.wait_until(due, f"no generation of {nodes}")
 
-    def _wait(self, due: Callable[[], bool], otherwise: str) -> None:
+    def wait_until(self, due: Callable[[], object], otherwise: str) -> None:
+        """Fails at once when no agent is left."""
         deadline = time.monotonic() + DEADLINE
         while not due():
             if time.monotonic() > deadline or not self.alive:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ import pytest
 from holdfast.elastic.faults.armed import Armoury, Order
 from holdfast.events import GenerationStarted, StateDiffers, WorkerLost, WorkerStarted
 from tests.cli.support import start
-from tests.nodes import DEADLINE, Nodes, nodes_of, prepared
+from tests.nodes import Nodes, nodes_of, prepared
 
 STEPS = 90
 SETTINGS = (
@@ -46,14 +45,6 @@ def undisturbed(run_file: Path) -> dict[int, float]:
         assert run.events(WorkerLost) == []
         assert len(run.events(GenerationStarted)) == 1
         return run.losses()
-
-
-def _wait(run: Nodes, condition: object, what: str) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():  # type: ignore[operator]
-        if time.monotonic() > deadline or not run.alive:
-            raise AssertionError(f"{what}\n{run.story()}")
-        time.sleep(0.05)
 
 
 def _live(run: Nodes) -> bool:
@@ -130,6 +121,27 @@ def test_a_worker_that_hangs_is_named_wherever_it_does(
         assert [e.pid for e in lost] == [hit.pid for hit in hits if hit is not None]
         assert all("while others wait for it" in e.cause for e in lost)
         assert _live(run)
+        assert run.losses() == undisturbed, run.story()
+
+
+def test_a_worker_that_hangs_while_all_are_to_end_their_step_is_named(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    """A node is to leave: its going waits for the end of a step, which does not come."""
+    armoury = Armoury(tmp_path)
+    armoury.prepare()
+    armoury.arm(Order(1, "hang", "hang", "reduced", 20, 2))
+    settings = [*SETTINGS, f"cluster.faults={tmp_path}", "cluster.min_nodes=1"]
+    with nodes_of(run_file, tmp_path / "run", *settings) as run:
+        run.start("a", "b", settings=["cluster.places=2"])
+        run.wait_until(lambda: armoury.hit(1), "no hang")
+        hit = armoury.hit(1)
+        assert hit is not None
+        (leaves,) = {"a", "b"} - {hit.node}
+        run.signal(leaves, signal.SIGTERM)
+        assert set(run.end().values()) == {0}, run.story()
+        (lost,) = run.events(WorkerLost)
+        assert (lost.pid, lost.noticed_by) == (hit.pid, "behind"), run.story()
         assert run.losses() == undisturbed, run.story()
 
 

@@ -11,6 +11,7 @@ from holdfast.elastic.members import Members
 from holdfast.elastic.noticing import NOBODY, Comparing, Lookout, Process
 from holdfast.elastic.pacing import Pacing
 from holdfast.policy.stragglers import Limits, Pace, Sure
+from holdfast.policy.survivors import Held
 
 BEAT = 0.2
 STEP = 0.2
@@ -151,6 +152,28 @@ def test_what_two_nodes_tell_of_themselves_names_the_one_that_is_behind() -> Non
     (blame,) = comparing.hear("b", 1, told, hangs.now)
     assert (blame.rank, blame.step, blame.sign) == (1, 2, "behind")
     assert comparing.hear("b", 2, told, hangs.now) == [], "a generation that is over counts not"
+
+
+def test_who_has_ended_its_step_for_a_pause_waits_for_those_who_have_not() -> None:
+    """On one node and, told to the coordinator, on several."""
+    world = World(2, 2)
+    for rank in (0, 1):
+        world.says(rank, 2, "vote", 3)
+    world.members[0].held = Held(1, 0, 2, kind="paused")
+    assert world.passes(1.4, 1) == []
+    assert world.passes(1.0, 1) == [(1, "behind")]
+
+    holds, hangs, comparing = World(1, 2), World(1, 2), Comparing()
+    for one in (holds, hangs):
+        one.says(0, 2, "vote", 3)
+    holds.members[0].held = Held(1, 0, 2, kind="paused")
+    for one in (holds, hangs):
+        one.passes(2.0, 0)
+    assert comparing.hear("a", 1, holds.lookout.told(holds.now), holds.now) == []
+    told = hangs.lookout.told(hangs.now)
+    told["ranks"][0][0] = 1  # its rank in the generation
+    (blame,) = comparing.hear("b", 1, told, hangs.now)
+    assert (blame.rank, blame.step, blame.sign) == (1, 2, "behind")
 
 
 def test_a_name_counts_only_while_the_worker_stands_where_it_stood() -> None:

@@ -311,8 +311,7 @@ class Coordinator:
     def _compare(self, name: str, body: Mapping[str, Any]) -> bool:
         """What a node says of those who stand still there; whether it is to give up somebody."""
         at, still = int(body["at"]), dict(body.get("still", {}))
-        going = self.reign.phase in (Phase.STARTING, Phase.TRAINING)
-        if not going or at != self.reign.generation or name not in self.reign.members:
+        if not self.reign.at_work or at != self.reign.generation or name not in self.reign.members:
             return False
         if "paces" in body and (changes := self.pacing.hear(name, at, body["paces"])):
             self.paced(changes)
@@ -346,7 +345,8 @@ class Coordinator:
         if not silent or not await self._sleep(SOON):
             return
         now, waiting = self._now, self._comparing.waiting(checked)
-        same = self.reign.phase is Phase.TRAINING and self.reign.generation == generation
+        at_work = self.reign.at_work and self.reign.phase is not Phase.STARTING
+        same = at_work and self.reign.generation == generation
         if not same or waiting is None or now - waiting <= limit:
             return
         for name in silent & self._silent(asked):

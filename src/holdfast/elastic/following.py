@@ -30,7 +30,6 @@ from holdfast.errors import HoldfastError
 from holdfast.policy import succession
 from holdfast.policy.membership import Order, Phase, Stage
 from holdfast.policy.succession import Patience, Seat, Standing
-from holdfast.wire.journal import segment_key
 from holdfast.wire.runstore import RunStore
 from holdfast.wire.secret import Secret
 from holdfast.wire.server import Handler
@@ -39,7 +38,6 @@ from holdfast.wire.term import (
     QUESTION,
     Term,
     claim,
-    newest_generation,
     newest_term,
     object_of,
 )
@@ -229,6 +227,7 @@ class Follower:
 
     # --- seeking --------------------------------------------------------------------------------
     async def _seek(self) -> None:
+        self._end_search()
         term, holder = await asyncio.to_thread(newest_term, self._store)
         address = "" if holder is None else str(holder.get("address", ""))
         if address == self._address and self.coordinator is None:
@@ -254,9 +253,13 @@ class Follower:
     async def _follow(self) -> None:
         """Until a question is answered, or something has changed here: that is told by the next
         question, on a connection of its own, and the coordinator answers the older one then."""
+        self._end_search()
         self._work.changed.clear()
         if self._question is None:
-            self._question = asyncio.create_task(self._ask(BEAT, self._beating(), self._beat))
+            # Once a beat has gone by without an answer, one is wanted at once.
+            late = self._now - self.seat.since > self._beat
+            wait = 0.0 if late else self._beat
+            self._question = asyncio.create_task(self._ask(BEAT, self._beating(), wait))
         question = self._question
         change = asyncio.create_task(self._work.changed.wait())
         try:
@@ -408,20 +411,19 @@ class Follower:
             self._set(succession.found(self.seat, term, address, self._now))
             return
         leads = "" if holder is None else str(holder.get("node", ""))
-        if search.signs is None:
-            search.signs = (await asyncio.to_thread(self._signs, leads))[1:]
+        if not search.sign:
+            await asyncio.to_thread(search.look, self._store, self.seat.name, leads)
         others = {name: addr for name, addr in self.agents.items() if name != self.seat.name}
         peers = await search.round(
             others, term, lambda: self._ask(JOIN, self._joining()), lambda: self._silent,
             max(ROUND_SECONDS, self._beat),
         )  # fmt: skip
         if peers is not None and self._silent:
-            newest, *signs = await asyncio.to_thread(self._signs, leads)
-            alive = signs[1] != search.signs[1]
-            search.signs = signs[0], signs[1]
+            newest = await asyncio.to_thread(search.look, self._store, self.seat.name, leads)
+            alive = search.leader_moves(max(ROUND_SECONDS, self._beat))
             self._set(
                 succession.asked(
-                    self.seat, peers, newest, self._now, self._patience, signs[0], alive
+                    self.seat, peers, newest, self._now, self._patience, search.sign, alive
                 )
             )
         if self._silent:
@@ -438,16 +440,6 @@ class Follower:
         if self._search is not None:
             self._search.close()
             self._search = None
-
-    def _signs(self, leads: str) -> tuple[int, str, str]:
-        """The newest generation in the run store, and what shows there that others go on: how far
-        their journal is, and that of the node that leads. On a thread of its own."""
-        newest = newest_generation(self._store)
-        keys = self._store.list(segment_key(newest, "").removesuffix(".jsonl"))
-        theirs = [key for key in keys if not key.endswith(f".{self.seat.name}.jsonl")]
-        sizes = {key: self._store.size(key) for key in theirs}
-        lead = sum(size for key, size in sizes.items() if key.endswith(f".{leads}.jsonl"))
-        return newest, f"{newest} {len(theirs)} {sum(sizes.values())}", f"{newest} {lead}"
 
     # --- leading --------------------------------------------------------------------------------
     async def _claim(self) -> None:

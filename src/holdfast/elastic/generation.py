@@ -250,7 +250,7 @@ class Generation:
 
     def still(self) -> dict[str, Any]:
         """Who stands still here, for whoever compares nodes; {} if nobody does."""
-        return {} if self.verdict.done() else self.lookout.told(self._loop.time())
+        return {} if self.ended is not None else self.lookout.told(self._loop.time())
 
     def paces(self) -> list[list[Any]]:
         """What each worker here has computed since it was asked last: process, what is equal for

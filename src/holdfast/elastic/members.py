@@ -45,6 +45,11 @@ class Member:
     def alive(self) -> bool:
         return self.code is None
 
+    @property
+    def pauses(self) -> bool:
+        """Whether it holds because it was asked to end its step and wait."""
+        return self.held is not None and self.held.kind == "paused"
+
 
 class Members:
     """Bookkeeping only: it decides nothing and touches nothing."""

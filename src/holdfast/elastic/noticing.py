@@ -49,6 +49,7 @@ _FIRST = 0.3  # beside a normal step: standing still for so long is told
 _AGAIN, _WAITS_AGAIN = 1.2, 2.0  # times as old as when it was told last: it is told again
 _ASLEEP = 1.0  # seconds late: this agent was stopped itself, and nobody could report
 _STEP_BITS = 32
+_ALL_MARKS = (1 << _STEP_BITS) - 1  # whoever holds has passed all points of its step
 
 
 @dataclass(frozen=True)
@@ -234,11 +235,14 @@ class Lookout:
         return Blame(member.rank, member.step, member.marks, "stopped", seconds)
 
     def marks(self, now: float) -> dict[int, Mark]:
-        """Of every worker here that is at work."""
-        return {member.rank: self._mark(member, now) for member in self._watched}
+        """Of every worker here that is at work, or holds for a pause."""
+        there = (m for m in self._members.alive if m.outcome is None)
+        return {m.rank: self._mark(m, now) for m in there if m.held is None or m.pauses}
 
     def _mark(self, member: Member, now: float) -> Mark:
         seen = self._seen.setdefault(member.rank, _Seen(member.since))
+        if member.pauses:  # it has done all that was asked of it
+            return Mark((member.step << _STEP_BITS) + _ALL_MARKS, member.since, waits=True)
         known = seen.cpu is not None and seen.base is not None and seen.at == member.since
         computed = seen.cpu - seen.base if known else None  # type: ignore[operator]
         quiet = 0.0 if member.answering else now - member.heard
@@ -279,11 +283,11 @@ class Lookout:
             self._seen[rank].told = age
             member = self._members[rank]
             rows.append([
-                rank, member.step, member.marks, round(age, 3),
+                rank, member.step, mark.point & _ALL_MARKS, round(age, 3),
                 None if mark.computed is None else round(mark.computed, 2), mark.waits,
                 round(mark.quiet, 3), mark.times,
             ])  # fmt: skip
-        return {"normal": self.normal, "late": max(self._late), "of": len(self._watched),
+        return {"normal": self.normal, "late": max(self._late), "of": len(self.marks(now)),
                 "progress": self._progress_seconds, "ranks": rows}  # fmt: skip
 
     def _still(self, now: float) -> dict[int, Mark]:

@@ -29,7 +29,7 @@ from holdfast.elastic.mover_link import MoverLink
 from holdfast.elastic.pacing import worker_of
 from holdfast.elastic.reigning import reign_over
 from holdfast.elastic.standing_in import StandIn, Told
-from holdfast.errors import CheckpointError, HoldfastError, UserError
+from holdfast.errors import CheckpointError, CorruptError, HoldfastError, UserError
 from holdfast.events import RunStarted, WorkerPaced
 from holdfast.plan.interface import Planner
 from holdfast.policy import membership
@@ -37,7 +37,7 @@ from holdfast.policy.membership import Node, Phase, Reign, Rules
 from holdfast.policy.restart import Restarts, give_up
 from holdfast.policy.stragglers import Change, Pace
 from holdfast.wire.journal import Follower as JournalFollower
-from holdfast.wire.runstore import RunStore
+from holdfast.wire.runstore import MissingKeyError, RunStore
 from holdfast.wire.secret import Secret
 from holdfast.wire.term import Term, newest_generation, object_of
 
@@ -143,7 +143,7 @@ class Office:
         )  # fmt: skip
         self._resumed = newest > 0
         if newest:
-            with suppress(HoldfastError):
+            with suppress(MissingKeyError, CorruptError):  # a store that is away is asked again
                 lead.found(await asyncio.to_thread(object_of, it.store, newest), alone)
         self._told.skips = lead.doubting.skips
         if newest and not alone:

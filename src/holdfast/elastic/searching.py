@@ -11,14 +11,18 @@ A round in which this agent was late itself says nothing about the others.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Mapping
+from math import inf
 from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.policy.succession import Peer
+from holdfast.wire.journal import segment_key
+from holdfast.wire.runstore import RunStore
 from holdfast.wire.secret import Secret
 from holdfast.wire.talker import DeadError, Talker
-from holdfast.wire.term import QUESTION
+from holdfast.wire.term import QUESTION, newest_generation
 
 ANSWER_SECONDS = 3.0
 """How long another agent has for its answer, be it waited for or not."""
@@ -30,12 +34,33 @@ class Search:
     """Lives in one event loop, from the silence of a coordinator until somebody leads."""
 
     def __init__(self, secret: Secret) -> None:
-        self.signs: tuple[str, str] | None = None
-        """The last that the run store showed: of all others, and of the one who leads."""
+        self.sign = ""
+        """What the run store shows of all others: how far their journal is."""
+        self._lead: str | None = None  # the same of the one who leads
+        self._moved = -inf
         self._secret = secret
         self._asked: dict[str, asyncio.Task[tuple[Peer, int]]] = {}
         self._back: asyncio.Task[None] | None = None
         self._mute: set[str] = set()
+
+    def look(self, store: RunStore, own: str, leads: str) -> int:
+        """See how far the journals are in the run store, but for that of `own`; the newest
+        generation there. leads: the node that coordinated. For a thread of its own."""
+        newest = newest_generation(store)
+        keys = store.list(segment_key(newest, "").removesuffix(".jsonl"))
+        theirs = [key for key in keys if not key.endswith(f".{own}.jsonl")]
+        sizes = {key: store.size(key) for key in theirs}
+        ahead = sum(size for key, size in sizes.items() if key.endswith(f".{leads}.jsonl"))
+        lead = f"{newest} {ahead}"
+        if self._lead not in (None, lead):
+            self._moved = time.monotonic()
+        self.sign, self._lead = f"{newest} {len(theirs)} {sum(sizes.values())}", lead
+        return newest
+
+    def leader_moves(self, seconds: float) -> bool:
+        """Whether the journal of the one who leads has grown in the last so many: rounds may follow
+        each other quicker than it writes."""
+        return time.monotonic() - self._moved <= seconds
 
     async def round(
         self, others: Mapping[str, str], term: int, rejoin: Callable[[], Coroutine[Any, Any, None]],

@@ -151,10 +151,13 @@ class Station:
     # --- who stands still -----------------------------------------------------------------------
     @property
     def still(self) -> dict[str, Any]:
-        """Of this node's workers; {} if nobody does."""
+        """Of this node's workers; {} if nobody does. Those who hold for a pause wait for others."""
         current = self.current
-        at_work = self.stage in (Stage.BUILDING, Stage.WORKING) and current is not None
-        return current.still() if at_work and current is not None else {}
+        if current is None:
+            return {}
+        paused = self.stage is Stage.HELD and self.pausing == current.number
+        at_work = paused or self.stage in (Stage.BUILDING, Stage.WORKING)
+        return current.still() if at_work else {}
 
     @property
     def paces(self) -> list[list[Any]]:

@@ -200,6 +200,12 @@ class Reign:
         return replace(self, nodes=tuple(known.get(node.name, node) for node in self.nodes))
 
     @property
+    def at_work(self) -> bool:
+        """Whether its workers compute, be it only to the end of the step that is under way."""
+        ending = self.phase is Phase.HALTING and self.gentle
+        return ending or self.phase in (Phase.STARTING, Phase.TRAINING)
+
+    @property
     def opening(self) -> tuple[int, frozenset[str]] | None:
         """The generation that is to be made in the run store, and its nodes."""
         return (self.generation + 1, self.wanted) if self.phase is Phase.OPENING else None

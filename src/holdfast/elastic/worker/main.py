@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.worker.hangup import cut_connections
 from holdfast.elastic.worker.life import live
 from holdfast.elastic.worker.log import redirect
+from holdfast.elastic.worker.membership import AgentMembership
 from holdfast.elastic.worker.orders import Before, Begin, Held, Interrupt, Orders
 from holdfast.elastic.worker.reporter import Reporter
 from holdfast.elastic.worker.restoring import RottenError, restore
@@ -51,7 +52,6 @@ from holdfast.plan.places import dealer_of
 from holdfast.policy.classes import Classes
 from holdfast.policy.hazard import Hazard
 from holdfast.policy.save import Into
-from holdfast.policy.tiers import BUCKET, DISK, PEERS
 from holdfast.policy.trials import Retry
 from holdfast.spec.skips import Skips
 from holdfast.spec.state import state_table
@@ -59,12 +59,11 @@ from holdfast.train.build import Session, build_engine, meet, session_of
 from holdfast.train.cadence import Known
 from holdfast.train.engine import Dealer
 from holdfast.train.memory import keep_freed_memory
-from holdfast.train.missing import COVERED
 from holdfast.train.precision import same_products_on_any_threads
 from holdfast.train.recover import Recovered, join, recover
 from holdfast.train.runner import Outcome
 from holdfast.train.runner import run as train
-from holdfast.train.vote import Verdict, Wishes
+from holdfast.train.vote import Verdict
 from holdfast.wire.client import Client
 from holdfast.wire.secret import Secret
 
@@ -490,34 +489,6 @@ class Worker:
         if self._orders is None:
             raise FencedError(f"a newer generation began before step {step} was voted on")
         self._present.engine.interrupt(False)
-
-
-class AgentMembership:
-    """What the agent wishes, as of its last answer: asked without waiting, but for a ledger that
-    lies too far behind."""
-
-    def __init__(
-        self, reporter: Reporter, generation: int, outdated: Callable[[int], None],
-        spread: bool = False,
-    ) -> None:  # fmt: skip
-        """`outdated` ends the step, when a newer generation has been opened. spread: a replica lies
-        on several nodes, so that one that leaves may take a part of the state with it."""
-        self._reporter, self._generation, self._outdated = reporter, generation, outdated
-        self._spread = spread
-        self._done = 0  # the newest request that has been passed on
-
-    def wishes(self, step: int) -> Wishes:
-        self._reporter.catch_up(step - COVERED)
-        if self._reporter.fenced:
-            self._outdated(step)
-        told = self._reporter.wishes
-        into, self._done = (told.into if told.request > self._done else ()), told.request
-        pause = told.pause == self._generation
-        parting = pause and told.parting and self._spread
-        return Wishes(
-            stop=told.stop, brief=told.brief, save=DISK in into, remember=PEERS in into,
-            copy=PEERS in into, upload=BUCKET in into, pause=pause, parting=parting,
-        )  # fmt: skip
 
 
 def _end(reporter: Reporter, code: int, error: BaseException) -> int:
