@@ -16,6 +16,9 @@ standby, 4 node lost and nothing in its place; a planned move is a node that is 
 torchrun starts everybody anew from a checkpoint of DCP; torchft is told of a loss by its lighthouse
 after 0.5 s; Ray Train starts the group anew.
 
+Below the rows each bar, with the measured beside it, as a multiple of the floors and, where the
+peers ran, a share of theirs.
+
     python -m benchmarks.recovery [NAME ...] [--peers-python PYTHON] [--step 0.5] [--rounds 3]
 """
 
@@ -28,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,17 +55,58 @@ def row(name: str, found: list[Found]) -> str:
     )
 
 
-def floors() -> str:
-    """What is measured in the same run of bare processes."""
+BARS: dict[str, tuple[float, tuple[str, float] | None]] = {
+    "replica lost": (0.1, ("torchft 0.2", 0.1)),
+    "error, nobody lost": (0.2, None),
+    "worker lost, standby": (1.0, ("torchrun with DCP", 0.05)),
+    "node lost, fewer": (2.0, None),
+    "planned move": (0.5, None),
+}
+"""What the worst fault of a row may take beyond a step, in seconds, and its median as a share of
+what a peer takes."""
+LONG_STEP, LONG_BAR = 0.5, 0.2
+"""With steps of so many seconds, a lost replica may take this."""
+
+
+def verdicts(found: dict[str, list[Found]], step: float, floor: Mapping[str, float]) -> list[str]:
+    """A line for each row that has a bar."""
+    out = []
+    for name, (bar, peer) in BARS.items():
+        if name not in found:
+            continue
+        if name == "replica lost" and step >= LONG_STEP:
+            bar = LONG_BAR
+        worst = max(f.beyond for f in found[name])
+        text = (
+            f"{name}: worst {worst:.3f} s beyond a step, bar {bar:g} s: "
+            f"{'held' if worst <= bar else 'MISSED'}; "
+            f"{worst / (floor['error'] + floor['regroup']):.1f} times the floors' sum"
+        )
+        if peer is not None and peer[0] in found:
+            theirs = statistics.median(f.beyond for f in found[peer[0]])
+            share = statistics.median(f.beyond for f in found[name]) / theirs
+            kept = "held" if share <= peer[1] else "MISSED"
+            text += f"; {share:.3f} of {peer[0]}'s, bar {peer[1]:g}: {kept}"
+        out.append(text)
+    moved = found.get("planned move")
+    if moved:
+        lost = max(f.lost for f in moved)
+        out.append(f"planned move: {lost} steps lost, bar 0: {'held' if not lost else 'MISSED'}")
+    return out
+
+
+def floors() -> dict[str, float]:
+    """What is measured in the same run of bare processes, in seconds."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.recovering.floors"], capture_output=True, text=True,
         check=True, env=ours.environment(), cwd=ours.ROOT,
     )  # fmt: skip
-    found = json.loads(done.stdout)
-    return (
+    found: dict[str, float] = json.loads(done.stdout)
+    print(
         f"floors: SIGKILL to the error in a bare gloo group {found['error'] * 1e3:.1f} ms, a new "
         f"group of three {found['regroup'] * 1e3:.1f} ms, import torch {found['import']:.2f} s"
     )
+    return found
 
 
 def main() -> int:
@@ -77,6 +122,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends with it
     wanted = tuple(settings.names)
     failed = False
+    rows: dict[str, list[Found]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_file = ours.prepare(folder)
@@ -87,8 +133,8 @@ def main() -> int:
             if settings.rounds and case.rounds > 1:
                 case = replace(case, rounds=settings.rounds)
             try:
-                found = ours.measure(case, run_file, settings.step, settings.seconds)
-                print(row(case.name, found), flush=True)
+                rows[case.name] = ours.measure(case, run_file, settings.step, settings.seconds)
+                print(row(case.name, rows[case.name]), flush=True)
             except SilentError as error:
                 failed = True
                 print(f"{case.name:<24} {error}", flush=True)
@@ -96,15 +142,14 @@ def main() -> int:
             if wanted and not peer.name.startswith(wanted):
                 continue
             try:
-                found = others.measure(
+                rows[peer.name] = others.measure(
                     peer, settings.peers_python, folder / peer.loop, settings.step,
                     settings.rounds or 3, settings.seconds,
                 )  # fmt: skip
-                print(row(peer.name, found), flush=True)
+                print(row(peer.name, rows[peer.name]), flush=True)
             except SilentError as error:
                 print(f"{peer.name:<24} no result: {error}", flush=True)
-    if not wanted or "floors" in wanted:
-        print(floors())
+    print(*verdicts(rows, settings.step, floors()), sep="\n")
     return int(failed)
 
 

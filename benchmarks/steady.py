@@ -33,9 +33,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.paired import Estimate, estimate
-from benchmarks.recovering.ours import ROOT, environment
+from benchmarks.recovering.ours import ROOT, environment, prepare
 from benchmarks.steadying.worker import KINDS, LINES, STRETCH, kind_of
-from benchmarks.texts import write_texts
 
 RUN_FILE = """\
 name: steady
@@ -235,18 +234,6 @@ def _over(added: list[float], bare: list[float]) -> Estimate:
     return estimate([each / floor for each in added])
 
 
-def prepare(folder: Path) -> Path:
-    """The run file; its dataset is made."""
-    write_texts(folder / "texts", 40, 300)
-    path = folder / "run.yaml"
-    path.write_text(RUN_FILE.format(root=folder))
-    subprocess.run(
-        [sys.executable, "-m", "holdfast.cli.main", "data", "prepare", str(path)],
-        capture_output=True, check=True, env=environment(),
-    )  # fmt: skip
-    return path
-
-
 def state_bytes(run_file: Path) -> int:
     from holdfast.config.load import load
     from holdfast.spec.state import state_table
@@ -266,7 +253,7 @@ def main() -> int:
     failed = False
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        run_file = prepare(folder)
+        run_file = prepare(folder, RUN_FILE)
         nbytes = state_bytes(run_file)
         print(f"state: {nbytes / 1e6:.1f} MB in all, each half of it to the other node\n{HEAD}")
         for case, given in CASES.items():

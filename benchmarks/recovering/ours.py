@@ -54,11 +54,11 @@ class Case:
     back: bool = True
 
 
-def prepare(folder: Path) -> Path:
-    """The run file; its dataset is made."""
+def prepare(folder: Path, text: str = RUN_FILE) -> Path:
+    """The run file, of a text that has {root} for its folder; its dataset is made."""
     write_texts(folder / "texts", 40, 300)
     path = folder / "run.yaml"
-    path.write_text(RUN_FILE.format(root=folder))
+    path.write_text(text.format(root=folder))
     done = subprocess.run(
         [sys.executable, "-m", "holdfast.cli.main", "data", "prepare", str(path)],
         capture_output=True, text=True, env=environment(),
