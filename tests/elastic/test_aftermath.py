@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from holdfast.config.run import RunConfig
 from holdfast.elastic.aftermath import Survivors
+from holdfast.elastic.leading import Lead, Leading
 from holdfast.layout import Layout, Topology, place
 from holdfast.policy.survivors import Held
 
@@ -71,3 +74,20 @@ def test_a_replica_that_leaves_is_not_missed_where_another_stays() -> None:
     found = _survivors(before).plan(place(Layout(), 2, ("b",)), held, where)
     assert found.live is not None
     assert found.came_from == (1,)
+
+
+def test_a_new_coordinator_knows_the_state_that_nobody_has_taken_into_its_generation_yet() -> None:
+    """The one before was lost between making generation 2 and anybody's beginning it."""
+    before, after = place(Layout(dp_replicate=2), 1, ("a", "b")), place(Layout(), 2, ("b",))
+    value = {
+        "topology": after.to_json(), "before": {"topology": before.to_json(), "step": 5},
+    }  # fmt: skip
+
+    async def nothing(*_: object) -> object:
+        raise AssertionError("nothing is planned here")
+
+    lead = Lead(Leading(
+        CONFIG, cast(Any, nothing), cast(Any, nothing), "", lambda event: None, lambda number: None,
+    ))  # fmt: skip
+    lead.found(value)
+    assert lead._survivors.live({4: _held(1, 5)})

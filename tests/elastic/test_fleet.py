@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.elastic.following import ROUND_SECONDS
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.term import newest_generation, newest_term
-from tests.elastic.fleet import FleetAgent, scene_of, until, working
+from tests.elastic import fleet
+from tests.elastic.fleet import BEAT, FleetAgent, scene_of, until, working
 
 
 async def _fleet(store: FolderStore, names: str, least: int = 1) -> list[FleetAgent]:
@@ -67,6 +70,41 @@ def test_a_fault_on_one_node_halts_all_and_they_go_on(tmp_path: Path) -> None:
         await until(lambda: working(agents) and agents[0].work.at == 2, "generation 2")
         for agent in agents:
             assert ("held", 1) in agent.work.history
+
+    scene_of(scene, tmp_path)
+
+
+def test_who_leads_asks_itself_no_more_often_than_others_do(tmp_path: Path) -> None:
+    async def scene(store: FolderStore) -> None:
+        agents = await _fleet(store, "ab", least=2)
+        (coordinator,) = [a.follower.coordinator for a in agents if a.follower.coordinator]
+        asked = {agent.name: 0 for agent in agents}
+        beat = coordinator.beat
+
+        async def counted(generation: int, body: dict[str, Any]) -> dict[str, Any]:
+            asked[body["name"]] += 1
+            return await beat(generation, body)
+
+        coordinator.beat = counted  # type: ignore[method-assign]
+        await asyncio.sleep(2.0)
+        assert 1 <= asked[next(a.name for a in agents if a.reigns)] <= 5 * 2.0 / BEAT
+
+    scene_of(scene, tmp_path)
+
+
+def test_a_term_that_ends_by_a_fault_of_our_own_is_not_followed_by_the_next_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: Any) -> dict[str, Any]:
+        raise ValueError("a bug")
+
+    async def scene(store: FolderStore) -> None:
+        monkeypatch.setattr(fleet, "plan", broken)
+        agent = FleetAgent("a", store, 1, 1)
+        await until(lambda: bool(agent.said), "the fault to be said")
+        begun, term = time.monotonic(), newest_term(store)[0]
+        await until(lambda: newest_term(store)[0] == term + 1, "the next term")
+        assert time.monotonic() - begun > 1.5
 
     scene_of(scene, tmp_path)
 

@@ -21,14 +21,15 @@ class World:
     """Workers of one node with what the operating system says of each; a clock that is moved."""
 
     def __init__(
-        self, here: int, world_size: int, *, steps: int = 2, compiles: bool = False
-    ) -> None:
+        self, here: int, world_size: int, *, steps: int = 2, compiles: bool = False,
+        compare: bool = True,
+    ) -> None:  # fmt: skip
         self.now = 100.0
         self.members = Members(1, here)
         self.processes = {1000 + rank: Process("S", 1.0) for rank in range(here)}
         self.lookout = Lookout(
-            self.members, world_size, deque([STEP] * 8), 300.0, look=self.processes.get,
-            compiles=compiles,
+            self.members, world_size, deque([STEP] * 8), 300.0, compare,
+            look=self.processes.get, compiles=compiles,
         )  # fmt: skip
         for rank in range(here):
             self.members.expect(rank, self.now, 1000 + rank)
@@ -132,6 +133,20 @@ def test_where_all_wait_nobody_is_named_and_all_stop() -> None:
     assert world.passes(1.0, 0, 1) == [(NOBODY, "stuck")]
 
 
+def test_one_that_works_alone_is_told_to_stop_when_it_does_nothing_for_long() -> None:
+    """Heard or not; but not while it computes, however long that takes."""
+    for heard in ((0,), ()):
+        world = World(1, 1)
+        world.says(0, 2, "compute", 3)
+        assert world.passes(10 * (3 * STEP + 1.0) - 2 * BEAT, *heard) == []
+        assert world.passes(1.0, *heard) == [(NOBODY, "stuck")]
+    world = World(1, 1)
+    world.says(0, 2, "compute", 3)
+    for turn in range(40):
+        world.processes[1000] = Process("R", 1.0 + turn)
+        assert world.passes(1.0, 0) == []
+
+
 def test_what_two_nodes_tell_of_themselves_names_the_one_that_is_behind() -> None:
     waits, hangs, comparing = World(1, 2), World(1, 2), Comparing()
     waits.says(0, 2, "reduce", 2)
@@ -174,6 +189,27 @@ def test_who_has_ended_its_step_for_a_pause_waits_for_those_who_have_not() -> No
     told["ranks"][0][0] = 1  # its rank in the generation
     (blame,) = comparing.hear("b", 1, told, hangs.now)
     assert (blame.rank, blame.step, blame.sign) == (1, 2, "behind")
+
+
+def test_without_comparing_only_long_silence_of_all_counts_on_several_nodes_too() -> None:
+    a, b, comparing = World(1, 2, compare=False), World(1, 2, compare=False), Comparing()
+    a.says(0, 2, "reduce", 2)
+    for world in (a, b):
+        world.passes(100.0, 0)
+        assert not world.lookout.due(world.now)
+        assert world.lookout.told(world.now) == {}
+    members = frozenset("ab")
+    for world in (a, b):
+        world.passes(201.0, 0)
+        assert world.lookout.due(world.now)
+    assert comparing.hear("a", 1, a.lookout.told(a.now), a.now) == []
+    assert comparing.hung(a.now, members) is None, "the other has not said so"
+    told = b.lookout.told(b.now)
+    told["ranks"][0][0] = 1  # its rank in the generation
+    assert comparing.hear("b", 1, told, b.now) == []
+    node, blame = comparing.hung(b.now, members) or ("", None)
+    assert blame is not None
+    assert (node, blame.rank, blame.sign) == ("b", 1, "progress")
 
 
 def test_a_name_counts_only_while_the_worker_stands_where_it_stood() -> None:

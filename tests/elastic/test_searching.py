@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from holdfast.elastic.searching import Search
 from holdfast.errors import HoldfastError
 from holdfast.policy.succession import Peer
 from holdfast.wire.auth import Verifier
+from holdfast.wire.journal import segment_key
+from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
 from holdfast.wire.server import Guard, Handler, Listener, address_of, bind
-from holdfast.wire.term import QUESTION
+from holdfast.wire.term import QUESTION, open_generation
 
 SECRET = Secret(b"s" * 32)
 LONG = 600.0  # longer than the test may take
@@ -128,3 +131,26 @@ def test_what_it_refuses_is_raised() -> None:
         search.close()
 
     asyncio.run(asyncio.wait_for(scene(), 60))
+
+
+def test_the_growth_of_a_journal_is_that_of_the_node_that_writes_it(tmp_path: Path) -> None:
+    """Names may have dots: a.b is not b."""
+    store = FolderStore(tmp_path)
+    open_generation(store, 1, {})
+
+    def write(writer: str) -> None:
+        store.append(segment_key(1, writer), b"{}\n")
+
+    for writer in ("agent.b", "agent.a.b", "rank0"):
+        write(writer)
+    search = Search(SECRET)
+    search.look(store, "c", "b")
+    write("agent.a.b")
+    before = search.sign
+    search.look(store, "c", "b")
+    assert search.sign != before
+    assert not search.leader_moves(LONG)
+    write("agent.b")
+    search.look(store, "c", "b")
+    assert search.leader_moves(LONG)
+    search.close()

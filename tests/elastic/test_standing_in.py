@@ -81,3 +81,14 @@ def test_what_was_restored_was_told_before(config: RunConfig) -> None:
     assert told.missing() == []
     told.observe(GenerationStarted({"nodes": ["a"]}, "worker_lost", None, 1, [0], step=8))
     assert told.missing() == [(48, 64)]
+
+
+def test_what_nobody_told_before_a_restore_is_made_again_where_snapshots_do_not_wait_for_it(
+    config: RunConfig,
+) -> None:
+    """Of several nodes; but not what lies before all that the journal knows of."""
+    told = Told(config, announced_behind=False)
+    told.observe(GenerationStarted({"nodes": ["a"]}, "start", "key", step=6))
+    assert told.missing() == []
+    told.observe(GenerationStarted({"nodes": ["a"]}, "node_lost", "key", step=8))
+    assert told.missing() == [(48, 64)]

@@ -83,3 +83,14 @@ def test_a_step_that_was_lost_in_between_is_news_when_it_is_told_late() -> None:
     kept, _ = split(Once()([*done, *after]))
     steps = [(r.generation, r.event.step) for r in kept if isinstance(r.event, StepDone)]
     assert steps == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 5), (3, 6), (3, 7)]
+
+
+def test_who_does_not_know_all_starts_rather_tells_a_step_twice_than_never() -> None:
+    """Generation 2 began from step 4, and only another node's agent was told so."""
+    board = Once(all_starts=False)
+    for record in [start(1, 0), *(step(1, n) for n in range(1, 9)), start(3, 8)]:
+        assert board.news(record.generation, record.event)
+    assert board.news(3, step(3, 8).event)
+    knows_all = Once()
+    knows_all([start(1, 0), *(step(1, n) for n in range(1, 9)), start(2, 8), start(3, 8)])
+    assert not knows_all.news(3, step(3, 8).event)

@@ -35,7 +35,8 @@ class Board:
         self._writers: dict[str, JournalWriter] = {}
         self._unstored: list[JournalWriter] = []  # of older generations
         self._complained = False
-        self._once = Once()
+        # Where others lead, their agents tell of the starts; readers leave out a step too much.
+        self._once = Once(all_starts=False)
 
     def begin(self, generation: int) -> None:
         """Further events are of `generation`. What could not be stored yet is kept."""

@@ -47,6 +47,8 @@ ROUND_SECONDS = 1.0
 else a heartbeat."""
 PAUSE_SECONDS = 0.5
 """Between two looks at the run store and at the others."""
+LONGEST_REST = 60.0
+"""Seconds before an agent whose terms ended by a fault of its own claims another one."""
 
 
 class ReplacedError(HoldfastError):
@@ -149,6 +151,7 @@ class Follower:
         self.over: tuple[str, str] | None = None
         """Verdict and kind, once the coordinator has said that the run is over."""
         self.fault: BaseException | None = None
+        self._faults = 0  # terms that ended by a fault of our own
         """Why the coordinator of a node alone ended: a bug of ours."""
         self._address, self._store, self._secret, self._work = address, store, secret, work
         self._make_reign, self._places, self._own = reign, places, own
@@ -257,7 +260,7 @@ class Follower:
         self._work.changed.clear()
         if self._question is None:
             # Once a beat has gone by without an answer, one is wanted at once.
-            late = self._now - self.seat.since > self._beat
+            late = self.coordinator is None and self._now - self.seat.since > self._beat
             wait = 0.0 if late else self._beat
             self._question = asyncio.create_task(self._ask(BEAT, self._beating(), wait))
         question = self._question
@@ -444,6 +447,8 @@ class Follower:
     # --- leading --------------------------------------------------------------------------------
     async def _claim(self) -> None:
         term, number = self._own, self.seat.term
+        if self._faults:  # what ended a term so may end the next: others are to have a chance
+            await asyncio.sleep(min(2.0**self._faults, LONGEST_REST))
         if term is None:
             number += 1
             term = await asyncio.to_thread(
@@ -472,6 +477,7 @@ class Follower:
             self._set(succession.fenced(self.seat, self._now))
             self._work.changed.set()
         if (error := task.exception()) is not None:
+            self._faults += 1
             self._complain(f"the coordinator ended by a fault of its own: {error!r}")
 
     # --- the rest -------------------------------------------------------------------------------

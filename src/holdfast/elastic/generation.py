@@ -245,7 +245,7 @@ class Generation:
         over = self.verdict.done()
         for blame in self.lookout.tick(now, self._cluster.heartbeat_seconds, over):
             self._give_up(blame)
-        if not self.verdict.done() and self.lookout.due(now):
+        if self.ended is None and self.lookout.due(now):
             self._watch.tell()
 
     def still(self) -> dict[str, Any]:
@@ -277,7 +277,9 @@ class Generation:
         """Name a worker, kill it, and end the generation for it; one that is over only waits for
         its end."""
         if blame.rank == NOBODY:
-            self.decide(Lost("hang", f"all workers wait for one another for {blame.seconds:.1f} s"))
+            several = self.topology.world_size > 1
+            all_wait = "all workers wait for one another" if several else "the worker stands still"
+            self.decide(Lost("hang", f"{all_wait} for {blame.seconds:.1f} s"))
             return
         member = self.members[blame.rank]
         cause = blame.cause(member.phase)

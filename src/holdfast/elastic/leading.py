@@ -74,6 +74,8 @@ class Lead:
         which has nobody of it left."""
         self.doubting.found(value)
         if value.get("topology") and not alone:
+            if before := value.get("before"):  # as long as nobody has taken the new one up
+                self._survivors.opened(Topology.from_json(before["topology"]))
             self._before = Topology.from_json(value["topology"])
             self._survivors.opened(self._before)
 

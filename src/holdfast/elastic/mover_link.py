@@ -78,7 +78,7 @@ class MoverLink:
         self._private = tempfile.TemporaryDirectory(prefix="holdfast-")  # mode 0700
         self.socket_path = str(Path(self._private.name) / "mover")
         self._child: Child | None = None
-        self._mark = 0
+        self._mark, self._heard = 0, 0.0
         self._pump: asyncio.Task[None] | None = None
 
     @property
@@ -108,7 +108,7 @@ class MoverLink:
             lifeline=lifeline,
             peers=None if peers is None else peers.to_json(),
         )
-        self._mark = 0
+        self._mark, self._heard = 0, time.monotonic()
         log = self._folder / "logs" / f"mover{self.suffix}.log"
         self._child = await start_mover(boot.to_line(), lifeline, log, gone)
         if peers is not None:
@@ -153,10 +153,12 @@ class MoverLink:
         self._said = _Said(topology, start, newest, machines, tuple(sources))
         if self._pump is not None:
             self._pump.cancel()  # its last question is answered by `expect`, and asked no more
-        await self._tell(self._said)
-        await self.drain(topology.generation)  # rejected checkpoints, before the workers start
-        client = MoverClient(self.socket_path, self._secret, topology.generation)
-        self._pump = asyncio.create_task(self._listen(client))
+        try:
+            await self._tell(self._said)
+            await self.drain(topology.generation)  # rejected checkpoints, before the workers start
+        finally:  # one that does not answer is listened to all the same: so it is replaced
+            client = MoverClient(self.socket_path, self._secret, topology.generation)
+            self._pump = asyncio.create_task(self._listen(client))
 
     async def follow(self, machines: Sequence[Peer]) -> None:
         """The mover of another node of the running generation listens elsewhere now. Raises as
@@ -231,15 +233,14 @@ class MoverLink:
     async def _listen(self, client: MoverClient) -> None:
         """Until the mover is gone (which is told otherwise) or a newer generation has begun. One
         that lives and answers nothing for long is ended: a new one can take its place."""
-        heard = time.monotonic()
         while self.alive:
             try:
                 await self._collect(client, POLL_SECONDS)
-                heard = time.monotonic()
+                self._heard = time.monotonic()
             except FencedError:
                 return
             except HoldfastError:  # it was stopped, or the machine slept and the proof is too old
-                if time.monotonic() - heard > HUNG_SECONDS and self._child is not None:
+                if time.monotonic() - self._heard > HUNG_SECONDS and self._child is not None:
                     with suppress(ProcessLookupError):
                         self._child.process.kill()
                     return

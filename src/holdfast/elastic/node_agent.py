@@ -82,7 +82,7 @@ class NodeAgent:
         config, alone = joining.config, joining.alone is not None
         self._seen = Seen(Hazard.prior(config.checkpoint.node_mtbf_hours * 3600))
         self._notices = Notices(config, lambda event: self._board.emit("agent", event), say)
-        self._told = Told(config)
+        self._told = Told(config, announced_behind=alone)
         learn: list[Observer] = [self._seen.observe, self._notices.observe]
         if alone:
             learn.append(lambda record: self._told.observe(record.event))

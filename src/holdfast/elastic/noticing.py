@@ -262,7 +262,7 @@ class Lookout:
     # --- what the coordinator is told -----------------------------------------------------------
     def due(self, now: float) -> bool:
         """Whether it is to hear at once of somebody who stands still."""
-        if self._here or not self._compare:
+        if self._here:
             return False
         for rank, mark in self._still(now).items():
             seen, age = self._seen[rank], now - mark.at
@@ -272,7 +272,7 @@ class Lookout:
 
     def told(self, now: float) -> dict[str, Any]:
         """What goes along with a question; {} while nobody stands still."""
-        if self._here or not self._compare:
+        if self._here:
             return {}
         still = self._still(now)
         if not still:
@@ -287,11 +287,12 @@ class Lookout:
                 None if mark.computed is None else round(mark.computed, 2), mark.waits,
                 round(mark.quiet, 3), mark.times,
             ])  # fmt: skip
-        return {"normal": self.normal, "late": max(self._late), "of": len(self.marks(now)),
+        normal = self.normal if self._compare else None  # without it nobody is compared
+        return {"normal": normal, "late": max(self._late), "of": len(self.marks(now)),
                 "progress": self._progress_seconds, "ranks": rows}  # fmt: skip
 
     def _still(self, now: float) -> dict[int, Mark]:
-        first = (self.normal or 2.0) + _FIRST
+        first = (self.normal or 2.0) + _FIRST if self._compare else self._progress_seconds
         marks = self.marks(now)
         return {rank: mark for rank, mark in marks.items() if now - mark.at > first}
 

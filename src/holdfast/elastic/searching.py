@@ -48,13 +48,12 @@ class Search:
         generation there. leads: the node that coordinated. For a thread of its own."""
         newest = newest_generation(store)
         keys = store.list(segment_key(newest, "").removesuffix(".jsonl"))
-        theirs = [key for key in keys if not key.endswith(f".{own}.jsonl")]
-        sizes = {key: store.size(key) for key in theirs}
-        ahead = sum(size for key, size in sizes.items() if key.endswith(f".{leads}.jsonl"))
+        sizes = {key: store.size(key) for key in keys if _node_of(key) != own}
+        ahead = sum(size for key, size in sizes.items() if _node_of(key) == leads)
         lead = f"{newest} {ahead}"
         if self._lead not in (None, lead):
             self._moved = time.monotonic()
-        self.sign, self._lead = f"{newest} {len(theirs)} {sum(sizes.values())}", lead
+        self.sign, self._lead = f"{newest} {len(sizes)} {sum(sizes.values())}", lead
         return newest
 
     def leader_moves(self, seconds: float) -> bool:
@@ -130,3 +129,8 @@ class Search:
         for task in (*self._asked.values(), self._back):
             if task is not None:
                 task.cancel()
+
+
+def _node_of(key: str) -> str:
+    """Whose agent writes a segment; names may have dots."""
+    return key.rpartition("/")[2].removesuffix(".jsonl").partition(".")[2]

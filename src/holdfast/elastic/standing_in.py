@@ -35,11 +35,12 @@ AGENT = -1
 class Told:
     """Which positions of the sample order have a ledger entry that counts. Feed it every event.
 
-    Where a generation begins from a snapshot or checkpoint nothing is missing: those are announced
-    behind the ledger of their steps.
+    Where a run begins from a snapshot or checkpoint, nothing before it is asked for; nor where a
+    later generation does so, if snapshots are announced behind the ledger of their steps.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, announced_behind: bool = True) -> None:
+        self._behind, self._first = announced_behind, True
         stages = [(stage.from_step, stage.batch_size) for stage in config.train.batch_warmup]
         self._config = config
         self._schedule = BatchSchedule(config.train.batch_size, stages)
@@ -55,8 +56,9 @@ class Told:
             self._start = event.step
             end = self._end
             self._ranges = [(low, min(high, end)) for low, high in self._ranges if low < end]
-            if event.came_from is None:
+            if event.came_from is None and (self._behind or self._first):
                 self._whole = end
+            self._first = False
         elif isinstance(event, BatchFed):
             for entry in event.entries:
                 self._add(int(entry["start"]), int(entry["stop"]))

@@ -43,6 +43,8 @@ from holdfast.wire.secret import Secret
 
 SPARE_SECONDS = 10.0
 """Until standbys that were lost are replaced, at the earliest."""
+ASK_AGAIN_SECONDS = 1.0
+"""Until a mover that did not answer is told once more."""
 HOLD_SECONDS = 10.0
 """Beside three of its steps: how long a worker may take to stop where it is."""
 
@@ -87,6 +89,7 @@ class Station:
         self._watch = Watch(kill=host.kill, tell=self.changed.set, compiles=compiles)
         self._outcome: dict[str, Any] = {}
         self._task: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
         self._meet = ""
         self._all_ready = False
         self._spares: asyncio.Task[None] | None = None
@@ -155,7 +158,7 @@ class Station:
         current = self.current
         if current is None:
             return {}
-        paused = self.stage is Stage.HELD and self.pausing == current.number
+        paused = self.stage is Stage.HELD and any(member.pauses for member in current.members)
         at_work = paused or self.stage in (Stage.BUILDING, Stage.WORKING)
         return current.still() if at_work else {}
 
@@ -197,6 +200,8 @@ class Station:
         self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]
     ) -> None:
         topology = Topology.from_json(value["topology"])
+        if self._telling is not None:
+            self._telling.cancel()
         self._opened(generation)
         self._meet = str(begin["meet"])
         self.closing = str(value.get("closing", ""))
@@ -233,7 +238,9 @@ class Station:
             Start(generation, tuple(told), tuple(processes),
                   None if came_from is None else tuple(came_from), value.get("before"))
         )  # fmt: skip
-        await (beginning if came_from is None else asyncio.gather(tell_mover(), beginning))
+        if came_from is not None:
+            self._telling = asyncio.create_task(self._tell_behind(generation, tell_mover))
+        await beginning
         if not ranks:
             self._become(Stage.WORKING)
             return
@@ -248,6 +255,19 @@ class Station:
         machines = [Peer.from_json(row) for row in begin["machines"]]
         sources = [Peer.from_json(row) for row in begin["sources"]]
         await self._mover.expect(topology, step, newest, machines, sources)
+
+    async def _tell_behind(self, generation: int, tell: Callable[[], Awaitable[None]]) -> None:
+        """Workers that have their state train without a mover that stands still; one that is
+        started in its place is told by whoever starts it."""
+        while self.at == generation and self._mover.alive:
+            try:
+                await tell()
+                return
+            except FencedError:
+                return
+            except HoldfastError as error:
+                self._say(f"the mover of {self._around.node} does not answer: {error}")
+                await asyncio.sleep(ASK_AGAIN_SECONDS)
 
     def _done_before(self, value: Mapping[str, Any], newest: Newest | None, step: int) -> bool:
         """Whether no step is left, and the state of the last one is this node's to look after."""

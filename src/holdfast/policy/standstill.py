@@ -9,6 +9,7 @@ and he does not. Three signs, the surest first:
     behind    it is heard, and gets no further, while most of the others are further and wait
 
 Where all are heard and wait, nobody is named: all are told to stop, and who does not is the one.
+One that works alone is told so after ten times as long.
 
 What is long follows the step time: three normal steps and a second. Where a worker runs, the
 seconds of processor that it had are counted instead: a load on all cores keeps it from working, but
@@ -154,12 +155,16 @@ def stuck(
 ) -> float | None:
     """For how long all have stood still, are heard and wait, where it is too long for a message
     that is late: somebody does not do what the others wait for, and nothing says who. They are to
-    stop, all of them: whoever does not is the one."""
-    if normal is None or len(marks) < 2:
+    stop, all of them: whoever does not is the one. One that works alone is waited for by nobody:
+    only where it uses no processor for longer still, heard or not."""
+    if normal is None or not marks:
         return None
+    alone = len(marks) == 1
     for mark in marks.values():
         limit = limit_of(normal, mark, lag)
-        if not _idles(mark, now) or mark.quiet > limit or now - mark.at <= ALL * limit:
+        patience = (PATIENT if alone else ALL) * limit
+        heard = alone or mark.quiet <= limit
+        if not _idles(mark, now) or not heard or now - mark.at <= patience:
             return None
     return min(now - mark.at for mark in marks.values())
 

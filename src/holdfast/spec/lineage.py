@@ -54,7 +54,10 @@ class Once:
     generation, and new only where none of those had told of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, all_starts: bool = True) -> None:
+        """all_starts: every generation's start is fed; else a step that was told of in an older
+        generation counts as lost where one in between is not known."""
+        self._all_starts = all_starts
         self._starts: dict[int, int] = {}
         self._told: dict[int, int] = {}  # step -> the newest generation that told of it, lately
 
@@ -78,4 +81,7 @@ class Once:
 
     def _lost(self, step: int, told: int, now: int) -> bool:
         """Whether a step that was told of in one generation was lost before another."""
-        return any(told < g <= now and start < step for g, start in self._starts.items())
+        between = range(told + 1, now + 1)
+        if not self._all_starts and any(g not in self._starts for g in between):
+            return True
+        return any(self._starts[g] < step for g in between if g in self._starts)

@@ -46,7 +46,7 @@ from holdfast.elastic.worker.saver import (
 from holdfast.elastic.worker.store import HttpStore
 from holdfast.elastic.worker.warmth import warm_up
 from holdfast.errors import FencedError, HoldfastError, NonFiniteError, PeerLostError
-from holdfast.events import CheckpointSkipped, Evaluated, SettingIgnored, WorkerReady
+from holdfast.events import BatchFed, CheckpointSkipped, Evaluated, SettingIgnored, WorkerReady
 from holdfast.layout import Topology
 from holdfast.plan.places import dealer_of
 from holdfast.policy.classes import Classes
@@ -334,7 +334,7 @@ class Worker:
         """The last step was applied, and who was to save it was interrupted: it is saved now."""
         saver, step, verdict, session = self._saver, self.step, self._verdict, self._present
         assert saver is not None
-        saver.capture(step, session.engine.state(), _LAST_SLOT, True)
+        captured = saver.capture(step, session.engine.state(), _LAST_SLOT, True)
         begun = time.monotonic()
         with self._interruptible(self._wake_training):
             found = session.evaluator.run(lambda: self.reporter.progress(step, "evaluate"))
@@ -342,6 +342,8 @@ class Worker:
             seconds = time.monotonic() - begun
             event = Evaluated(found.loss, found.bits_per_byte, found.tokens, seconds, step=step)
             self.reporter.emit(event)
+        if not captured:
+            return Outcome("finished", step, "no snapshot could be made of it")
         known = {} if verdict is None else {"loss": verdict.mean_loss, "tokens": verdict.tokens}
         saver.announce(step, known, Into(True, None, True))
         return Outcome("finished", step, saver.settle(step, _SETTLING))
@@ -404,6 +406,8 @@ class Worker:
         boot, untold = self._boot, None
         if self._voice is not None:
             untold = self._voice.leave().until(start)
+            if topology.generation > self.generation + 1:  # others went on without it
+                untold = untold.without(BatchFed)
         if self._meeting is not None:
             self._meeting.close()  # the groups that needed it are closed
         self._topology, self._rank = topology, rank

@@ -60,6 +60,11 @@ class Untold:
         """Without what a generation that begins from the state after `step` does again."""
         return replace(self, events=tuple(e for e in self.events if e[1].step <= step))
 
+    def without(self, kind: type[Event]) -> Untold:
+        """Of a process that had no part in some generation: what it fed before may have been done
+        again there, and what is missing of the ledger otherwise is made again."""
+        return replace(self, events=tuple(e for e in self.events if not isinstance(e[1], kind)))
+
 
 class Reporter:
     """Posts this rank's events to the agent. Every method but `flush` and `close` returns at once.

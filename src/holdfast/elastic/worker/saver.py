@@ -53,11 +53,12 @@ def where_there_is_room(
 def while_replaced(make: Callable[[], Made], wait: Callable[[float], None]) -> Made:
     """What needs the mover, made as soon as there is one. `wait` lets seconds pass, and may raise.
     Raises MoverGoneError when there is none for long."""
-    end = time.monotonic() + _MOVER_SECONDS
+    end: float | None = None  # one that stands still may have kept the first question for long
     while True:
         try:
             return make()
         except MoverGoneError:
+            end = time.monotonic() + _MOVER_SECONDS if end is None else end
             if time.monotonic() >= end:
                 raise
         wait(_MOVER_PAUSE)
