@@ -87,7 +87,8 @@ def verdicts(found: dict[str, list[Found]], step: float, floor: Mapping[str, flo
             share = statistics.median(f.beyond for f in found[name]) / theirs
             kept = "held" if share <= peer[1] else "MISSED"
             text += f"; {share:.3f} of {peer[0]}'s, bar {peer[1]:g}: {kept}"
-        out.append(text)
+        each = " ".join(f"{f.beyond:.3f}" for f in sorted(found[name], key=lambda f: f.beyond))
+        out.append(f"{text}; each: {each}")
     moved = found.get("planned move")
     if moved:
         lost = max(f.lost for f in moved)

@@ -1,8 +1,9 @@
 """What no recovery can be quicker than: `python -m benchmarks.recovering.floors` prints JSON.
 
-error      from SIGKILL of one of four processes of a bare gloo group to the error in the last
-           of the others, which wait in a reduction
-regroup    a new gloo group of three, over a file store
+error      from SIGKILL of one of four processes of a bare gloo group to the error in the first
+           of the others, which wait in a reduction (by itself the last may learn of it by the
+           group's time limit alone)
+regroup    a gloo group of three, over a file store, to its first reduction
 import     a process that imports torch and ends
 """
 
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,19 @@ def process(rank: int, folder: str, pipe: Connection) -> None:
 
     old = group(rank, WORLD, f"{folder}/old")
     value = torch.ones(1000)
-    pipe.send("ready")
+    old.allreduce([value]).wait()
+    begun = time.time()
+    if rank < WORLD - 1:
+        new = group(rank, WORLD - 1, f"{folder}/new")
+        new.allreduce([value]).wait()
+    pipe.send(time.time() - begun)
     try:
         while True:
             old.allreduce([value]).wait()
             if rank == 0:
                 time.sleep(0.002)
     except RuntimeError:
-        noticed = time.time()
-    pipe.recv()
-    begun = time.time()
-    new = group(rank, WORLD - 1, f"{folder}/new")
-    new.allreduce([value]).wait()
-    pipe.send((noticed, time.time() - begun))
-    pipe.recv()
+        pipe.send(time.time())
     os._exit(0)  # the destructor of the broken group may wait
 
 
@@ -63,19 +63,16 @@ def once(folder: str) -> tuple[float, float]:
         child.start()
         pipes.append(ours)
         children.append(child)
-    for pipe in pipes:
-        pipe.recv()
+    regroup = max([pipe.recv() for pipe in pipes][:-1])
+    time.sleep(0.2)  # of reductions
     begun = time.time()
     os.kill(children[-1].pid or 0, signal.SIGKILL)
-    time.sleep(0.5)
-    for pipe in pipes[:-1]:
-        pipe.send("regroup")
-    said = [pipe.recv() for pipe in pipes[:-1]]
-    for pipe in pipes[:-1]:
-        pipe.send("end")
+    first = wait(pipes[:-1])
+    noticed = min(pipe.recv() for pipe in pipes[:-1] if pipe in first)
     for child in children:
+        child.kill()
         child.join()
-    return max(noticed for noticed, _ in said) - begun, max(seconds for _, seconds in said)
+    return noticed - begun, regroup
 
 
 def imported() -> float:

@@ -96,6 +96,7 @@ def measure(case: Case, run_file: Path, step: float, seconds: float) -> list[Fou
                 [sys.executable, "-m", "benchmarks.recovering.worker", str(run_file),
                  f"folder={folder}", f"cluster.node={name}", f"cluster.places={places}",
                  f"layout.workers={workers}", "cluster.min_nodes=1",
+                 f"cluster.settle_seconds={max(0.5, 4 * step)}",  # some steps with fewer are timed
                  *case.settings],
                 stdout=log, stderr=log, text=True, env=environ, cwd=ROOT, start_new_session=True,
             )  # fmt: skip
