@@ -228,6 +228,19 @@ def row(name: str, stretches: list[Stretch]) -> str:
     )
 
 
+def by_kind(stretches: list[Stretch]) -> str:
+    """CPU ms a step of all processes of a kind, without and with; medians."""
+    names = [name for name in stretches[0].cpu if name != "floor"]
+    found = []
+    for name in names:
+        off, on = (
+            1e3 * statistics.median(s.cpu[name] / s.steps for s in stretches if s.kind == kind)
+            for kind in ("off", "on")
+        )
+        found.append(f"{name} {off:.1f} and {on:.1f}")
+    return f"{'':<12} CPU ms a step, off and on: {', '.join(found)}"
+
+
 def _over(added: list[float], bare: list[float]) -> Estimate:
     """A difference of two noisy sums: over the typical floor, not round by round over its own."""
     floor = statistics.median(bare)
@@ -263,7 +276,8 @@ def main() -> int:
             floor = Floor(nbytes, nbytes)
             try:
                 with Run(run_file, place, given, settings.stretch, settings.seconds) as run:
-                    print(row(case, measure(run, floor, settings.rounds)), flush=True)
+                    stretches = measure(run, floor, settings.rounds)
+                print(row(case, stretches), by_kind(stretches), sep="\n", flush=True)
                 kept = sum(
                     text.count('"snapshot_kept"') for path in place.rglob("*.jsonl")
                     for text in [path.read_text()]

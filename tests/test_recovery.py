@@ -241,8 +241,13 @@ def test_of_four_replicas_whoever_is_not_hit_stays(run_file: Path, alone: Path) 
 def test_what_only_the_lost_one_held_comes_from_memory(
     run_file: Path, alone: Path, layout: str
 ) -> None:
-    settings = (f"layout.{layout}=2", "layout.workers=2", "checkpoint.memory_every_steps=1")
-    with _train(run_file, layout, "train.microbatch_size=2", *settings) as run:
+    """Steps last a quarter of a second, so that a mover on a busy machine keeps up: then nobody
+    goes further back than to the last step that was done, or the one before while it is copied."""
+    settings = (
+        f"layout.{layout}=2", "layout.workers=2", "checkpoint.memory_every_steps=1",
+        "train.microbatch_size=2",
+    )  # fmt: skip
+    with _befallen(run_file, layout, {"last": [[3, 12, 250]]}, *settings) as run:
         run.until_step(5, 1)
         before = dict(run.pids)
         os.kill(before[1], signal.SIGKILL)
@@ -257,7 +262,7 @@ def test_what_only_the_lost_one_held_comes_from_memory(
         r.event.step for r in read(FolderStore(run.folder))
         if r.generation == 1 and isinstance(r.event, StepDone)
     )  # fmt: skip
-    assert second.step >= reached - 3, "memory holds one of the last steps"
+    assert second.step >= reached - 1, "memory holds one of the last two steps"
     _every_step_once(run.folder, alone, 1e-10)
     one, other = _state(run.folder), _state(alone)
     for name, value in one.items():

@@ -2,7 +2,8 @@
 [key=value ...]`.
 
 What it is stands in the environment, as JSON: {"raise": [[generation, rank, step], ...], "die
-agreeing": [[generation, rank], ...]}.
+agreeing": [[generation, rank], ...], "last": [[first step, last step, milliseconds], ...]}: so long
+do the steps of the first generation take.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 from holdfast.cli.main import main as command
@@ -34,6 +36,10 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
         groups = self.groups
         if [groups.topology.generation, groups.rank, self.step] in deeds.get("raise", []):
             raise ValueError("the test broke it")
+        if groups.topology.generation == 1:
+            for first, last, milliseconds in deeds.get("last", []):
+                if first <= self.step <= last:
+                    time.sleep(milliseconds / 1e3)
         compute(self, batches)
 
     def agreeing(control: Any, *given: Any, **named: Any) -> Any:

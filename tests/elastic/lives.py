@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -207,7 +207,8 @@ class Run:
             os.kill(self.pid(number), signal.SIGKILL)
 
 
-def config_in(folder: Path, **checkpoint: Any) -> RunConfig:
+def config_in(folder: Path, train: Mapping[str, Any] | None = None, **checkpoint: Any) -> RunConfig:
+    """Of a tiny model with its dataset. train: what is different there."""
     text_folder(folder / "text", 12, 400)
     data = data_config(folder / "data", text_source(folder / "text"))
     return RunConfig.model_validate({
@@ -215,7 +216,7 @@ def config_in(folder: Path, **checkpoint: Any) -> RunConfig:
         "model": {"preset": None, "layers": 2, "dim": 16, "heads": 2, "kv_heads": 2, "ffn_dim": 24,
                   "vocab_size": make(data).vocab_size},
         "train": {"steps": STEPS, "batch_size": 12, "microbatch_size": 2, "precision": "float64",
-                  "optimizer": {"clip_norm": 0.05}, "evaluate": {"every": 0}},
+                  "optimizer": {"clip_norm": 0.05}, "evaluate": {"every": 0}, **(train or {})},
         "checkpoint": checkpoint,
     })  # fmt: skip
 

@@ -19,9 +19,10 @@ from holdfast.layout import Layout, Topology, place
 from holdfast.spec.state import state_table
 from holdfast.wire.secret import Secret
 from tests.checkpoint.support import Mover
-from tests.data.corpus import data_config, make, text_folder, text_source
+from tests.data.corpus import make
 from tests.elastic import control as control_server
 from tests.elastic.control import Control, controlling
+from tests.elastic.lives import config_in
 from tests.ranks import RankContext, rank_values, wait_until
 
 STEPS, LEAVE = 16, 4
@@ -54,15 +55,8 @@ class Journal:
 
 
 def _config(folder: Path) -> RunConfig:
-    text_folder(folder / "text", 12, 400)
-    data = data_config(folder / "data", text_source(folder / "text"))
-    return RunConfig.model_validate({
-        "data": data.model_dump(),
-        "model": {"preset": None, "layers": 2, "dim": 16, "heads": 2, "kv_heads": 2, "ffn_dim": 24,
-                  "vocab_size": make(data).vocab_size},
-        "train": {"steps": STEPS, "batch_size": 8, "microbatch_size": 2, "precision": "float64",
-                  "optimizer": {"clip_norm": 0.05}, "evaluate": {"every": 8, "samples": 5}},
-    })  # fmt: skip
+    evaluate = {"every": 8, "samples": 5}
+    return config_in(folder, {"steps": STEPS, "batch_size": 8, "evaluate": evaluate})
 
 
 def _life(rank: RankContext, boot: dict[str, Any], secret: str, after: Any) -> list[Any]:

@@ -313,7 +313,8 @@ class Coordinator:
         at, still = int(body["at"]), dict(body.get("still", {}))
         if not self.reign.at_work or at != self.reign.generation or name not in self.reign.members:
             return False
-        if "paces" in body and (changes := self.pacing.hear(name, at, body["paces"])):
+        going = self.reign.phase is not Phase.HALTING  # else the next generation sees to the slow
+        if going and "paces" in body and (changes := self.pacing.hear(name, at, body["paces"])):
             self.paced(changes)
         if blamed := self._comparing.hear(name, at, still, self._now):
             self._blamed[name] = blamed
@@ -345,8 +346,8 @@ class Coordinator:
         if not silent or not await self._sleep(SOON):
             return
         now, waiting = self._now, self._comparing.waiting(checked)
-        at_work = self.reign.at_work and self.reign.phase is not Phase.STARTING
-        same = at_work and self.reign.generation == generation
+        going = self.reign.at_work and self.reign.phase is not Phase.STARTING
+        same = going and self.reign.generation == generation
         if not same or waiting is None or now - waiting <= limit:
             return
         for name in silent & self._silent(asked):

@@ -151,8 +151,8 @@ class Follower:
         self.over: tuple[str, str] | None = None
         """Verdict and kind, once the coordinator has said that the run is over."""
         self.fault: BaseException | None = None
-        self._faults = 0  # terms that ended by a fault of our own
         """Why the coordinator of a node alone ended: a bug of ours."""
+        self._faults = 0  # terms that ended by such a bug
         self._address, self._store, self._secret, self._work = address, store, secret, work
         self._make_reign, self._places, self._own = reign, places, own
         self._patience, self._beat, self._complain = patience or Patience(), beat, complain

@@ -278,8 +278,8 @@ class Generation:
         its end."""
         if blame.rank == NOBODY:
             several = self.topology.world_size > 1
-            all_wait = "all workers wait for one another" if several else "the worker stands still"
-            self.decide(Lost("hang", f"{all_wait} for {blame.seconds:.1f} s"))
+            what = "all workers wait for one another" if several else "the worker stands still"
+            self.decide(Lost("hang", f"{what} for {blame.seconds:.1f} s"))
             return
         member = self.members[blame.rank]
         cause = blame.cause(member.phase)

@@ -151,7 +151,9 @@ class MoverLink:
         Raises MoverGoneError, FencedError.
         """
         self._said = _Said(topology, start, newest, machines, tuple(sources))
-        if self._pump is not None:
+        if self._pump is None:
+            self._heard = time.monotonic()  # nobody has listened for a while
+        else:
             self._pump.cancel()  # its last question is answered by `expect`, and asked no more
         try:
             await self._tell(self._said)
@@ -236,7 +238,6 @@ class MoverLink:
         while self.alive:
             try:
                 await self._collect(client, POLL_SECONDS)
-                self._heard = time.monotonic()
             except FencedError:
                 return
             except HoldfastError:  # it was stopped, or the machine slept and the proof is too old
@@ -249,6 +250,7 @@ class MoverLink:
     async def _collect(self, client: MoverClient, wait: float) -> None:
         mark = self._mark
         events, following = await asyncio.to_thread(client.events, mark, wait)
+        self._heard = time.monotonic()
         if mark != self._mark:
             return  # somebody else took them meanwhile, or the mover is a new one
         self._mark = following

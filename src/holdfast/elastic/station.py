@@ -240,6 +240,7 @@ class Station:
         )  # fmt: skip
         if came_from is not None:
             self._telling = asyncio.create_task(self._tell_behind(generation, tell_mover))
+            self._telling.add_done_callback(self._looked_at)
         await beginning
         if not ranks:
             self._become(Stage.WORKING)

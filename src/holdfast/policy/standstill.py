@@ -9,7 +9,7 @@ and he does not. Three signs, the surest first:
     behind    it is heard, and gets no further, while most of the others are further and wait
 
 Where all are heard and wait, nobody is named: all are told to stop, and who does not is the one.
-One that works alone is told so after ten times as long.
+One that works alone is told so after ten times as long at least.
 
 What is long follows the step time: three normal steps and a second. Where a worker runs, the
 seconds of processor that it had are counted instead: a load on all cores keeps it from working, but
@@ -162,7 +162,9 @@ def stuck(
     alone = len(marks) == 1
     for mark in marks.values():
         limit = limit_of(normal, mark, lag)
-        patience = (PATIENT if alone else ALL) * limit
+        patience = ALL * limit
+        if alone:
+            patience = max(patience, PATIENT * limit / mark.times)
         heard = alone or mark.quiet <= limit
         if not _idles(mark, now) or not heard or now - mark.at <= patience:
             return None

@@ -119,7 +119,7 @@ _ALL = (
     Fault("restore", "all workers are killed, and one again while it reads a snapshot",
           (Part("workers", QUIET, True), Part("kill", ("restoring",))), weight=3),
     Fault("recovery-coordinator", "a worker is killed, and the node that leads while they recover",
-          (_KILL, Part("coordinator", _RECOVERY, True)), nodes=3, ranks=3, weight=0),
+          (_KILL, Part("coordinator", _RECOVERY, True)), nodes=3, ranks=3, weight=2),
     Fault("recovery-raise", "a worker is killed, and another one raises while they recover",
           (_KILL, Part("raise", _RECOVERY)), ranks=3),
 )  # fmt: skip
