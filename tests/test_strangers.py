@@ -181,7 +181,7 @@ def test_where_movers_of_other_machines_ask(world: World, which: str) -> None:
         ]
     for method in ("GET", "POST"):
         chosen = [r for r in requests if r[0] == method]
-        fresh = signing(address, world.secret, 9, chosen, honest._aim)
+        fresh = signing(address, world.secret, 9, chosen, honest.aim)
         stranger = Stranger(SEED, [r[1] for r in chosen], recorded, fresh, method)
         counts = attack(address, stranger.attempts(ATTEMPTS // 2), pid, honest.newest, REFUSED)
         assert counts[401] > ATTEMPTS // 8, counts

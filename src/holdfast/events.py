@@ -10,7 +10,7 @@ Formats carry a version: a newer program reads all older ones, and drops keys it
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 JOURNAL_VERSION = 1
@@ -29,6 +29,11 @@ class Event:
         super().__init_subclass__(**kwargs)
         cls.kind = "".join(f"_{c.lower()}" if c.isupper() else c for c in cls.__name__).lstrip("_")
         _KINDS[cls.kind] = cls
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Its fields by name, to be written and not to be changed: what they hold is no copy."""
+        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -404,7 +409,7 @@ def to_json(record: Record) -> dict[str, Any]:
         "sequence": record.sequence,
         "time": record.time,
     }
-    return envelope | {"event": asdict(record.event)}
+    return envelope | {"event": record.event.body}
 
 
 def from_json(value: dict[str, Any]) -> Record | None:

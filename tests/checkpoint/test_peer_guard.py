@@ -79,7 +79,7 @@ def request(
 ) -> bytes:
     client = PeerClient(node.address, SECRET, 0)
     client.newest()  # learns the listener's name
-    to = client._aim._known[0]
+    to = client.aim._known[0]
     client.close()
     covered = stated(len(body), sha256(body))
     proof = sign(secret, method, path, covered, generation, time.time(), to)

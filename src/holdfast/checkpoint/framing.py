@@ -36,6 +36,9 @@ METHOD = "MOVER"
 LINE_LIMIT = 64 * 2**20
 """Longest line in bytes: a state table of some hundred thousand tensors."""
 
+CHUNK = 2**16
+"""Bytes that are read at a time: more would be memory that is mapped and unmapped each time."""
+
 DESCRIPTORS = 253
 """The most that the kernel lets travel beside one message."""
 
@@ -74,7 +77,7 @@ class LineReader:
         while (end := self._rest.find(b"\n")) < 0:
             if len(self._rest) > LINE_LIMIT:
                 raise ValueError("the line is too long")
-            data, new, _, _ = socket.recv_fds(self._connection, 2**18, DESCRIPTORS)
+            data, new, _, _ = socket.recv_fds(self._connection, CHUNK, DESCRIPTORS)
             fds += new
             if not data:
                 return None

@@ -1,7 +1,8 @@
 """How workers and the agent talk to their node's mover. No torch.
 
-Every call makes its own connection, so a client may be shared between threads, and a call that
-waits (events, settle) keeps nobody else from being served.
+Every call has a connection to itself, so a client may be shared between threads, and a call that
+waits (events, settle) keeps nobody else from being served. A connection stays open for the next
+call, as long as there is the client.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import os
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -97,6 +100,8 @@ class MoverClient:
         self.generation = generation
         self._secret = secret
         self._clock = clock
+        self._idle: list[socket.socket] = []  # append and pop are one step each, for any thread
+        weakref.finalize(self, _close, self._idle)
 
     # --- the agent's calls ------------------------------------------------------------------
     def expect(
@@ -295,15 +300,46 @@ class MoverClient:
     def _exchange(
         self, verb: str, body: dict[str, Any], timeout: float
     ) -> tuple[dict[str, Any], list[int]]:
+        """One request; on a new connection where an open one turns out to be cut: it was idle for
+        long, or the mover is another one."""
         line, nonce = request_line(self._secret, verb, body, self.generation, self._clock())
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(timeout)
-                connection.connect(self.socket_path)
-                send(connection, line)
-                received = LineReader(connection).line()
-        except (OSError, ValueError) as error:
-            raise MoverGoneError(f"the mover does not answer: {error}") from error
+        received: tuple[bytes, list[int]] | None = None
+        with suppress(IndexError):
+            open_one = self._idle.pop()
+            with suppress(ConnectionError):
+                received = self._over(open_one, line, timeout)
+        if received is None:
+            received = self._over(None, line, timeout)
         if received is None:
             raise MoverGoneError("the mover ended before it answered")
         return parse_answer(self._secret, nonce, received[0]), received[1]
+
+    def _over(
+        self, connection: socket.socket | None, line: bytes, timeout: float
+    ) -> tuple[bytes, list[int]] | None:
+        """The answer over a connection, over a new one for None; None where it ended before. Raises
+        ConnectionError where an open one was cut, else MoverGoneError."""
+        was_open = connection is not None
+        connection = connection or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        received = None
+        try:
+            connection.settimeout(timeout)
+            if not was_open:
+                connection.connect(self.socket_path)
+            send(connection, line)
+            received = LineReader(connection).line()
+        except (OSError, ValueError) as error:
+            if was_open and isinstance(error, ConnectionError):
+                raise
+            raise MoverGoneError(f"the mover does not answer: {error}") from error
+        finally:
+            if received is None:
+                connection.close()
+            else:
+                self._idle.append(connection)
+        return received
+
+
+def _close(connections: list[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()

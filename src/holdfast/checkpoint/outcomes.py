@@ -9,13 +9,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import asdict
 from typing import Any
 
 from holdfast.events import CheckpointCommitted, CheckpointFailed, Event
 
 EVENTS_KEPT = 4096
 """The agent reads events within a tick; this many are kept for one that is late."""
+TOGETHER_SECONDS = 0.02
+"""What happens so soon after a first event is told with it: a snapshot is complete here, and a few
+milliseconds later on the other node."""
 SAVES_KEPT = 64
 """No rank has more than a few steps on their way: its slots are two or three."""
 
@@ -151,7 +153,9 @@ class Outcomes:
         with self._change:
             wakes = self._wakes
             self._change.wait_for(lambda: self._next > mark or self._wakes > wakes, wait)
-            found = [[e.kind, asdict(e)] for number, e in self._events if number >= mark]
+            if wait > 0 and self._next > mark:
+                self._change.wait_for(lambda: self._wakes > wakes, TOGETHER_SECONDS)
+            found = [[e.kind, e.body] for number, e in self._events if number >= mark]
             return found, self._next
 
     def wake(self) -> None:

@@ -32,13 +32,13 @@ from xxhash import xxh3_128_hexdigest
 
 from holdfast.checkpoint.arena import Arena, digest, slot_capacity
 from holdfast.checkpoint.blob import parse_header
-from holdfast.checkpoint.peer_wire import COPY, RESTORE, PeerClient
+from holdfast.checkpoint.offerers import Offerer, Offerers
+from holdfast.checkpoint.peer_wire import COPY, RESTORE
 from holdfast.checkpoint.snapshots import MemoryFile, Shelf, Snapshot
 from holdfast.errors import CorruptError, FencedError, HoldfastError
 from holdfast.layout import Topology
 from holdfast.spec.manifest import Extent, Part, blob_key
 from holdfast.spec.state import TensorSpec
-from holdfast.wire.auth import Aim
 from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
 
@@ -46,19 +46,9 @@ PULLS = 4
 """Ranks that are pulled at a time."""
 ANSWER_SECONDS = 10.0
 """An offer is answered within this time, be it with "pulling": the offerer asks again."""
-SILENCE_SECONDS = 30.0
-"""An offerer that sends nothing for so long is given up."""
 MIRROR_POLL = 0.02
-SOURCES = 10_000
-"""Addresses of offerers remembered at most."""
 ATTEMPTS = 2
 """Reads of an extent whose bytes are not what the manifest says."""
-READ_BYTES = 4 * 2**20
-"""Extents that follow one another are asked for together up to this many bytes: a request costs as
-much as some hundred KB, and what was read is still in cache when it is checked."""
-QUICK_SECONDS = 0.05
-"""While requests take less, they grow; over a slow link they stay at an extent or a few, so that
-the next byte never takes long."""
 
 HELD, PULLING, PLAN = "held", "pulling", "plan"
 
@@ -112,7 +102,7 @@ class Keeper:
         """`room`: bytes that the memory files of others may take together. `mirror_seconds`: as in
         `PeerSettings`."""
         self._mirror_seconds = mirror_seconds
-        self._shelf, self._secret, self._room, self._clock = shelf, secret, room, clock
+        self._shelf, self._room, self._clock = shelf, room, clock
         self._lock = threading.Lock()
         self._memory: dict[tuple[int, int], MemoryFile] = {}  # (rank, capacity)
         self._names: dict[_Name, tuple[MemoryFile, int]] = {}  # ours on the shelf, and where
@@ -121,8 +111,7 @@ class Keeper:
         self._writing: set[int] = set()  # ids of the memory files that are pulled into
         self._broken: dict[int, _Name] = {}  # rank -> the pull that broke off last
         self._spared: dict[_Name, int] = {}  # bytes of ours that did not travel
-        self._clients: set[PeerClient] = set()  # of the pulls under way
-        self._aims: dict[str, Aim] = {}  # address of an offerer -> how to sign for it
+        self._offerers = Offerers(secret)
         self._closed = False
         self._threads = ThreadPoolExecutor(PULLS, "pull")
         self.pulled = 0  # bytes that came over the network
@@ -198,9 +187,8 @@ class Keeper:
         """Give up what is being pulled."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
-            self._closed, clients = True, list(self._clients)
-        for client in clients:
-            client.abort()
+            self._closed = True
+        self._offerers.close()
 
     # --- one offer --------------------------------------------------------------------------
     def _opened(self, generation: int, plan: Any) -> bool:
@@ -226,32 +214,18 @@ class Keeper:
         self._pulls[rank] = (offered.name, self._threads.submit(self._pull, offered))
         return self._pulls[rank]
 
-    def _aim_at(self, source: str) -> Aim:
-        with self._lock:
-            if len(self._aims) > SOURCES:
-                self._aims.clear()
-            return self._aims.setdefault(source, Aim(time.time))
-
     def _pull(self, offered: _Offer) -> None:
         part = offered.part
-        client: PeerClient | None = None
         memory: MemoryFile | None = None
         try:
-            client = PeerClient(
-                offered.source, self._secret, offered.authority, offered.run,
-                timeout=SILENCE_SECONDS, aim=self._aim_at(offered.source),
-            )  # fmt: skip
-            with self._lock:
-                if self._closed:
-                    raise HoldfastError("this mover is ending")
-                self._clients.add(client)
+            source = self._offerers.at(offered.source, offered.authority, offered.run)
             memory, slot = self._slot(part)
             memory.arena.begin(slot)
             view = memory.arena.data(slot, part.blob.size)
             try:
                 again = self._broken.get(part.rank) == offered.name
                 use = RESTORE if offered.urgent else COPY
-                self._spared[offered.name] = self._fill(part, view, client, again, use)
+                self._spared[offered.name] = self._fill(part, view, source, again, use)
                 head = bytes(view[: part.blob.data_start])
             finally:
                 view.release()
@@ -266,11 +240,8 @@ class Keeper:
         finally:
             with self._lock:
                 self._writing.discard(id(memory))
-                self._clients -= {client}
-            if client is not None:
-                client.close()
 
-    def _fill(self, part: Part, view: memoryview, client: PeerClient, again: bool, use: str) -> int:
+    def _fill(self, part: Part, view: memoryview, source: Offerer, again: bool, use: str) -> int:
         """Every extent of the blob, from what lies here or over the network, and checked; bytes
         that lay here. `again`: the slot may hold some of them, from a pull that broke off."""
         here = self._extents_here(part)
@@ -286,23 +257,20 @@ class Keeper:
                 self.reused += extent.length
                 continue
             missing.append(extent)
-        at = room = 0
+        at = 0
         while at < len(missing):
-            run = _run(missing, at, room)
+            run = _run(missing, at, source.room)
             at += len(run)
             begun = self._clock()
-            self._read(part, run, view, client, use)
-            took = self._clock() - begun
-            if took < QUICK_SECONDS:
-                room = min(READ_BYTES, 2 * max(room, run[0].length))
-            elif took > 4 * QUICK_SECONDS:
-                room //= 2
+            self._read(part, run, view, source, use)
+            source.took(self._clock() - begun, run[-1].offset + run[-1].length - run[0].offset)
         return spared
 
     def _read(
-        self, part: Part, run: Sequence[Extent], view: memoryview, client: PeerClient, use: str
+        self, part: Part, run: Sequence[Extent], view: memoryview, source: Offerer, use: str
     ) -> None:
         """Extents that follow one another, in one request; those that came wrong, once more."""
+        client = source.client
         for attempt in range(ATTEMPTS):
             start, stop = run[0].offset, run[-1].offset + run[-1].length
             client.read_into(part.blob.key, start, view[start:stop], use)
@@ -320,6 +288,7 @@ class Keeper:
     def _extents_here(self, part: Part) -> dict[str, tuple[_Name, int]]:
         """checksum -> where an extent of the same rank lies that has it: snapshot, offset."""
         found: dict[str, tuple[_Name, int]] = {}
+        wanted = frozenset(part.blob.checksums)
         with self._lock:
             names = [name for name in self._names if name[2] == part.rank]
         for name in names:
@@ -327,7 +296,9 @@ class Keeper:
                 blob = self._shelf.get(*name).part.blob
             except MissingKeyError:
                 continue
-            found |= {e.xxh3: (name, e.offset) for e in blob.extents()}
+            if wanted.isdisjoint(blob.checksums):
+                continue
+            found |= {e.xxh3: (name, e.offset) for e in blob.extents() if e.xxh3 in wanted}
         return found
 
     def _copy(self, name: _Name, offset: int, out: memoryview) -> bool:

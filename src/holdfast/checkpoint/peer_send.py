@@ -73,7 +73,7 @@ class _Line:
     peer: Peer
     started: bool = False  # its thread
     over: bool = False  # nobody sends there any more
-    client: PeerClient | None = None  # of what is under way
+    client: PeerClient | None = None  # of the newest generation that something was sent in
     waiting: _Step | None = None
     busy: bool = False
     told: set[int] = field(default_factory=set)  # generations whose plan it has been sent
@@ -210,7 +210,10 @@ class Copies:
     def close(self) -> None:
         with self._change:
             self._closed = True
+            clients = [line.client for line in self._lines.values() if line.client is not None]
             self._change.notify_all()
+        for client in clients:
+            client.close()
 
     # --- what is offered to whom ------------------------------------------------------------
     def _own(self, rank: int) -> set[int]:
@@ -331,35 +334,43 @@ class Copies:
         """Offer every rank's part until all are held; why that failed, or ""."""
         spared: dict[int, int] = {}
         deadline = self._clock() + STEP_SECONDS
-        client = PeerClient(
-            line.peer.address, self._secret, offered.generation, self._run, timeout=ASK_SECONDS
-        )
+        client = self._client_of(line, offered.generation)
+        if client is None:
+            return "it does not take part any more"
+        for attempt in range(ATTEMPTS):
+            try:
+                for snapshot in offered.snapshots:
+                    spared[snapshot.part.rank] = self._offer(
+                        line, client, offered, snapshot, deadline
+                    )
+                line.spared = sum(spared.values())
+                return ""
+            except FencedError as error:
+                return str(error)
+            except HoldfastError as error:
+                reason = str(error)
+            if not all(snapshot.whole for snapshot in offered.snapshots):
+                return reason  # overtaken: there is nothing left to send
+            if attempt < ATTEMPTS - 1 and not self._pause(line, PAUSES[attempt]):
+                break
+        return reason
+
+    def _client_of(self, line: _Line, generation: int) -> PeerClient | None:
+        """What stays open to a holder from one step to the next; None: nothing is sent there any
+        more."""
         with self._change:
-            if line.over:
-                return "it does not take part any more"
-            line.client = client
-        try:
-            for attempt in range(ATTEMPTS):
-                try:
-                    for snapshot in offered.snapshots:
-                        spared[snapshot.part.rank] = self._offer(
-                            line, client, offered, snapshot, deadline
-                        )
-                    line.spared = sum(spared.values())
-                    return ""
-                except FencedError as error:
-                    return str(error)
-                except HoldfastError as error:
-                    reason = str(error)
-                if not all(snapshot.whole for snapshot in offered.snapshots):
-                    return reason  # overtaken: there is nothing left to send
-                if attempt < ATTEMPTS - 1 and not self._pause(line, PAUSES[attempt]):
-                    break
-            return reason
-        finally:
-            with self._change:
-                line.client = None
-            client.close()
+            if line.over or self._closed:
+                return None
+            before = line.client
+            if before is not None and before.generation == generation:
+                return before
+            line.client = PeerClient(
+                line.peer.address, self._secret, generation, self._run, timeout=ASK_SECONDS,
+                aim=None if before is None else before.aim,
+            )  # fmt: skip
+        if before is not None:
+            before.close()
+        return line.client
 
     def _offer(
         self, line: _Line, client: PeerClient, offered: _Step, snapshot: Snapshot, deadline: float

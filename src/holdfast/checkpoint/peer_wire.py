@@ -75,13 +75,14 @@ class PeerClient:
         """
         self.address = address
         self.generation = generation
+        self.run = run
+        self.aim = aim or Aim(clock)
         self._host, self._port = split_address(address)
-        self._secret, self._run = secret, run
+        self._secret = secret
         self._timeout = timeout
-        self._aim = aim or Aim(clock)
         self._idle: list[http.client.HTTPConnection] = []
         self._busy: set[http.client.HTTPConnection] = set()
-        self._aborted = False
+        self._closed = self._aborted = False
         self._lock = threading.Lock()
 
     def inventory(self) -> dict[str, Any]:
@@ -134,7 +135,9 @@ class PeerClient:
         self._ask("GET", path, b"", take)
 
     def close(self) -> None:
+        """Keep no connection open any more: what is under way ends, and its connection with it."""
         with self._lock:
+            self._closed = True
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
@@ -151,7 +154,7 @@ class PeerClient:
         self.close()
 
     def _path(self, path: str, **query: object) -> str:
-        return f"{path}?{urlencode({'run': self._run, **query})}"
+        return f"{path}?{urlencode({'run': self.run, **query})}"
 
     # --- the exchange -----------------------------------------------------------------------
     def _json(
@@ -226,7 +229,7 @@ class PeerClient:
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes
     ) -> str:
-        proof = self._aim.sign(self._secret, method, path, body, self.generation)
+        proof = self.aim.sign(self._secret, method, path, body, self.generation)
         headers = headers_of(proof, body)
         # Whoever refuses the head closes before the body has left, and has answered.
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -244,7 +247,7 @@ class PeerClient:
             self._secret, nonce, response.status, data, response.getheader(PROOF, "") or ""
         )
         if response.status == MISDIRECTED:
-            self._aim.learn(parsed(data))
+            self.aim.learn(parsed(data))
             raise _AimedError(f"{self.address} changes its name at every request")
         text = str(parsed(data).get("error", f"status {response.status}"))
         kinds = {FENCED: FencedError, MISSING: MissingKeyError}
@@ -273,12 +276,13 @@ class PeerClient:
     def _keep(
         self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
     ) -> None:
-        if response.will_close or not response.isclosed():
-            self._drop(connection)
-            return
         with self._lock:
-            self._busy.discard(connection)
-            self._idle.append(connection)
+            kept = not (self._closed or response.will_close) and response.isclosed()
+            if kept:
+                self._busy.discard(connection)
+                self._idle.append(connection)
+        if not kept:
+            self._drop(connection)
 
     def _begin(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -294,7 +294,7 @@ class Reporter:
             "own": round(time.thread_time(), 4),  # beside which the process computes
             # The agent drops what it has seen: a batch whose answer was lost is sent again.
             "first": self._first,
-            "events": [{"kind": event.kind, "event": asdict(event)} for _, event in batch],
+            "events": [{"kind": event.kind, "event": event.body} for _, event in batch],
             "sync": sync,
         }
         if outcome is not None:
