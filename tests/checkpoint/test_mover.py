@@ -290,6 +290,40 @@ def test_saves_handed_over_count_before_a_restart(start: Start) -> None:
     assert client.newest().step == 3
 
 
+def test_a_client_outlives_its_mover(start: Start) -> None:
+    """Its open connection is of no use then; another mover listens in the same place."""
+    mover = start()
+    topo = topology()
+    client = mover.begin(topo)
+    assert client.status()["generation"] == 1
+    mover.kill()
+    with pytest.raises(MoverGoneError):
+        client.status()
+    other = Mover(mover.store.folder, mover.secret, socket=mover.socket)
+    try:
+        assert client.status()["generation"] == 0
+        client.expect(topo, TABLE)
+        assert client.status()["generation"] == 1
+        other.kill()
+        third = Mover(mover.store.folder, mover.secret, socket=mover.socket)
+        try:
+            assert client.status()["generation"] == 0, "straight from one to the next"
+        finally:
+            third.close()
+    finally:
+        other.close()
+
+
+def test_a_connection_that_was_cut_costs_nothing(start: Start) -> None:
+    mover = start()
+    client = mover.begin(topology())
+    client.status()
+    (connection,) = client._idle
+    connection.shutdown(socket.SHUT_RDWR)
+    assert client.status()["generation"] == 1
+    assert len(client._idle) == 1
+
+
 def test_events_wait_and_go_on_from_a_mark(start: Start) -> None:
     mover = start()
     topo = topology()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
+import pytest
+
+from holdfast.checkpoint import outcomes as module
 from holdfast.checkpoint.outcomes import Outcomes
-from holdfast.events import CheckpointCommitted, CheckpointFailed
+from holdfast.events import CheckpointCommitted, CheckpointFailed, SnapshotComplete, SnapshotKept
 
 SAVE = (1, 20)
 
@@ -29,3 +33,26 @@ def test_a_second_attempt_that_fails_is_an_end_too() -> None:
     outcomes.again(SAVE)
     outcomes.gave_up(SAVE, "the disk is full")
     assert outcomes.settle(SAVE, 0.0) == (True, "the disk is full")
+
+
+def test_what_happens_together_is_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits hears of the copy with the snapshot; whoever is not to wait, of what there is,
+    and the end of a generation keeps nobody waiting."""
+    monkeypatch.setattr(module, "TOGETHER_SECONDS", 3600.0)
+    outcomes = Outcomes(time.monotonic)
+    heard: list[list[str]] = []
+
+    def wait() -> None:
+        heard.append([kind for kind, _ in outcomes.since(0, 60.0)[0]])
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    outcomes.add(SnapshotComplete(1, 0.1, step=3))
+    assert len(outcomes.since(0, 0.0)[0]) == 1, "at once"
+    waiting.join(0.1)
+    outcomes.add(SnapshotKept("stage", 1, 0.1, step=3))
+    assert waiting.is_alive()
+    while waiting.is_alive():  # woken before it waits, it goes on to wait
+        outcomes.wake()
+        waiting.join(0.1)
+    assert heard == [[SnapshotComplete.kind, SnapshotKept.kind]]

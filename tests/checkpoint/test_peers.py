@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 from holdfast.checkpoint.peer_settings import Peer
@@ -137,6 +138,30 @@ def test_three_nodes_keep_each_others_ranks_and_one_may_go(start: Start) -> None
     commit = merge(parts, topo, TABLE, "c", "d")
     assert assert_holds(Checkpoint(Mixed(sources), commit), topology(2, dp_shard=2), 1)
     assert {(1, 1, 0), (1, 1, 2)} <= {tuple(x) for x in nodes["b"].do("memories", generation=2)}
+
+
+def test_connections_stay_open_from_step_to_step(start: Start) -> None:
+    """One that the owner offers over, and one that the keeper reads over."""
+    keeper = start(name="keeper")
+    owner = start(keeper, name="owner")
+    owner.begin(topology())
+
+    def ends() -> set[Any]:
+        found = psutil.Process(keeper.process.pid).net_connections("tcp")
+        return {(c.laddr, c.raddr) for c in found if c.status == psutil.CONN_ESTABLISHED}
+
+    seen = []
+    for step in (1, 2, 3, 4):
+        owner.put(step)
+        until(lambda s=step: owner.kept("keeper") == (1, s))
+        seen.append(ends())
+    assert len(seen[0]) == 2
+    assert seen == [seen[0]] * 4
+    owner.begin(topology(2))
+    owner.put(5)
+    until(lambda: owner.kept("keeper") == (2, 5))
+    until(lambda: len(ends()) == 2)  # those of the older generation are closed
+    assert ends().isdisjoint(seen[0])
 
 
 def test_unchanged_extents_are_not_sent_again(start: Start) -> None:

@@ -6,11 +6,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
+from holdfast.checkpoint import mover_client
 from holdfast.checkpoint.mover_client import MoverClient, Newest
 from holdfast.checkpoint.service import Settings
 from holdfast.config.run import RunConfig
+from holdfast.elastic import mover_link
 from holdfast.elastic.mover_link import MoverLink, Safe
 from holdfast.events import (
     CheckpointCommitted,
@@ -74,6 +79,41 @@ async def _replaced(folder: Path) -> None:
     finally:
         for link in links.values():
             await link.stop()
+        os.close(keep)
+        os.close(end)
+
+
+def test_a_mover_that_stands_still_when_a_generation_begins_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can tell it of the generation; it is listened to all the same, and so found out."""
+    monkeypatch.setattr(mover_link, "HUNG_SECONDS", 1.0)
+    monkeypatch.setattr(mover_link, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(mover_link, "PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(mover_client, "ANSWER_SECONDS", 0.5)
+    asyncio.run(_ended(tmp_path))
+
+
+async def _ended(folder: Path) -> None:
+    open_generation(FolderStore(folder), 1, {})
+    end, keep = lifeline.pipe()
+    gone = asyncio.Event()
+    link = MoverLink(config(), folder, SECRET, Settings("test", "c", "d"), lambda event: None)
+    try:
+        await link.ensure(end, gone.set)
+        before = link.pid
+        assert before is not None
+        os.kill(before, signal.SIGSTOP)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(link.expect(place(Layout(), 1, ("",)), 0), 0.5)
+        assert not gone.is_set()
+        await asyncio.wait_for(gone.wait(), DEADLINE)
+        await link.revive(end, gone.set)
+        assert link.pid not in (None, before)
+        status = await asyncio.to_thread(MoverClient(link.socket_path, SECRET, 1).status)
+        assert status["generation"] == 1
+    finally:
+        await link.stop()
         os.close(keep)
         os.close(end)
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any, BinaryIO
 
 from holdfast.elastic.members import Members
-from holdfast.elastic.worker.reporter import Reporter
-from holdfast.events import Event, StepDone
+from holdfast.elastic.worker.reporter import Reporter, Untold
+from holdfast.events import BatchFed, Event, StepDone
 from holdfast.wire.client import Client, RequestError
 from tests.elastic.control import SECRET, controlling
 from tests.ranks import wait_until
@@ -261,6 +261,16 @@ def test_what_was_not_told_is_told_once_in_the_next_generation() -> None:
         second.emit(_step(4))
         assert second.close(60)
     assert [event.step for event in desk.events] == [1, 2, 2, 4]
+
+
+def test_of_what_was_not_told_a_part_is_left_out() -> None:
+    """By the step that the next generation begins from; of one that had no part in a generation,
+    what it fed before."""
+    fed = [BatchFed(0, [], step=step) for step in (1, 2)]
+    events: list[Event] = [fed[0], _step(1), fed[1], _step(2)]
+    untold = Untold("voice", 7, tuple(enumerate(events, 3)))
+    assert untold.until(1) == replace(untold, events=((3, fed[0]), (4, _step(1))))
+    assert untold.without(BatchFed) == replace(untold, events=((4, _step(1)), (6, _step(2))))
 
 
 def test_training_waits_for_a_ledger_that_lies_behind_but_not_again_and_again() -> None:

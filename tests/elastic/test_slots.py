@@ -1,11 +1,13 @@
-"""How many snapshots a worker's arena is asked to hold."""
+"""How a worker comes by its arena: how many snapshots it holds, and a mover that comes back."""
 
 from __future__ import annotations
 
 import pytest
 
+from holdfast.checkpoint.mover_client import MoverGoneError
 from holdfast.config.checkpoint import CheckpointConfig
-from holdfast.elastic.worker.saver import where_there_is_room
+from holdfast.elastic.worker import saver
+from holdfast.elastic.worker.saver import where_there_is_room, while_replaced
 from holdfast.errors import FencedError, HoldfastError
 
 
@@ -39,3 +41,26 @@ def test_two_where_there_is_no_room_for_three_unless_somebody_asked_for_them() -
         _asked(CheckpointConfig(memory_every_steps=1, slots=3), full)
     with pytest.raises(FencedError):
         _asked(CheckpointConfig(memory_every_steps=1), FencedError("generation 2 has begun"))
+
+
+def test_a_mover_that_is_being_replaced_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def make() -> str:
+        if len(asked) < 3:
+            raise MoverGoneError("it does not answer")
+        return "an arena"
+
+    assert while_replaced(make, asked.append) == "an arena"
+    assert len(asked) == 3
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    asked.clear()
+    with pytest.raises(KeyboardInterrupt):
+        while_replaced(make, interrupted)
+    monkeypatch.setattr(saver, "_MOVER_SECONDS", 0.0)
+    with pytest.raises(MoverGoneError):
+        while_replaced(make, asked.append)
+    assert asked == []
