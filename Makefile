@@ -58,7 +58,7 @@ campaign: $(VENV)/.installed-dev
 
 chaos: $(VENV)/.installed
 	$(BIN)/holdfast chaos --faults 1050 --shard $(SHARD) --out $(CHAOS) \
-	  --layout replicated,dp_shard,tp,pp,zero,mixed,uneven
+	  --layout replicated,two,dp_shard,tp,pp,zero,mixed,wide,uneven
 
 rotten: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest tests/checkpoint/test_campaign.py \
