@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -322,6 +323,24 @@ def test_a_connection_that_was_cut_costs_nothing(start: Start) -> None:
     connection.shutdown(socket.SHUT_RDWR)
     assert client.status()["generation"] == 1
     assert len(client._idle) == 1
+
+
+def test_a_process_without_descriptors_is_told_that_nobody_answers(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of any mover that cannot be asked: whoever asks again later goes on."""
+    mover = start()
+    client = mover.begin(topology())
+    client._idle.pop().close()
+
+    def none(*given: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", none)
+        with pytest.raises(MoverGoneError, match="Too many open files"):
+            client.status()
+    assert client.status()["generation"] == 1
 
 
 def test_events_wait_and_go_on_from_a_mark(start: Start) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from holdfast.checkpoint import offerers as module
 from holdfast.checkpoint.offerers import QUICK_SECONDS, READ_BYTES, Offerers
-from holdfast.errors import HoldfastError
+from holdfast.errors import FencedError, HoldfastError
 from holdfast.wire.secret import Secret
 
 SECRET = Secret(bytes(range(32)))
@@ -39,6 +41,8 @@ def test_a_generation_goes_on_with_what_the_one_before_has_found_out() -> None:
     assert second.client.aim is first.client.aim
     assert offerers.at("10.0.0.1:7000", 2, "another").client.run == "another"
     assert offerers.at("10.0.0.2:7000", 2, "run").room == 0
+    with pytest.raises(FencedError):
+        offerers.at("10.0.0.2:7000", 1, "run")
 
 
 def test_the_one_that_was_silent_longest_is_forgotten_first(
@@ -54,10 +58,14 @@ def test_the_one_that_was_silent_longest_is_forgotten_first(
 
 
 def test_after_the_end_nobody_is_asked() -> None:
+    """Also over a connection that another generation's has replaced."""
     offerers = Offerers(SECRET)
-    client = offerers.at("127.0.0.1:9", 1, "run").client
-    offerers.close()
-    with pytest.raises(HoldfastError, match="is ending"):
-        offerers.at("127.0.0.1:9", 1, "run")
-    with pytest.raises(HoldfastError):
-        client.newest()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        clients = [offerers.at(address, number, "run").client for number in (1, 2)]
+        offerers.close()
+        with pytest.raises(HoldfastError, match="is ending"):
+            offerers.at(address, 2, "run")
+        for client in clients:
+            with pytest.raises(HoldfastError, match="this end was closed"):
+                client.newest()

@@ -214,9 +214,37 @@ def test_whoever_proves_nothing_is_cut_in_time(nodes: tuple[Node, Node]) -> None
                     return True
 
             until(cut)
-        held = client._idle[0].sock
+        held = client._idle[0][1].sock
         assert client.inventory()["snapshots"] == []
-        assert client._idle[0].sock is held
+        assert client._idle[0][1].sock is held
+    finally:
+        server.close()
+
+
+def test_a_newcomer_takes_the_place_of_one_that_asks_nothing() -> None:
+    """Connections stay open from step to step: when all places are taken by such, the one that
+    asked nothing for longest is cut, and comes again by itself."""
+    shelf = Shelf()
+    server = PeerServer(
+        socket.create_server(("127.0.0.1", 0)), SECRET, shelf, Keeper(shelf, SECRET, 0),
+        Budget(0, time.monotonic, lambda seconds: False), None, connections=3,
+    )  # fmt: skip
+    server.start()
+    address = f"127.0.0.1:{server.server_address[1]}"
+    try:
+        clients = [PeerClient(address, SECRET, 1) for _ in range(3)]
+        for client in clients:
+            assert client.newest() == 0
+        until(lambda: len(server._idle) == 3)
+        ends = {client._idle[0][1].sock.getsockname() for client in clients[1:]}
+        clients.append(PeerClient(address, SECRET, 1))
+        assert clients[3].newest() == 0
+        assert {client._idle[0][1].sock.getsockname() for client in clients[1:3]} == ends
+        for client in clients[1:3]:
+            assert client.newest() == 0
+        assert {client._idle[0][1].sock.getsockname() for client in clients[1:3]} == ends
+        assert clients[0].newest() == 0
+        assert server.refusals.totals() == {}, "these are no strangers"
     finally:
         server.close()
 

@@ -74,7 +74,9 @@ class LineReader:
         Raises OSError for what the socket does, ValueError for a line that is too long.
         """
         fds: list[int] = []
-        while (end := self._rest.find(b"\n")) < 0:
+        looked = 0  # so far there is none
+        while (end := self._rest.find(b"\n", looked)) < 0:
+            looked = len(self._rest)
             if len(self._rest) > LINE_LIMIT:
                 raise ValueError("the line is too long")
             data, new, _, _ = socket.recv_fds(self._connection, CHUNK, DESCRIPTORS)

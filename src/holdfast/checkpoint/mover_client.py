@@ -320,9 +320,9 @@ class MoverClient:
         """The answer over a connection, over a new one for None; None where it ended before. Raises
         ConnectionError where an open one was cut, else MoverGoneError."""
         was_open = connection is not None
-        connection = connection or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         received = None
         try:
+            connection = connection or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.settimeout(timeout)
             if not was_open:
                 connection.connect(self.socket_path)
@@ -333,10 +333,10 @@ class MoverClient:
                 raise
             raise MoverGoneError(f"the mover does not answer: {error}") from error
         finally:
-            if received is None:
-                connection.close()
-            else:
+            if received is not None and connection is not None:
                 self._idle.append(connection)
+            elif connection is not None:
+                connection.close()
         return received
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from holdfast.checkpoint.peer_wire import PeerClient
-from holdfast.errors import HoldfastError
+from holdfast.errors import FencedError, HoldfastError
 from holdfast.wire.auth import Aim
 from holdfast.wire.secret import Secret
 
@@ -51,11 +52,13 @@ class Offerers:
         self._secret = secret
         self._lock = threading.Lock()
         self._known: OrderedDict[str, Offerer] = OrderedDict()  # by address, the latest last
+        self._all: weakref.WeakSet[PeerClient] = weakref.WeakSet()  # replaced, but still in use
         self._closed = False
 
     def at(self, address: str, generation: int, run: str) -> Offerer:
         """Whoever offers from "host:port", to be asked as one of a generation of a run. Raises
-        HoldfastError after `close`, ValueError for an address of another form."""
+        FencedError where it has offered in a newer one, HoldfastError after `close`, ValueError for
+        an address of another form."""
         gone: list[PeerClient] = []
         with self._lock:
             if self._closed:
@@ -64,6 +67,8 @@ class Offerers:
             if found is None:
                 aim = Aim(time.time)
                 found = Offerer(self._client(address, generation, run, aim))
+            elif found.client.run == run and found.client.generation > generation:
+                raise FencedError(f"{address} has offered in generation {found.client.generation}")
             elif (found.client.generation, found.client.run) != (generation, run):
                 gone.append(found.client)
                 client = self._client(address, generation, run, found.client.aim)
@@ -79,10 +84,14 @@ class Offerers:
     def close(self) -> None:
         """End what is under way."""
         with self._lock:
-            self._closed, known = True, list(self._known.values())
+            self._closed, clients = True, list(self._all)
             self._known.clear()
-        for offerer in known:
-            offerer.client.abort()
+        for client in clients:
+            client.abort()
 
     def _client(self, address: str, generation: int, run: str, aim: Aim) -> PeerClient:
-        return PeerClient(address, self._secret, generation, run, timeout=SILENCE_SECONDS, aim=aim)
+        client = PeerClient(
+            address, self._secret, generation, run, timeout=SILENCE_SECONDS, aim=aim
+        )
+        self._all.add(client)
+        return client

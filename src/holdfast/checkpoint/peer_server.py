@@ -128,6 +128,7 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self._most, self._patience = connections, patience
         self._open: dict[socket.socket, bool] = {}  # oldest first; whether it has proven itself
         self._since: dict[socket.socket, float] = {}  # when it came
+        self._idle: dict[socket.socket, None] = {}  # proven, and nothing asked; the longest first
         self._lock = threading.Lock()
         self._newest = 0
         self._run, self._bound = run, run is not None
@@ -170,9 +171,11 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
             self._open[request], self._since[request] = False, time.monotonic()
-            crowd = [*self._strangers(), *self._open]
+            strangers = [one for one in self._strangers() if one is not request]
+            crowd = [*strangers, *self._idle, request, *self._open]
             while len(self._open) > self._most:
-                self.refusals.count(PEERS, "crowded")
+                if crowd[0] not in self._idle:  # of ours, who comes again when it is needed
+                    self.refusals.count(PEERS, "crowded")
                 self._cut(crowd.pop(0))
         super().process_request(request, client_address)
 
@@ -189,6 +192,7 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         with self._lock:
             self._open.pop(request, None)
             self._since.pop(request, None)
+            self._idle.pop(request, None)
         super().shutdown_request(request)
 
     def _strangers(self) -> list[socket.socket]:
@@ -198,10 +202,18 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         with self._lock:
             if connection in self._open:
                 self._open[connection] = True
+                self._idle.pop(connection, None)
+
+    def served(self, connection: socket.socket) -> None:
+        """Nothing is under way over a connection that has proven itself."""
+        with self._lock:
+            if self._open.get(connection):
+                self._idle[connection] = None
 
     def _cut(self, connection: socket.socket) -> None:
         if self._open.pop(connection, None) is not None:
             self._since.pop(connection, None)
+            self._idle.pop(connection, None)
             try:
                 connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
             except OSError:
@@ -226,6 +238,7 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_one_request(self) -> None:
         cast(_Bounded, self.rfile).left = HEAD_BYTES
         super().handle_one_request()
+        self.server.served(self.connection)
 
     def do_GET(self) -> None:
         if self._length() != 0:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import socket
 import threading
 import time
@@ -40,7 +41,9 @@ ANSWER_LIMIT = 1 << 30
 """Bytes of an answer in JSON at most: the inventory of a large run."""
 
 CONNECT_SECONDS = 5.0
-"""A machine that is there takes a connection within this time."""
+"""A machine that is there takes a connection within this time, and acknowledges what is sent."""
+KEPT_SECONDS = 50.0
+"""A connection that was idle for so long is not used again: the listener is about to close it."""
 
 OK, REFUSED, UNKNOWN, MISSING, FENCED, TOO_LONG, FAILED = 200, 400, 401, 404, 409, 413, 500
 
@@ -80,7 +83,7 @@ class PeerClient:
         self._host, self._port = split_address(address)
         self._secret = secret
         self._timeout = timeout
-        self._idle: list[http.client.HTTPConnection] = []
+        self._idle: list[tuple[float, http.client.HTTPConnection]] = []  # since when
         self._busy: set[http.client.HTTPConnection] = set()
         self._closed = self._aborted = False
         self._lock = threading.Lock()
@@ -138,9 +141,7 @@ class PeerClient:
         """Keep no connection open any more: what is under way ends, and its connection with it."""
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+        self._close_idle()
 
     def abort(self) -> None:
         """End what is under way, in other threads, and refuse anything more."""
@@ -208,6 +209,7 @@ class PeerClient:
                 response = connection.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 self._drop(connection)
+                self._close_idle()  # they are likely to be as dead
                 if not fresh and not isinstance(error, TimeoutError):
                     continue
                 raise PeerError(f"{self.address} does not answer: {_words(error)}") from error
@@ -257,7 +259,7 @@ class PeerClient:
     def _connection(self, fresh: bool, timeout: float) -> http.client.HTTPConnection:
         """An idle connection, else a new one. Raises PeerError."""
         with self._lock:
-            found = self._idle.pop() if self._idle and not fresh else None
+            _, found = self._idle.pop() if self._idle and not fresh else (0.0, None)
         if found is not None and found.sock is not None:
             found.sock.settimeout(timeout)
             return found
@@ -270,19 +272,28 @@ class PeerClient:
         except OSError as error:
             connection.close()
             raise PeerError(f"{self.address} cannot be reached: {_words(error)}") from error
-        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _watched(connection.sock)
         return connection
 
     def _keep(
         self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
     ) -> None:
+        now = time.monotonic()
         with self._lock:
             kept = not (self._closed or response.will_close) and response.isclosed()
             if kept:
                 self._busy.discard(connection)
-                self._idle.append(connection)
+                self._idle.append((now, connection))
+        self._close_idle(now - KEPT_SECONDS)
         if not kept:
             self._drop(connection)
+
+    def _close_idle(self, before: float = math.inf) -> None:
+        with self._lock:
+            gone = [connection for since, connection in self._idle if since < before]
+            self._idle = [one for one in self._idle if one[0] >= before]
+        for connection in gone:
+            connection.close()
 
     def _begin(self, connection: http.client.HTTPConnection) -> None:
         with self._lock:
@@ -294,6 +305,18 @@ class PeerClient:
         with self._lock:
             self._busy.discard(connection)
         connection.close()
+
+
+def _watched(sock: socket.socket) -> None:
+    """A machine that has vanished sends no reset: over a connection that was open before, it is
+    missed as soon as over a new one."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        milliseconds = int(1000 * CONNECT_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(CONNECT_SECONDS))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(CONNECT_SECONDS))
 
 
 def identity(config_hash: str, dataset_version: str) -> str:

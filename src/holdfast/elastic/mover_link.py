@@ -153,14 +153,13 @@ class MoverLink:
         self._said = _Said(topology, start, newest, machines, tuple(sources))
         if self._pump is None:
             self._heard = time.monotonic()  # nobody has listened for a while
-        else:
-            self._pump.cancel()  # its last question is answered by `expect`, and asked no more
         try:
             await self._tell(self._said)
             await self.drain(topology.generation)  # rejected checkpoints, before the workers start
         finally:  # one that does not answer is listened to all the same: so it is replaced
-            client = MoverClient(self.socket_path, self._secret, topology.generation)
-            self._pump = asyncio.create_task(self._listen(client))
+            if self._pump is None or self._pump.done():
+                client = MoverClient(self.socket_path, self._secret, topology.generation)
+                self._pump = asyncio.create_task(self._listen(client))
 
     async def follow(self, machines: Sequence[Peer]) -> None:
         """The mover of another node of the running generation listens elsewhere now. Raises as

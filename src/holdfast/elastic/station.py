@@ -195,6 +195,11 @@ class Station:
             return
         self._become(Stage.BROKEN, cause=str(error))
 
+    def _told(self, task: asyncio.Task[None]) -> None:
+        """The workers train without what the mover could not be told."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._say(f"a fault of this node's agent, which told its mover: {error!r}")
+
     # --- one generation -------------------------------------------------------------------------
     async def _run(
         self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]
@@ -240,7 +245,7 @@ class Station:
         )  # fmt: skip
         if came_from is not None:
             self._telling = asyncio.create_task(self._tell_behind(generation, tell_mover))
-            self._telling.add_done_callback(self._looked_at)
+            self._telling.add_done_callback(self._told)
         await beginning
         if not ranks:
             self._become(Stage.WORKING)
