@@ -51,7 +51,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/lint-imports --no-logo
 
 pytest: $(VENV)/.installed-dev
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) -m 'not slow'
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow'
 
 campaign: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slow
@@ -66,7 +66,7 @@ rotten: $(VENV)/.installed-dev
 
 # Another release of torch gets an environment of its own and every other constraint.
 test-torch: $(VENV)-torch$(TORCH)/.installed
-	$(ONE_THREAD) $(VENV)-torch$(TORCH)/bin/python -m pytest -n $(JOBS) -m 'not slow'
+	$(ONE_THREAD) $(VENV)-torch$(TORCH)/bin/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow'
 
 $(VENV)-torch$(TORCH)/.installed: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)

@@ -18,7 +18,6 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Any, Protocol
 
 from holdfast.elastic.ending import EndedError
@@ -105,6 +104,7 @@ class Coordinator:
         self.sent_away: set[str] = set()  # who is to leave the run, once the others work without it
         self._rules, self._make, self._changed, self._complain = rules, make, changed, complain
         self._loop = asyncio.get_running_loop()
+        self._ticked = self._loop.time()
         self._begin: dict[str, Any] | None = None  # what the nodes begin from; see `_answer`
         self._inbox: list[Report] = []
         self._waiting: dict[str, tuple[asyncio.Future[None], Directive, bool]] = {}
@@ -139,7 +139,7 @@ class Coordinator:
 
     def look(self) -> None:
         """Something that the rules depend on has changed."""
-        self._set(membership.tick(self.reign, self._now, self._rules))
+        self._tick()
         self._news.set()
 
     def fence(self) -> None:
@@ -375,18 +375,27 @@ class Coordinator:
         """Until there is a newer term, or nothing left to do."""
         while self.reign.phase not in OVER:
             self._news.clear()
-            self._set(membership.tick(self.reign, self._now, self._rules))
+            self._tick()
             idle = self._seeking is None or self._seeking.done()
             if self.reign.phase in UNSETTLED and idle:
                 self._seeking = asyncio.create_task(self._look_for_dead())
             if self.reign.opening is not None:
                 await self._open(*self.reign.opening)
+                self._ticked = self._now
                 continue
             if not self._news.is_set():
                 due = membership.deadline(self.reign, self._rules, self._now)
-                wait = None if due == inf else max(0.01, due - self._now + 0.001)
+                wait = max(0.01, min(due - self._now + 0.001, self._rules.lost_after / 6))
                 await within(self._news, wait)
         return self.reign
+
+    def _tick(self) -> None:
+        """Time has passed: more than it should, where this process was stopped for a while."""
+        now = self._now
+        if now - self._ticked > self._rules.lost_after / 3:
+            self._set(membership.overslept(self.reign, now, self._rules))
+        self._ticked = now
+        self._set(membership.tick(self.reign, now, self._rules))
 
     async def all_told(self, but: str) -> None:
         """Until every node but one knows that the run is over."""

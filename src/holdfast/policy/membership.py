@@ -210,6 +210,12 @@ def doubted(reign: Reign, name: str, now: float, rules: Rules) -> Reign:
     return reign.put(replace(node, heard=min(node.heard, now - rules.lost_after * 2 / 3)))
 
 
+def overslept(reign: Reign, now: float, rules: Rules) -> Reign:
+    """Whoever judges stood still himself and heard nobody: each has a third of his time left."""
+    since = now - rules.lost_after * 2 / 3
+    return replace(reign, nodes=tuple(replace(n, heard=max(n.heard, since)) for n in reign.nodes))
+
+
 def ban(reign: Reign, name: str, reason: str, now: float, rules: Rules) -> Reign:
     """A node is sick, or slows all others down: it is left out until a new term."""
     node = reign.node(name)

@@ -79,9 +79,11 @@ def _everything(at: Scene, node: str) -> Deed:
 
 
 def _workers(at: Scene, node: str) -> Deed:
-    for each in at.fleet.alive:
-        for pid in at.fleet.workers(each):
-            _signal(pid, signal.SIGKILL)
+    pids = [pid for each in at.fleet.alive for pid in at.fleet.workers(each)]
+    if not pids:
+        raise NotNowError("there is no worker")
+    for pid in pids:
+        _signal(pid, signal.SIGKILL)
     return Deed("all workers")
 
 
@@ -165,7 +167,7 @@ def _notice_kill(at: Scene, node: str) -> Deed:
 
 def _zombie(at: Scene, node: str) -> Deed:
     at.fleet.signal(node, signal.SIGSTOP)
-    seconds = 3 * at.beat + at.away
+    seconds = 10 * at.beat + at.away  # also where it leads: another leader is chosen first
     return Deed(f"all processes of {node}", lambda: at.fleet.signal(node, signal.SIGCONT), seconds)
 
 

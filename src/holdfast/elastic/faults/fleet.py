@@ -65,18 +65,16 @@ class Fleet:
         """The process id of an agent's mover or template."""
         with suppress(psutil.Error, KeyError):
             for child in psutil.Process(self.pid(node)).children():
-                if MODULES[what] in child.cmdline():
+                if _runs(child, MODULES[what]) and (what != "template" or not _forked(child)):
                     return int(child.pid)
         return None
 
     def workers(self, node: str) -> list[int]:
         """Those who were forked from the node's template, standbys too."""
         with suppress(psutil.Error, KeyError):
-            agent = psutil.Process(self.pid(node))
-            template, module = self.child(node, "template"), MODULES["template"]
             return [
-                child.pid for child in agent.children(recursive=True)
-                if child.pid != template and module in child.cmdline()
+                child.pid for child in psutil.Process(self.pid(node)).children(recursive=True)
+                if _runs(child, MODULES["template"]) and _forked(child)
             ]  # fmt: skip
         return []
 
@@ -148,3 +146,18 @@ class Fleet:
 def _end_with_starter() -> None:
     """In the child, before the command: Linux kills it when its starter ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
+    """One that has just ended (a template that was killed a moment ago) runs nothing."""
+    with suppress(psutil.Error):
+        return module in process.cmdline()
+    return False
+
+
+def _forked(process: psutil.Process) -> bool:
+    """Of those that run the template's module: whether it is a worker or a standby. When their
+    template is gone, they are the agent's own children; the template leads a session."""
+    with suppress(OSError):
+        return os.getsid(process.pid) != process.pid
+    return True

@@ -1,0 +1,40 @@
+"""A coordinator whose process stood still heard nobody meanwhile, and blames nobody for that."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from holdfast.elastic.coordinator import Coordinator
+from holdfast.policy import membership
+from holdfast.policy.membership import Node, Rules
+
+LOST_AFTER = 1.5
+
+
+async def _no_generation(reign: Any, generation: int, names: Any, known: Any) -> dict[str, Any]:
+    raise AssertionError("none is to be made")
+
+
+async def _asleep() -> tuple[list[str], list[str]]:
+    """Who is there when it wakes, and when those who are silent have had their time."""
+    loop = asyncio.get_running_loop()
+    rules = Rules(lambda nodes: (), lost_after=LOST_AFTER, gather=1000.0)
+    nodes = [Node(name, name, 1, 0.0, 0.0) for name in "ab"]
+    reign = membership.begin(1, loop.time(), 1, nodes)
+    coordinator = Coordinator(reign, rules, _no_generation)
+    running = asyncio.create_task(coordinator.run())
+    await asyncio.sleep(0.05)
+    time.sleep(1.5 * LOST_AFTER)  # nothing of this process runs: it was stopped
+    await asyncio.sleep(0.05)
+    then = [node.name for node in coordinator.reign.nodes]
+    async with asyncio.timeout(60):
+        while coordinator.reign.nodes:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    return then, [node.name for node in coordinator.reign.nodes]
+
+
+def test_who_was_not_heard_while_the_coordinator_slept_is_given_time() -> None:
+    assert asyncio.run(_asleep()) == (["a", "b"], [])
