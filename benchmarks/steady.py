@@ -11,6 +11,8 @@ socket into warm memory and a hash there. So neither neighbours nor the age of t
     blocked ms   of a step's time, in the training thread, for tiers: median, and the worst rank's
     added        wall of on over off, paired by rounds; CPU ms a step of all processes (workers,
                  movers, agents) more than off, of the bare work likewise, and their ratio
+    request      what one costs that does nothing; a step needs eight of them at least: on each node
+                 a capture is announced, offered, read and told of
     agents       CPU of both agents, heartbeats and journal and all, as a share of the whole run's
 
 The commit is no part of the difference: its vote rides with the norm that clipping needs anyway.
@@ -34,6 +36,7 @@ import psutil
 
 from benchmarks.paired import Estimate, estimate
 from benchmarks.recovering.ours import ROOT, environment, prepare
+from benchmarks.steadying import requests
 from benchmarks.steadying.worker import KINDS, LINES, STRETCH, kind_of
 
 RUN_FILE = """\
@@ -295,6 +298,7 @@ def main() -> int:
                 print(f"{case:<12} {error}; see {place}.n0", flush=True)
             finally:
                 floor.close()
+    print(f"a signed request that does nothing, both ends: {requests.milliseconds():.2f} ms of CPU")
     return int(failed)
 
 

@@ -231,7 +231,7 @@ def test_a_server_that_is_ill_is_asked_again_and_told_of_once(kube: Kube, illnes
         await until(lambda: len(kube.asked) > asked + 3)
         kube.illness = ""
         _taint(kube, "ToBeDeletedByClusterAutoscaler", value="1")
-        await until(lambda: heard and kube.watching == 1)
+        await until(lambda: heard and kube.watching)
         _taint(kube, "ToBeDeletedByClusterAutoscaler", value="2")
         await until(lambda: len(heard) == 2 and len(said) == 2)
         watch.close()
