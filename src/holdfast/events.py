@@ -305,6 +305,7 @@ class CheckpointCommitted(Event):
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
     reason: str
+    generation: int = 0  # that captured it; a newer one than that made it fail, where it is older
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from holdfast.config.run import RunConfig
 from holdfast.elastic.notices import Notice, Notices, Pending
 from holdfast.events import (
     CheckpointCommitted,
+    CheckpointFailed,
     EmergencyPlanned,
     Event,
     GenerationStarted,
@@ -19,6 +20,7 @@ from holdfast.events import (
     SnapshotKept,
 )
 from holdfast.layout import Layout, place
+from holdfast.policy.tiers import DISK
 
 PEER = {"name": "stage", "address": "127.0.0.1:7600"}
 MODEL = {"preset": None, "layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "ffn_dim": 16,
@@ -35,8 +37,8 @@ class World:
         self.said: list[str] = []
         self.notices = Notices(config, self.events.append, self.said.append)
 
-    def saw(self, event: Event) -> None:
-        self.notices.observe(Record(1, "mover", 0, 1e9, event))
+    def saw(self, event: Event, generation: int = 1) -> None:
+        self.notices.observe(Record(generation, "mover", 0, 1e9, event))
 
     def hear(self, *nodes: str, seconds: float = 30.0, leave: bool = False) -> tuple[int, ...]:
         notice = Notice(seconds, nodes, leave)
@@ -78,6 +80,20 @@ def test_what_cannot_be_done_in_time_is_tried_all_the_same() -> None:
     assert "nothing can be complete in time" in world.said[0]
     assert world.notices.answer(0)["brief"] is False  # durably, as there is no peer
     assert asyncio.run(world.notices.not_kept(7)) is None
+
+
+def test_a_save_that_a_new_generation_cut_off_is_asked_for_until_there_is_one() -> None:
+    world = World(peers=[PEER])
+    world.saw(CheckpointFailed("the disk is full", 4, step=8), generation=4)
+    world.saw(CheckpointFailed("an older agent does not say which", step=8), generation=4)
+    assert world.notices.answer(0)["request"] == 0, "that is no better in another step"
+    world.saw(CheckpointFailed("generation 5 has begun", 4, step=10), generation=5)
+    told = world.notices.answer(0)
+    assert (told["request"], told["into"]) == (1, [DISK])
+    world.saw(CheckpointCommitted("k", 1, 0.1, step=8), generation=5)
+    assert world.notices.answer(0)["into"] == [DISK], "an older one does not make it good"
+    world.saw(CheckpointCommitted("k", 1, 0.1, step=11), generation=5)
+    assert world.notices.answer(0)["into"] == []
 
 
 def test_a_run_that_leaves_with_a_snapshot_waits_until_a_peer_has_it() -> None:

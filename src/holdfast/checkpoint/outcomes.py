@@ -82,7 +82,7 @@ class Outcomes:
             self._reasons[save] = reason
             self._forget()
             if tell:
-                self._put(CheckpointFailed(reason, step=save[1]))
+                self._put(CheckpointFailed(reason, save[0], step=save[1]))
             self._change.notify_all()
         for listener in self.failing if tell else ():
             listener(save, reason)

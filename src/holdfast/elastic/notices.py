@@ -11,6 +11,8 @@ each tier `policy/emergency.py` picks what will be complete in time:
                       a snapshot for peers instead ("brief"), and the agent waits until they have it
 
 Where nothing would be complete the quickest is tried all the same: a bandwidth is a guess, too.
+
+In the same way a durable save is asked for that a change of generation has cut off.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from typing import Any
 
 from holdfast.config.run import RunConfig
 from holdfast.events import (
+    CheckpointCommitted,
+    CheckpointFailed,
     EmergencyPlanned,
     Event,
     GenerationStarted,
@@ -96,6 +100,7 @@ class Notices:
         self._deadline: float | None = None
         self._brief = False
         self._kept = -1  # the newest step of this generation that a peer has
+        self._owed: int | None = None  # the step of a durable save that a new generation cut off
         self._news = asyncio.Event()
 
     # --- what is done about it ------------------------------------------------------------------
@@ -169,6 +174,22 @@ class Notices:
         elif isinstance(record.event, SnapshotKept):
             self._kept = max(self._kept, record.event.step)
             self._news.set()
+        elif isinstance(record.event, CheckpointFailed):
+            if 0 < record.event.generation < record.generation:
+                self._owe(record.event.step)
+        elif isinstance(record.event, CheckpointCommitted):
+            self._made_good(record.event.step)
+
+    def _made_good(self, step: int) -> None:
+        if self._owed is not None and step >= self._owed:
+            self._owed, self._into = None, ()
+
+    def _owe(self, step: int) -> None:
+        """Whoever was to write a save of an older generation may not any more. The present one
+        makes it good at once: where nodes come and go, the next that is due may be cut off too."""
+        self._owed = step
+        self._request += 1
+        self._into = tuple(dict.fromkeys((*self._into, DISK)))
 
     async def not_kept(self, step: int) -> str | None:
         """Where the run leaves with a snapshot for peers: why none has the state after `step`, or

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.checkpoint.restore import listing
 from holdfast.elastic.faults.armed import RECOVERY, Armoury, Order
 from holdfast.elastic.faults.deeds import DEEDS, Deed, NotNowError, Scene
 from holdfast.elastic.faults.library import FAULTS, Part
@@ -174,6 +175,10 @@ class Disturbance:
             return f"it needs {draw.fault.nodes} nodes, and {len(alive)} take part"
         if self.view.world < draw.fault.ranks:
             return f"it needs {draw.fault.ranks} ranks, and there are {self.view.world}"
+        deeds = [part.deed for part in draw.fault.parts]
+        last = "everything" in deeds or (deeds.count("agent") > 1 and self._shape.shared)
+        if last and not listing(FolderStore(self._scene.real)):
+            return "whoever holds a part may go with all of it, and there is no checkpoint yet"
         return None
 
     def _reject(self, number: int, draw: Draw, why: str) -> None:
