@@ -7,11 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
 
+from holdfast.checkpoint import peer_wire
 from holdfast.checkpoint.budget import Budget
 from holdfast.checkpoint.peer_keep import Keeper
 from holdfast.checkpoint.peer_server import BODY_LIMIT, HEAD_BYTES, PeerServer, name_of
@@ -53,6 +54,21 @@ def offer(nodes: tuple[Node, Node]) -> dict[str, Any]:
         "ranks": [0],
         "plan": {"topology": topology(2).to_json(), "table": [s.to_json() for s in TABLE]},
     }  # fmt: skip
+
+
+@contextmanager
+def listening(**settings: Any) -> Iterator[tuple[PeerServer, str]]:
+    """A listener of this process, and its address."""
+    shelf = Shelf()
+    server = PeerServer(
+        socket.create_server(("127.0.0.1", 0)), SECRET, shelf, Keeper(shelf, SECRET, 0),
+        Budget(0, time.monotonic, lambda seconds: False), None, **settings,
+    )  # fmt: skip
+    server.start()
+    try:
+        yield server, f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.close()
 
 
 def connect(node: Node) -> socket.socket:
@@ -191,14 +207,7 @@ def test_a_head_has_a_bound(nodes: tuple[Node, Node]) -> None:
 
 def test_whoever_proves_nothing_is_cut_in_time(nodes: tuple[Node, Node]) -> None:
     """Also one that sends a byte now and then; a connection that has proven itself stays."""
-    shelf = Shelf()
-    server = PeerServer(
-        socket.create_server(("127.0.0.1", 0)), SECRET, shelf, Keeper(shelf, SECRET, 0),
-        Budget(0, time.monotonic, lambda seconds: False), None, patience=1.0,
-    )  # fmt: skip
-    server.start()
-    address = f"127.0.0.1:{server.server_address[1]}"
-    try:
+    with listening(patience=1.0) as (server, address):
         client = PeerClient(address, SECRET, 1)
         assert client.inventory()["snapshots"] == []
         with closing(socket.create_connection(server.server_address, 10)) as dripping:
@@ -217,21 +226,26 @@ def test_whoever_proves_nothing_is_cut_in_time(nodes: tuple[Node, Node]) -> None
         held = client._idle[0][1].sock
         assert client.inventory()["snapshots"] == []
         assert client._idle[0][1].sock is held
-    finally:
-        server.close()
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with listening() as (_, address):
+        client = PeerClient(address, SECRET, 1)
+        ends = []
+        for kept in (50.0, 50.0, 0.0):
+            monkeypatch.setattr(peer_wire, "KEPT_SECONDS", kept)
+            client.newest()
+            ((_, connection),) = client._idle
+            ends.append(connection.sock.getsockname())
+    assert ends[0] == ends[1] != ends[2]
 
 
 def test_a_newcomer_takes_the_place_of_one_that_asks_nothing() -> None:
     """Connections stay open from step to step: when all places are taken by such, the one that
     asked nothing for longest is cut, and comes again by itself."""
-    shelf = Shelf()
-    server = PeerServer(
-        socket.create_server(("127.0.0.1", 0)), SECRET, shelf, Keeper(shelf, SECRET, 0),
-        Budget(0, time.monotonic, lambda seconds: False), None, connections=3,
-    )  # fmt: skip
-    server.start()
-    address = f"127.0.0.1:{server.server_address[1]}"
-    try:
+    with listening(connections=3) as (server, address):
         clients = [PeerClient(address, SECRET, 1) for _ in range(3)]
         for client in clients:
             assert client.newest() == 0
@@ -245,8 +259,6 @@ def test_a_newcomer_takes_the_place_of_one_that_asks_nothing() -> None:
         assert {client._idle[0][1].sock.getsockname() for client in clients[1:3]} == ends
         assert clients[0].newest() == 0
         assert server.refusals.totals() == {}, "these are no strangers"
-    finally:
-        server.close()
 
 
 def test_too_long_a_body_is_refused_unread(nodes: tuple[Node, Node]) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from holdfast.checkpoint.peer_wire import PeerClient
 from holdfast.errors import FencedError, HoldfastError
@@ -35,7 +35,7 @@ class Offerer:
     """One address. Several pulls may share it."""
 
     client: PeerClient
-    room: int = field(default=0)  # bytes that the next request may ask for; 0: one extent
+    room: int = 0  # bytes that the next request may ask for; 0: one extent
 
     def took(self, seconds: float, nbytes: int) -> None:
         """A request for so many bytes has been answered in so long."""
@@ -52,7 +52,9 @@ class Offerers:
         self._secret = secret
         self._lock = threading.Lock()
         self._known: OrderedDict[str, Offerer] = OrderedDict()  # by address, the latest last
-        self._all: weakref.WeakSet[PeerClient] = weakref.WeakSet()  # replaced, but still in use
+        self._all: weakref.WeakSet[PeerClient] = (
+            weakref.WeakSet()
+        )  # also replaced ones, while in use
         self._closed = False
 
     def at(self, address: str, generation: int, run: str) -> Offerer:

@@ -258,6 +258,7 @@ class PeerClient:
 
     def _connection(self, fresh: bool, timeout: float) -> http.client.HTTPConnection:
         """An idle connection, else a new one. Raises PeerError."""
+        self._close_idle(time.monotonic() - KEPT_SECONDS)
         with self._lock:
             _, found = self._idle.pop() if self._idle and not fresh else (0.0, None)
         if found is not None and found.sock is not None:
@@ -278,13 +279,11 @@ class PeerClient:
     def _keep(
         self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
     ) -> None:
-        now = time.monotonic()
         with self._lock:
             kept = not (self._closed or response.will_close) and response.isclosed()
             if kept:
                 self._busy.discard(connection)
-                self._idle.append((now, connection))
-        self._close_idle(now - KEPT_SECONDS)
+                self._idle.append((time.monotonic(), connection))
         if not kept:
             self._drop(connection)
 

@@ -151,7 +151,7 @@ class MoverLink:
         Raises MoverGoneError, FencedError.
         """
         self._said = _Said(topology, start, newest, machines, tuple(sources))
-        if self._pump is None:
+        if self._pump is None or self._pump.done():
             self._heard = time.monotonic()  # nobody has listened for a while
         try:
             await self._tell(self._said)

@@ -9,7 +9,7 @@ and he does not. Three signs, the surest first:
     behind    it is heard, and gets no further, while most of the others are further and wait
 
 Where all are heard and wait, nobody is named: all are told to stop, and who does not is the one.
-One that works alone is told so after ten times as long at least.
+One that works alone is told so after ten times the limit of a usual step.
 
 What is long follows the step time: three normal steps and a second. Where a worker runs, the
 seconds of processor that it had are counted instead: a load on all cores keeps it from working, but
