@@ -386,7 +386,11 @@ def test_a_secret_that_somebody_else_wrote_is_refused(tmp_path: Path) -> None:
         read_secret(path)
 
 
-def test_an_endless_answer_fills_nobodys_memory() -> None:
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [(b"", "how long it is"), (b"content-length: 1000000000000\r\n", "too long")],
+)
+def test_an_endless_answer_fills_nobodys_memory(length: bytes, said: str) -> None:
     """Whoever has the port now sends and sends."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -395,13 +399,13 @@ def test_an_endless_answer_fills_nobodys_memory() -> None:
                 connection, _ = server.accept()
                 with connection:
                     connection.recv(65536)
-                    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                    connection.sendall(b"HTTP/1.1 200 OK\r\n%b\r\n" % length)
                     while select.select([], [connection], [], DEADLINE)[1]:
                         connection.sendall(bytes(1 << 20))
 
         thread = threading.Thread(target=flood, daemon=True)
         thread.start()
         client = Client(f"127.0.0.1:{server.getsockname()[1]}", Secret(b"c" * 32), 1)
-        with pytest.raises(HoldfastError, match="too long"):
+        with pytest.raises(HoldfastError, match=said):
             client.post("/term", {})
         thread.join(DEADLINE)

@@ -15,7 +15,7 @@ import pytest
 from holdfast.checkpoint import peer_wire
 from holdfast.checkpoint.budget import Budget
 from holdfast.checkpoint.peer_keep import Keeper
-from holdfast.checkpoint.peer_server import BODY_LIMIT, HEAD_BYTES, PeerServer, name_of
+from holdfast.checkpoint.peer_server import BODY_LIMIT, PeerServer, name_of
 from holdfast.checkpoint.peer_source import PeerSource
 from holdfast.checkpoint.peer_wire import (
     INVENTORY,
@@ -27,6 +27,7 @@ from holdfast.checkpoint.snapshots import Shelf
 from holdfast.errors import FencedError
 from holdfast.spec.manifest import Part, blob_key, commit_key, writer_name
 from holdfast.wire.auth import AuthError, headers_of, sha256, sign, stated
+from holdfast.wire.exchange import HEAD_BYTES
 from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
 from tests.checkpoint.peers import SECRET, TABLE, Node, topology, until

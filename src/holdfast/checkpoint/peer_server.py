@@ -24,9 +24,8 @@ import socketserver
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
-from io import BufferedIOBase
-from typing import Any, Protocol, cast
+from http import HTTPStatus
+from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
 from holdfast.checkpoint.budget import Budget
@@ -60,6 +59,7 @@ from holdfast.wire.auth import (
     sign_answer,
     stated,
 )
+from holdfast.wire.exchange import Incoming, Request, parse_request
 from holdfast.wire.refusals import PEERS, Reason, Refusals
 from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
@@ -67,8 +67,6 @@ from holdfast.wire.secret import Secret
 CONNECTIONS = 64
 PROOF_SECONDS = 10.0
 """A connection that has proven nothing for so long is cut."""
-HEAD_BYTES = 16 << 10
-"""A request's head at most; ours have less than one KiB."""
 IDLE_SECONDS = 60.0
 STALL_SECONDS = 20.0
 """A receiver that takes nothing for so long is given up."""
@@ -223,24 +221,34 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """A broken connection is no news."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(socketserver.BaseRequestHandler):
     """One connection."""
 
-    protocol_version = "HTTP/1.1"
-    timeout = IDLE_SECONDS
-    disable_nagle_algorithm = True
     server: PeerServer
+    request: socket.socket
+    _asked: Request
 
-    def setup(self) -> None:
-        super().setup()
-        self.rfile = cast(BufferedIOBase, _Bounded(self.rfile))
+    def handle(self) -> None:
+        self.request.settimeout(IDLE_SECONDS)
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._incoming, self._over = Incoming(self.request), False
+        while not self._over and (head := self._incoming.head()):
+            try:
+                self._asked = parse_request(head)
+            except ValueError:  # who does so is told no more than others are
+                self._refuse(REFUSED, "not ours")
+                return
+            self._over = not self._asked.keep
+            match self._asked.method:
+                case "GET":
+                    self._get()
+                case "POST":
+                    self._post()
+                case _:
+                    self._refuse(HTTPStatus.NOT_IMPLEMENTED, "not ours")
+            self.server.served(self.request)
 
-    def handle_one_request(self) -> None:
-        cast(_Bounded, self.rfile).left = HEAD_BYTES
-        super().handle_one_request()
-        self.server.served(self.connection)
-
-    def do_GET(self) -> None:
+    def _get(self) -> None:
         if self._length() != 0:
             self._refuse(REFUSED, "malformed")
             return
@@ -248,43 +256,36 @@ class _Handler(BaseHTTPRequestHandler):
         if proof is not None:
             self._serve(proof, b"")
 
-    def do_POST(self) -> None:
-        length, digest = self._length(), self.headers.get(BODY, "")
+    def _post(self) -> None:
+        length, digest = self._length(), self._asked.headers.get(BODY, "")
         if length is None or length > BODY_LIMIT:
             self._refuse(TOO_LONG, "malformed" if length is None else "too long")
             return
         proof = self._proof(stated(length, digest))
         if proof is None:
             return
-        body = self.rfile.read(length)
-        if len(body) != length or (body and sha256(body) != digest):
+        body = self._incoming.read(length)
+        if body and sha256(body) != digest:
             self._refuse(UNKNOWN, "wrong proof")
             return
         self._serve(proof, body)
 
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the base class finds no request of HTTP: it is told no more than others are."""
-        self.request_version = self.protocol_version
-        self._refuse(int(code), "not ours")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Strangers do not write into our log."""
-
     def _length(self) -> int | None:
         """Bytes of the body; None where that is not said, or not in one way."""
-        if "transfer-encoding" in self.headers or len(self.headers.get_all(LENGTH, [])) > 1:
+        headers = self._asked.headers
+        if "transfer-encoding" in headers or LENGTH in self._asked.twice:
             return None
-        length = self.headers.get(LENGTH, "" if self.command == "POST" else "0")
+        length = headers.get(LENGTH, "" if self._asked.method == "POST" else "0")
         return int(length) if length.isdecimal() and len(length) < 16 else None
 
     def _proof(self, covered: bytes) -> Proof | None:
         """The proof in the head, checked; None, with the answer given, for whoever has none."""
-        names = [name.lower() for name in self.headers if name.lower().startswith("holdfast-")]
+        asked = self._asked
         try:
-            if len(set(names)) < len(names):
+            if any(name.startswith("holdfast-") for name in asked.twice):
                 raise AuthError("a header of the proof comes twice", "no proof")
-            proof = Proof.from_headers({k.lower(): v for k, v in self.headers.items()})
-            self.server.verifier.check(self.command, self.path, covered, proof)
+            proof = Proof.from_headers(asked.headers)
+            self.server.verifier.check(asked.method, asked.target, covered, proof)
         except MisdirectedError as error:
             if error.fault != "first contact":
                 self.server.refusals.count(PEERS, error.fault)
@@ -293,30 +294,30 @@ class _Handler(BaseHTTPRequestHandler):
         except AuthError as error:
             self._refuse(UNKNOWN, error.fault)
             return None
-        self.server.proven(self.connection)
+        self.server.proven(self.request)
         return proof
 
     def _misdirected(self, proof: Proof, close: bool) -> None:
         """`close`: a body follows, which is not read."""
-        self.close_connection = self.close_connection or close
+        self._over = self._over or close
         self._signed(proof, MISDIRECTED, self.server.verifier.told())
 
     def _refuse(self, status: int, reason: Reason) -> None:
         self.server.refusals.count(PEERS, reason)
-        self.close_connection = True
-        self._head(status, 0, "")
+        self._over = True
+        self.request.sendall(self._head(status, 0, ""))
 
     def _serve(self, proof: Proof, body: bytes) -> None:
         value: dict[str, Any]
         try:
-            parts = urlsplit(self.path)
+            parts = urlsplit(self._asked.target)
             asked = {key: found[-1] for key, found in parse_qs(parts.query).items()}
             if parts.path != NEWEST:
                 self.server.admit(asked.get("run", ""), proof.generation)
-            if (self.command, parts.path) == ("GET", RANGE):
+            if (self._asked.method, parts.path) == ("GET", RANGE):
                 self._range(proof.nonce, asked)
                 return
-            if (self.command, parts.path) == ("GET", NEWEST):
+            if (self._asked.method, parts.path) == ("GET", NEWEST):
                 status, value = OK, {"generation": self.server.newest_of(asked.get("run", ""))}
             else:
                 status, value = OK, self._value(parts.path, proof.generation, body)
@@ -335,21 +336,20 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _signed(self, proof: Proof, status: int, value: dict[str, Any]) -> None:
         content = json.dumps(value, separators=(",", ":")).encode()
-        self._head(status, len(content), sign_answer(self.server.secret, proof.nonce, status,
-                                                     content))  # fmt: skip
-        self.wfile.write(content)
+        digest = sign_answer(self.server.secret, proof.nonce, status, content)
+        self.request.sendall(self._head(status, len(content), digest) + content)
 
     def _value(self, path: str, generation: int, body: bytes) -> dict[str, Any]:
-        if (self.command, path) == ("GET", INVENTORY):
+        if (self._asked.method, path) == ("GET", INVENTORY):
             self.server.settled()
             return inventory(self.server.shelf)
         verb = self.server.receiver.offer if path == OFFER else self.server.verbs.get(path)
-        if self.command == "POST" and verb is not None:
+        if self._asked.method == "POST" and verb is not None:
             value = parsed(body)
             if not isinstance(value, dict):
                 raise ValueError("the body is not a JSON object")
             return verb(generation, value)
-        raise MissingKeyError(f"there is nothing to ask at {self.path[:80]!r}")
+        raise MissingKeyError(f"there is nothing to ask at {self._asked.target[:80]!r}")
 
     # --- bytes ------------------------------------------------------------------------------
     def _range(self, nonce: str, asked: dict[str, str]) -> None:
@@ -358,11 +358,11 @@ class _Handler(BaseHTTPRequestHandler):
         found = self.server.shelf.get(*name_of(asked["key"]))
         if not 0 <= start < stop <= found.header.length:
             raise ValueError(f"bytes [{start}, {stop}) of {found.header.length}")
-        proof = sign_answer(self.server.secret, nonce, OK, self.path.encode())
-        self._head(OK, stop - start, proof, "application/octet-stream")
+        proof = sign_answer(self.server.secret, nonce, OK, self._asked.target.encode())
+        self.request.sendall(self._head(OK, stop - start, proof, "application/octet-stream"))
         if not self._send_slot(found, start, stop, paid=asked.get("use") == COPY):
-            self.close_connection = True
-            self.connection.shutdown(socket.SHUT_RDWR)
+            self._over = True
+            self.request.shutdown(socket.SHUT_RDWR)
 
     def _send_slot(self, found: Snapshot, start: int, stop: int, paid: bool) -> bool:
         """Whether the slot held the snapshot until the last piece had gone."""
@@ -373,46 +373,19 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.budget.take(piece)
             if not found.whole:
                 return False
-            _send_file(self.connection, found.memory.fd, at + start, piece)
+            _send_file(self.request, found.memory.fd, at + start, piece)
             self.server.sent += piece
             start += piece
         return found.whole
 
-    def _head(self, status: int, length: int, proof: str, kind: str = "application/json") -> None:
-        self.send_response_only(status)
-        self.send_header("content-type", kind)
-        self.send_header("content-length", str(length))
+    def _head(self, status: int, length: int, proof: str, kind: str = "application/json") -> bytes:
+        lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"content-type: {kind}",
+                 f"content-length: {length}"]  # fmt: skip
         if proof:
-            self.send_header(PROOF, proof)
-        if self.close_connection:
-            self.send_header("connection", "close")
-        self.end_headers()
-
-
-class _Bounded:
-    """What comes over a connection: lines make up heads, and a head has a bound."""
-
-    def __init__(self, stream: BufferedIOBase) -> None:
-        self._stream = stream
-        self.left = 0  # bytes that the present head may still have
-
-    def readline(self, size: int = -1) -> bytes:
-        line = self._stream.readline(self.left if size < 0 else min(size, self.left))
-        broken = not line.endswith(b"\n") and (line or self.left < HEAD_BYTES)
-        self.left -= len(line)
-        if broken:  # a head that ends without its empty line would pass for a whole one
-            raise ConnectionError("the head of the request is too long, or broke off")
-        return line
-
-    def read(self, size: int) -> bytes:
-        return self._stream.read(size)
-
-    def close(self) -> None:
-        self._stream.close()
-
-    @property
-    def closed(self) -> bool:
-        return self._stream.closed
+            lines.append(f"{PROOF}: {proof}")
+        if self._over:
+            lines.append("connection: close")
+        return "\r\n".join((*lines, "", "")).encode()
 
 
 def inventory(shelf: Shelf) -> dict[str, Any]:

@@ -17,7 +17,6 @@ A copy spends the sender's budget, a restore does not: whoever restores is not t
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
 import socket
@@ -31,6 +30,7 @@ from urllib.parse import urlencode
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.spec.parsing import parsed
 from holdfast.wire.auth import MISDIRECTED, Aim, AuthError, check_answer, headers_of
+from holdfast.wire.exchange import Answer, Link
 from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
 
@@ -83,8 +83,8 @@ class PeerClient:
         self._host, self._port = split_address(address)
         self._secret = secret
         self._timeout = timeout
-        self._idle: list[tuple[float, http.client.HTTPConnection]] = []  # since when
-        self._busy: set[http.client.HTTPConnection] = set()
+        self._idle: list[tuple[float, Link]] = []  # since when
+        self._busy: set[Link] = set()
         self._closed = self._aborted = False
         self._lock = threading.Lock()
 
@@ -120,20 +120,19 @@ class PeerClient:
         due = sum(map(len, outs))
         path = self._path(RANGE, key=key, start=start, stop=start + due, use=use)
 
-        def take(response: http.client.HTTPResponse, nonce: str, proof: str) -> None:
+        def take(answer: Answer, nonce: str, proof: str) -> None:
             check_answer(self._secret, nonce, OK, path.encode(), proof)
-            if response.length != due:
-                raise PeerError(f"{self.address} answers {response.length} of {due} bytes")
+            if answer.length != due:
+                raise PeerError(f"{self.address} answers {answer.length} of {due} bytes")
             done = 0
             for target in outs:
                 at = 0
                 while at < len(target):
-                    count = response.readinto(target[at:])
+                    count = answer.readinto(target[at:])
                     if not count:
                         raise PeerError(f"{self.address} broke off after {done} bytes of {key}")
                     at += count
                     done += count
-            response.read()  # nothing is left: the connection can be used again
 
         self._ask("GET", path, b"", take)
 
@@ -149,9 +148,8 @@ class PeerClient:
             self._aborted = True
             busy = [connection.sock for connection in self._busy]
         for sock in busy:
-            if sock is not None:
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
         self.close()
 
     def _path(self, path: str, **query: object) -> str:
@@ -163,8 +161,8 @@ class PeerClient:
     ) -> dict[str, Any]:
         found: list[bytes] = []
 
-        def take(response: http.client.HTTPResponse, nonce: str, proof: str) -> None:
-            data = response.read(ANSWER_LIMIT)
+        def take(answer: Answer, nonce: str, proof: str) -> None:
+            data = answer.read(ANSWER_LIMIT)
             check_answer(self._secret, nonce, OK, data, proof)
             found.append(data)
 
@@ -180,7 +178,7 @@ class PeerClient:
         method: str,
         path: str,
         body: bytes,
-        take: Callable[[http.client.HTTPResponse, str, str], None],
+        take: Callable[[Answer, str, str], None],
         timeout: float | None = None,
     ) -> None:
         """One request; once more where it was signed for another listener, and so not done."""
@@ -194,7 +192,7 @@ class PeerClient:
         method: str,
         path: str,
         body: bytes,
-        take: Callable[[http.client.HTTPResponse, str, str], None],
+        take: Callable[[Answer, str, str], None],
         timeout: float | None = None,
     ) -> None:
         """One request; where the connection is cut before an answer (it was idle for long, or had
@@ -205,82 +203,64 @@ class PeerClient:
             connection = self._connection(fresh, bound)
             try:
                 self._begin(connection)
-                nonce = self._send(connection, method, path, body)
-                response = connection.getresponse()
-            except (OSError, http.client.HTTPException) as error:
+                proof = self.aim.sign(self._secret, method, path, body, self.generation)
+                answer = connection.ask(method, path, headers_of(proof, body), body)
+            except OSError as error:
                 self._drop(connection)
                 self._close_idle()  # they are likely to be as dead
                 if not fresh and not isinstance(error, TimeoutError):
                     continue
                 raise PeerError(f"{self.address} does not answer: {_words(error)}") from error
             try:
-                self._judge(response, nonce, path)
-                take(response, nonce, response.getheader(PROOF, "") or "")
-            except (OSError, http.client.HTTPException) as error:
+                self._judge(answer, proof.nonce)
+                take(answer, proof.nonce, answer.header(PROOF))
+            except OSError as error:
                 self._drop(connection)
                 raise PeerError(f"{self.address} broke off: {_words(error)}") from error
             except _AimedError:
-                self._keep(connection, response)
+                self._keep(connection, answer)
                 raise
             except BaseException:
                 self._drop(connection)
                 raise
-            self._keep(connection, response)
+            self._keep(connection, answer)
             return
 
-    def _send(
-        self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes
-    ) -> str:
-        proof = self.aim.sign(self._secret, method, path, body, self.generation)
-        headers = headers_of(proof, body)
-        # Whoever refuses the head closes before the body has left, and has answered.
-        with suppress(BrokenPipeError, ConnectionResetError):
-            connection.request(method, path, body or None, headers)
-        return proof.nonce
-
-    def _judge(self, response: http.client.HTTPResponse, nonce: str, path: str) -> None:
+    def _judge(self, answer: Answer, nonce: str) -> None:
         """Raises what a refusal says, if it is the peer that says it."""
-        if response.status == OK:
+        if answer.status == OK:
             return
-        if response.status == UNKNOWN:
+        if answer.status == UNKNOWN:
             raise AuthError(f"{self.address} does not accept this run's secret")
-        data = response.read(ANSWER_LIMIT)
-        check_answer(
-            self._secret, nonce, response.status, data, response.getheader(PROOF, "") or ""
-        )
-        if response.status == MISDIRECTED:
+        data = answer.read(ANSWER_LIMIT)
+        check_answer(self._secret, nonce, answer.status, data, answer.header(PROOF))
+        if answer.status == MISDIRECTED:
             self.aim.learn(parsed(data))
             raise _AimedError(f"{self.address} changes its name at every request")
-        text = str(parsed(data).get("error", f"status {response.status}"))
+        text = str(parsed(data).get("error", f"status {answer.status}"))
         kinds = {FENCED: FencedError, MISSING: MissingKeyError}
-        kind = kinds.get(response.status)
+        kind = kinds.get(answer.status)
         raise kind(text) if kind else PeerError(f"{self.address} refuses: {text}")
 
-    def _connection(self, fresh: bool, timeout: float) -> http.client.HTTPConnection:
+    def _connection(self, fresh: bool, timeout: float) -> Link:
         """An idle connection, else a new one. Raises PeerError."""
         self._close_idle(time.monotonic() - KEPT_SECONDS)
         with self._lock:
             _, found = self._idle.pop() if self._idle and not fresh else (0.0, None)
-        if found is not None and found.sock is not None:
+        if found is not None:
             found.sock.settimeout(timeout)
             return found
-        connection = http.client.HTTPConnection(
-            self._host, self._port, timeout=min(timeout, CONNECT_SECONDS)
-        )
         try:
-            connection.connect()
-            connection.sock.settimeout(timeout)
+            connection = Link(self._host, self._port, min(timeout, CONNECT_SECONDS))
         except OSError as error:
-            connection.close()
             raise PeerError(f"{self.address} cannot be reached: {_words(error)}") from error
+        connection.sock.settimeout(timeout)
         _watched(connection.sock)
         return connection
 
-    def _keep(
-        self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse
-    ) -> None:
+    def _keep(self, connection: Link, answer: Answer) -> None:
         with self._lock:
-            kept = not (self._closed or response.will_close) and response.isclosed()
+            kept = not self._closed and answer.keep and not answer.left
             if kept:
                 self._busy.discard(connection)
                 self._idle.append((time.monotonic(), connection))
@@ -294,13 +274,13 @@ class PeerClient:
         for connection in gone:
             connection.close()
 
-    def _begin(self, connection: http.client.HTTPConnection) -> None:
+    def _begin(self, connection: Link) -> None:
         with self._lock:
             if self._aborted:
                 raise ConnectionAbortedError("this end was closed")
             self._busy.add(connection)
 
-    def _drop(self, connection: http.client.HTTPConnection) -> None:
+    def _drop(self, connection: Link) -> None:
         with self._lock:
             self._busy.discard(connection)
         connection.close()
@@ -309,7 +289,6 @@ class PeerClient:
 def _watched(sock: socket.socket) -> None:
     """A machine that has vanished sends no reset: over a connection that was open before, it is
     missed as soon as over a new one."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
         milliseconds = int(1000 * CONNECT_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
