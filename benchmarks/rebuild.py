@@ -1,12 +1,14 @@
 """One rebuild in live processes, as a multiple of what no rebuild can do without.
 
-A rebuild closes the groups of one generation, connects the next, builds model, optimizer and
-reducer, and moves the state, ranks moved on by one, in the same processes. The floor is taken
-just before, in the same processes: one memcpy of a rank's state into memory that is there, plus
-one bare gloo group among the same ranks. Both take the slowest rank's time; the ratio is the
-median over rounds with its 95 % bootstrap interval. The first rebuild of a process (imports,
-caches) is left out. `tp2>dpshard2` takes turns between two layouts. What the phases leave of a
-rebuild is Python's collection of the old engine, without which its memory would stay.
+A rebuild is what `train/recover.py` does where a replica cannot stay as it is: it ends the groups
+of one generation, meets and agrees in the next, builds model, optimizer and reducer, and moves the
+state, ranks moved on by one, in the same processes. (A replica of one rank always stays:
+`benchmarks.recover`.) The floor is taken just before, in the same processes: one memcpy of a rank's
+state into memory that is there, plus one bare gloo group among the same ranks. Both take the
+slowest rank's time; the ratio is the median over rounds with its 95 % bootstrap interval. The first
+rebuild of a process (imports, caches) is left out. `tp2>dpshard2` takes turns between two layouts.
+"build" is the end of the old engine too, and Python's collection of it, without which its memory
+would stay.
 
     python -m benchmarks.rebuild                  2 and 4 ranks
     python -m benchmarks.rebuild tp2 pp2          some layouts
@@ -25,16 +27,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paired import estimate
-from benchmarks.peers.rebuild import layout_of
+from benchmarks.peers.rebuild import PHASES, layout_of
 from benchmarks.peers.work import Work
 from benchmarks.turns import Loop, LoopError
 
 LAYOUTS = (
-    "dp2", "dpshard2", "tp2", "pp2", "tp2>dpshard2", "dp4", "dpshard4", "tp4", "pp4",
+    "dpshard2", "tp2", "pp2", "tp2>dpshard2", "dpshard4", "tp4", "pp4",
     "dp2_dpshard2", "dp2_tp2", "dp2_pp2", "pp2_tp2", "pp2_dpshard2", "dpshard2_tp2",
     "dp2_tp2>pp2_dpshard2",
 )  # fmt: skip
-TIMES = ("rebuild", "close", "plan", "connect", "build", "move", "memcpy", "join")
+TIMES = ("rebuild", *PHASES, "memcpy", "join")
 
 
 def measure(name: str, work: Work, settings: argparse.Namespace) -> dict[str, Any]:

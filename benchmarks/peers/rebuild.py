@@ -2,8 +2,7 @@
 
 A "step" of the bench is one rebuild with a floor before it: one memcpy of this rank's state into
 memory that is there, and one bare gloo group among the same processes. Ranks move on by one each
-time, so that sharded state has to travel. The phases are timed from outside, around the functions
-that `train/adopt.py` calls.
+time, so that sharded state has to travel, and no replica of several ranks can stay as it is.
 """
 
 from __future__ import annotations
@@ -11,25 +10,32 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.peers.ours import run_config, train
 from benchmarks.peers.work import Bench, Work
+from holdfast.data.batch import Batches, Validation
 from holdfast.layout import Layout, place
 from holdfast.parallel.groups import connect
 from holdfast.parallel.transport import Peers, exchange
-from holdfast.train import adopt
-from holdfast.train.build import build_engine
+from holdfast.train.build import build_engine, session_of
 from holdfast.train.engine import StepEngine
+from holdfast.train.recover import recover
 
 SECONDS = 120.0
-PHASES = {"transfers": "plan", "connect": "connect", "build_engine": "build", "move": "move"}
+PHASES = ("abort", "control", "agree", "plan", "build", "move")
 FIELDS = {"dp": "dp_replicate", "dpshard": "dp_shard", "pp": "pp", "tp": "tp"}
+
+
+class NoData:
+    """What a session asks of `Batches` when nothing is computed."""
+
+    def validation(self, samples: int) -> Validation:
+        """None."""
+        return Validation([], 0, 1.0)
 
 
 def layout_of(name: str, work: Work) -> Layout:
@@ -47,30 +53,32 @@ def run(bench: Bench, layouts: str) -> None:
     store = dist.FileStore(bench.meeting, world)
     device = torch.device("cpu")
     groups = connect(place(wanted[0], 1, ("local",) * world), bench.rank, store, device)
-    running = [build_engine(configs[0], groups, device)]  # the one reference to the engine
-    running[0].initialise(work.seed)
-    train(running[0], work, 1)
+    engine = build_engine(configs[0], groups, device)
+    engine.initialise(work.seed)
+    train(engine, work, 1)
+    session = session_of(configs[0], engine, cast(Batches, NoData()), device)
+    del engine, groups  # the session's are the only references: what is left behind is freed
     came_from = [(rank - 1) % world for rank in range(world)]
     together = Peers(store, "together", bench.rank, world, seconds=SECONDS)
     bench.ready()
     for generation in itertools.count(2):
         exchange(together, torch.tensor([generation]), [1] * world, 1)
-        notes, group = floor(running[0], store, f"floor{generation}", bench)
+        notes, group = floor(session.engine, store, f"floor{generation}", bench)
         exchange(together, torch.tensor([generation]), [1] * world, 1)  # all have joined
         group.close()
         index, rank = (generation - 1) % len(wanted), (bench.rank + generation - 1) % world
         topology = place(wanted[index], generation, ("local",) * world)
+        session.config = configs[index]
         wall, cpu = time.perf_counter(), time.process_time()
-        kept = adopt.keep(running.pop(), 1)
-        closed = time.perf_counter()
-        with phases(notes):
-            made = adopt.adopt_engine(
-                kept, configs[index], topology, rank, store, device, came_from, seconds=SECONDS
-            )
-        running.append(made)
-        del made
-        notes |= {"close": closed - wall, "rebuild": time.perf_counter() - wall}
-        bench.done(None, notes | {"rebuild_cpu": time.process_time() - cpu})
+        found = recover(session, topology, rank, store, came_from, step=1, seconds=SECONDS)
+        notes["rebuild"] = time.perf_counter() - wall
+        notes["rebuild_cpu"] = time.process_time() - cpu
+        notes |= {phase: found.phases.get(phase, 0.0) for phase in PHASES}
+        if found.kept_inside:
+            raise RuntimeError("nothing was rebuilt: a replica of one rank stays as it is")
+        session = found.session
+        del found
+        bench.done(None, notes)
 
 
 def floor(
@@ -87,27 +95,3 @@ def floor(
     joined = time.perf_counter()
     size = sum(source.numel() * source.element_size() for source in sources)
     return {"memcpy": copied - begun, "join": joined - copied, "bytes": size}, peers
-
-
-@contextmanager
-def phases(notes: dict[str, float]) -> Iterator[None]:
-    """Note how long each function takes that `adopt_engine` calls."""
-    plain = {name: getattr(adopt, name) for name in PHASES}
-    for name, function in plain.items():
-        setattr(adopt, name, timed(function, PHASES[name], notes))
-    try:
-        yield
-    finally:
-        for name, function in plain.items():
-            setattr(adopt, name, function)
-
-
-def timed(function: Callable[..., Any], name: str, notes: dict[str, float]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        begun = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            notes[name] = time.perf_counter() - begun
-
-    return call

@@ -16,22 +16,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.peers.ours import run_config, train
-from benchmarks.peers.rebuild import SECONDS, layout_of
+from benchmarks.peers.rebuild import SECONDS, NoData, layout_of
 from benchmarks.peers.work import Bench
-from holdfast.data.batch import Batches, Validation
+from holdfast.data.batch import Batches
 from holdfast.layout import place
 from holdfast.parallel.groups import connect
 from holdfast.parallel.transport import Peers, exchange
 from holdfast.train.build import build_engine, session_of
 from holdfast.train.recover import recover
-
-
-class NoData:
-    """What a session asks of `Batches` when nothing is lost."""
-
-    def validation(self, samples: int) -> Validation:
-        """None."""
-        return Validation([], 0, 1.0)
 
 
 def run(bench: Bench, layouts: str) -> None:

@@ -22,9 +22,10 @@ from holdfast.errors import PeerLostError
 from holdfast.events import BatchFed, Event, StepDone
 from holdfast.layout import Topology
 from holdfast.parallel.groups import connect
+from holdfast.spec.tree import deal
 from holdfast.train import engine as engine_module
 from holdfast.train.build import Session, build_engine, session_of
-from holdfast.train.engine import StepEngine
+from holdfast.train.engine import Dealer, StepEngine
 from holdfast.train.objective import NextToken
 from holdfast.train.recover import Recovered, join, recover
 from holdfast.train.vote import Verdict
@@ -62,7 +63,7 @@ DATA = cast(Batches, Data())
 
 
 def config_for(name: str, microbatches: int = 6) -> Any:
-    changes = {"train__steps": 20, "train__batch_size": SIZE * microbatches}
+    changes = {"train__steps": 50, "train__batch_size": SIZE * microbatches}
     return config_of({**case(name).changes, **changes})
 
 
@@ -87,9 +88,9 @@ class Survivor:
         assert self.session is not None
         return self.session.engine
 
-    def begin(self, topology: Topology) -> None:
+    def begin(self, topology: Topology, dealer: Dealer = deal) -> None:
         groups = connect(topology, self.me, self.rank.store(), CPU, seconds=60)
-        engine = build_engine(self.config, groups, CPU)
+        engine = build_engine(self.config, groups, CPU, dealer=dealer)
         engine.initialise(self.config.seed)
         self.session = session_of(self.config, engine, DATA, CPU)
         self._count()
@@ -136,25 +137,28 @@ class Survivor:
             return
         raise AssertionError("nobody was lost")
 
-    def recover(self, topology: Topology, came_from: Sequence[int | None]) -> Recovered:
+    def recover(
+        self, topology: Topology, came_from: Sequence[int | None], dealer: Dealer = deal
+    ) -> Recovered:
         """Into a generation as the process that `came_from` calls by its old rank."""
         assert self.session is not None
         old = self.session.groups.rank
         self.me = list(came_from).index(old)
         found = recover(
             self.session, topology, self.me, self.rank.store(), came_from, step=self.step,
-            seconds=60,
+            dealer=dealer, seconds=60,
         )  # fmt: skip
         self._entered(found)
         return found
 
     def join(
-        self, topology: Topology, before: Topology, came_from: Sequence[int | None], me: int
-    ) -> Recovered:
+        self, topology: Topology, before: Topology, came_from: Sequence[int | None], me: int,
+        dealer: Dealer = deal,
+    ) -> Recovered:  # fmt: skip
         self.me = me
         found = join(
             self.config, DATA, topology, self.me, self.rank.store(), CPU, before, came_from,
-            seconds=60,
+            dealer=dealer, seconds=60,
         )  # fmt: skip
         self.step = found.step
         self._entered(found)

@@ -6,15 +6,11 @@ from __future__ import annotations
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.parallel.groups import connect
 from holdfast.plan.interface import NodePlaces, Plan, Present
 from holdfast.plan.places import dealer_of, plan
-from holdfast.train.adopt import Kept, adopt_engine, keep
-from holdfast.train.build import build_engine
-from holdfast.train.engine import StepEngine
 from tests.ranks import RankContext, rank_values
-from tests.train.layouts import case, config_of, engine_of, one_step, topology_of
-from tests.train.worlds import CPU
+from tests.train.layouts import case, config_of, topology_of
+from tests.train.recovering import Survivor
 
 NODES = {"a": 2, "b": 2, "c": 2, "d": 1, "e": 1}
 
@@ -33,48 +29,37 @@ def _plans(config: RunConfig) -> list[Plan]:
     return plans
 
 
-def _step(made: StepEngine, step: int) -> list[float]:
-    verdict = one_step(made, step)
-    return [verdict.mean_loss, verdict.mean_norm]
-
-
-def _through(rank: RankContext, layout: dict[str, int]) -> dict[str, list[float]]:
+def _through(rank: RankContext, layout: dict[str, int]) -> dict[int, list[float]]:
     """A step in each topology. A process without a rank in the next one ends; the last of them is
     a newcomer to the third."""
-    config = _config(layout)
-    plans = _plans(config)
-    curve: dict[str, list[float]] = {}
-    me: int | None = None
-    made: StepEngine | None = None
-    if rank.rank < plans[0].topology.world_size:
-        me = rank.rank
-        groups = connect(plans[0].topology, me, rank.store(), CPU, seconds=60)
-        dealer = dealer_of(plans[0].topology, config.layout.schedule)
-        made = build_engine(config, groups, CPU, dealer=dealer)
-        made.initialise(config.seed)
-        curve["1"] = _step(made, 1)
-    for step in (2, 3):
-        new, old = plans[step - 1], plans[step - 2].topology
-        kept = Kept(old, step - 1, {}) if made is None else keep(made, step - 1)
-        made = None
-        if me is None and step == 2:
-            continue
-        if me not in new.came_from:
-            return curve
-        me = new.came_from.index(me)
-        made = adopt_engine(
-            kept, config, new.topology, me, rank.store(), CPU, new.came_from,
-            dealer=dealer_of(new.topology, config.layout.schedule), seconds=60,
-        )  # fmt: skip
-        curve[str(step)] = _step(made, step)
-    assert made is not None
-    made.close()
-    return curve
+    made = Survivor(rank, "one")
+    made.config = _config(layout)
+    first, *later = _plans(made.config)
+    newcomer = rank.rank >= first.topology.world_size
+    if not newcomer:
+        made.begin(first.topology, dealer_of(first.topology, made.config.layout.schedule))
+        made.train(1)
+    before = first.topology
+    for step, new in enumerate(later, 2):
+        dealer = dealer_of(new.topology, made.config.layout.schedule)
+        if not newcomer:
+            if made.me not in new.came_from:
+                break
+            made.recover(new.topology, new.came_from, dealer)
+        elif None in new.came_from:
+            made.join(new.topology, before, new.came_from, new.came_from.index(None), dealer)
+        if made.session is not None:
+            made.train(step)
+        before = new.topology
+    return made.curve
 
 
-def _alone(rank: RankContext) -> list[list[float]]:
-    made = engine_of(_config({}), topology_of(case("one"), _config({})), 0, rank.store())
-    return [_step(made, step) for step in (1, 2, 3)]
+def _alone(rank: RankContext) -> dict[int, list[float]]:
+    made = Survivor(rank, "one")
+    made.config = _config({})
+    made.begin(topology_of(case("one"), made.config, 0))
+    made.train(3)
+    return made.curve
 
 
 @pytest.mark.parametrize("layout", [{"pp": 2, "tp": 2}, {"dp_shard": 4}])
@@ -88,4 +73,4 @@ def test_the_curve_goes_on_through_what_is_planned(layout: dict[str, int]) -> No
     assert sorted(steps) == ["1", "1", *["123"] * 5, "3"], "two are lost, one comes late"
     for curve in curves:
         for step, pair in curve.items():
-            assert pair == pytest.approx(want[int(step) - 1], rel=1e-10), f"step {step}"
+            assert pair == pytest.approx(want[step], rel=1e-10), f"step {step}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -20,29 +20,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from holdfast.config.run import RunConfig
-from holdfast.errors import PeerLostError
 from holdfast.layout import Topology
 from holdfast.parallel.torch_compat import mesh_caches
 from holdfast.spec.boxes import Box
-from holdfast.train.adopt import Kept, adopt_engine, keep
-from holdfast.train.engine import StepEngine
 from holdfast.train.objective import NextToken
 from tests.ranks import RankContext, rank_values, run_ranks
-from tests.train.layouts import (
-    case,
-    config_of,
-    engine_of,
-    model_flags,
-    one_step,
-    topology_of,
-)
-from tests.train.worlds import CPU, digest
+from tests.train.layouts import case, model_flags, topology_of
+from tests.train.recovering import Survivor, config_for
+from tests.train.worlds import digest
 
 REBUILT, ALIKE, LAST, MORE = 2, 4, 5, 2
 """Rebuilt after step 2, once more after step 5; the undisturbed run goes as far as step 4."""
-CURVE = 14  # steps of the run file, and of the process that is alone
-BATCH = 16  # four microbatches, one for each stage of the deepest pipeline
+CURVE = 14  # steps of the process that is alone
 
 LAYOUTS = {
     "dp2": "tp2", "shard2": "dp2", "tp2": "pp2", "pp2": "shard2",
@@ -61,66 +50,66 @@ LAYOUTS = {
 """Every kind of layout (the names are those of `layouts.py`), and the other one that it becomes."""
 
 
-def config_for(name: str) -> RunConfig:
-    """A float64 run file with this name's settings that runs long enough for what is done here."""
-    return config_of({"train__batch_size": BATCH, **case(name).changes, "train__steps": CURVE})
-
-
 def world(name: str, generation: int, ranks: Sequence[int] | None = None) -> Topology:
-    return topology_of(case(name), config_for(name), generation, ranks)
+    return topology_of(case(name), config_for(name, microbatches(name)), generation, ranks)
 
 
-def begin(name: str, rank: RankContext) -> StepEngine:
-    return engine_of(config_for(name), world(name, 1), rank.rank, rank.store())
+def microbatches(name: str) -> int:
+    """As its flags want it, else one for each stage of the deepest pipeline."""
+    return 2 if name.startswith("small.") else 4
 
 
-def go_on(
-    kept: Kept, name: str, topology: Topology, rank: int, store: Any,
-    came_from: Sequence[int | None],
-) -> StepEngine:  # fmt: skip
-    """Adopt `topology`, a placement of the layout `name`."""
-    made = adopt_engine(kept, config_for(name), topology, rank, store, CPU, came_from, seconds=60)
-    assert not kept.tensors
+def begin(name: str, rank: RankContext) -> Survivor:
+    made = Survivor(rank, name, microbatches(name))
+    made.begin(world(name, 1))
     return made
 
 
+def go_on(made: Survivor, name: str, topology: Topology, came_from: Sequence[int | None]) -> None:
+    """Into `topology`, a placement of the layout `name`."""
+    assert made.session is not None
+    made.config = made.session.config = config_for(name, microbatches(name))
+    made.recover(topology, came_from)
+
+
 @cache
-def alone(flags: str) -> list[list[float]]:
+def alone(flags: str) -> dict[str, list[float]]:
     """Loss and norm of every step in a single process with the model that `flags` name."""
     (curve,) = rank_values(_whole_curve, 1, {"flags": flags})
-    return list(curve)
+    return dict(curve)
 
 
-def _whole_curve(rank: RankContext, flags: str) -> list[tuple[float, float]]:
-    return _steps(begin(f"{flags}one", rank), 1, CURVE)
+def _whole_curve(rank: RankContext, flags: str) -> dict[int, list[float]]:
+    made = begin(f"{flags}one", rank)
+    made.train(CURVE)
+    return made.curve
 
 
-def _steps(made: StepEngine, first: int, last: int) -> list[tuple[float, float]]:
-    """Loss and norm of the steps from `first` to `last`."""
-    verdicts = [one_step(made, step) for step in range(first, last + 1)]
-    return [(v.mean_loss, v.mean_norm) for v in verdicts]
+def _close(curve: Mapping[str, Sequence[float]], first: int, last: int, name: str = "") -> None:
+    """Steps `first` to `last`, each within 1e-10 of the single process."""
+    assert sorted(map(int, curve)) == list(range(first, last + 1))
+    for step, pair in curve.items():
+        assert pair == pytest.approx(alone(model_flags(name))[step], rel=1e-10), f"step {step}"
 
 
-def _close(curve: Sequence[Sequence[float]], first: int, name: str = "") -> None:
-    """Within 1e-10 of the single process, from step `first` on."""
-    for step, (loss, norm) in enumerate(curve, first):
-        want_loss, want_norm = alone(model_flags(name))[step - 1]
-        assert loss == pytest.approx(want_loss, rel=1e-10), f"loss of step {step}"
-        assert norm == pytest.approx(want_norm, rel=1e-10), f"norm of step {step}"
-
-
-def _place_of(made: StepEngine) -> str:
-    at = made.groups.coordinate
-    return f"replica {at.replica}, mesh rank {at.mesh_rank}"
+def _where(made: Survivor) -> list[str]:
+    at = made.engine.groups.coordinate
+    return [f"replica {at.replica}, mesh rank {at.mesh_rank}", digest(made.engine)]
 
 
 class Rewind:
-    """A copy of an engine's state, to go back to."""
+    """A copy of what a process has after a step, to go back to."""
 
-    def __init__(self, made: StepEngine) -> None:
-        self._copies = {held.name: held.tensor.clone() for held in made.state()}
+    def __init__(self, made: Survivor) -> None:
+        self._step = made.step
+        self._copies = {held.name: held.tensor.clone() for held in made.engine.state()}
 
-    def read(self, box: Box, out: Tensor) -> None:
+    def back(self, made: Survivor) -> None:
+        made.engine.load(self._read)
+        made.engine.stands_at(self._step)
+        made.step = self._step
+
+    def _read(self, box: Box, out: Tensor) -> None:
         out.copy_(self._copies[box.name])
 
 
@@ -128,28 +117,22 @@ def _rebuilt(rank: RankContext, name: str, other: str) -> dict[str, Any]:
     """One process: 4 steps undisturbed; back to step 2, rebuilt with every rank elsewhere, and on
     to step 5; rebuilt as `other`, two more."""
     made = begin(name, rank)
-    out: dict[str, Any] = {"curve": _steps(made, 1, REBUILT)}
-    back = Rewind(made)
-    out["undisturbed"] = _steps(made, REBUILT + 1, ALIKE)
-    out["before"] = [_place_of(made), digest(made)]
-    made.load(back.read)
+    made.train(REBUILT)
+    before = Rewind(made)
+    made.train(ALIKE)
+    undisturbed, out = dict(made.curve), {"before": _where(made)}
+    before.back(made)
+    del before
     size = rank.world_size
-    kept = keep(made, REBUILT)
-    del made, back
     # Rank numbers are reversed; the place in the mesh is the next one's.
-    me, came_from = size - 1 - rank.rank, [size - 1 - r for r in range(size)]
     ranks = [size - 1 - (place - 1) % size for place in range(size)]
-    made = go_on(kept, name, world(name, 2, ranks), me, rank.store(), came_from)
-    out["rebuilt"] = _steps(made, REBUILT + 1, ALIKE)
-    out["after"] = [_place_of(made), digest(made)]
-    out["rest"] = _steps(made, ALIKE + 1, LAST)
-    kept = keep(made, LAST)
-    del made
-    moved_on = [(r - 1) % size for r in range(size)]
-    made = go_on(kept, other, world(other, 3), (me + 1) % size, rank.store(), moved_on)
-    out["other"] = _steps(made, LAST + 1, LAST + MORE)
-    made.close()
-    return out
+    go_on(made, name, world(name, 2, ranks), list(reversed(range(size))))
+    made.train(ALIKE)
+    out |= {"undisturbed": undisturbed, "rebuilt": dict(made.curve), "after": _where(made)}
+    made.train(LAST)
+    go_on(made, other, world(other, 3), [(r - 1) % size for r in range(size)])
+    made.train(LAST + MORE)
+    return out | {"curve": made.result()["curve"]}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -158,10 +141,7 @@ def test_rebuild(name: str) -> None:
     arguments = {"name": name, "other": LAYOUTS[name]}
     values = rank_values(_rebuilt, size, arguments, deadline=120)
     for value in values:
-        _close(value["curve"], 1, name)
-        _close(value["rebuilt"], REBUILT + 1, name)
-        _close(value["rest"], ALIKE + 1, name)
-        _close(value["other"], LAST + 1, name)
+        _close(value["curve"], 1, LAST + MORE, name)
         assert value["rebuilt"] == value["undisturbed"]  # bit by bit
         assert value["before"][0] != value["after"][0]
     before, after = (dict(value[when] for value in values) for when in ("before", "after"))
@@ -169,22 +149,19 @@ def test_rebuild(name: str) -> None:
     assert before == after
 
 
-def _rebuilt_lower(rank: RankContext, name: str) -> list[list[Any]]:
+def _rebuilt_lower(rank: RankContext, name: str) -> list[dict[int, list[float]]]:
     """Steps 3 to 5 undisturbed, and again after a rebuild with every rank elsewhere."""
     made = begin(name, rank)
-    _steps(made, 1, 2)
-    back = Rewind(made)
-    undisturbed = _steps(made, 3, 5)
-    made.load(back.read)
+    made.train(2)
+    before = Rewind(made)
+    made.train(5)
+    undisturbed = dict(made.curve)
+    before.back(made)
+    del before
     size = rank.world_size
-    kept = keep(made, 2)
-    del made, back
-    moved_on = [(r - 1) % size for r in range(size)]
-    me = (rank.rank + 1) % size
-    made = go_on(kept, name, world(name, 2), me, rank.store(), moved_on)
-    rebuilt = _steps(made, 3, 5)
-    made.close()
-    return [undisturbed, rebuilt]
+    go_on(made, name, world(name, 2), [(r - 1) % size for r in range(size)])
+    made.train(5)
+    return [undisturbed, made.result()["curve"]]
 
 
 @pytest.mark.parametrize("name", ["bf16.tp2", "bf16.zero1.2", "bf16.pp2-shard2", "fp32.tp2"])
@@ -197,54 +174,43 @@ def test_rebuild_in_lower_precision(name: str) -> None:
 # --- fewer and more processes ---------------------------------------------------------------
 
 
-def _grown_and_shrunk(rank: RankContext) -> list[Any]:
+def _grown_and_shrunk(rank: RankContext) -> dict[int, list[float]]:
     """dp2 in ranks 0 and 1; rank 2 joins after step 2; rank 0 leaves after step 4."""
-    curve: list[Any] = []
+    before, both, after = world("dp2", 1), world("tp2+one", 2), world("shard2", 3)
     if rank.rank == 2:
-        kept = Kept(world("dp2", 1), 2, {})
+        made = Survivor(rank, "tp2+one", microbatches("tp2+one"))
+        made.join(both, before, (0, 1, None), 2)
     else:
         made = begin("dp2", rank)
-        curve += _steps(made, 1, 2)
-        kept = keep(made, 2)
-        del made
-    made = go_on(kept, "tp2+one", world("tp2+one", 2), rank.rank, rank.store(), (0, 1, None))
-    curve += _steps(made, 3, 4)
-    kept = keep(made, 4)
-    del made
-    if rank.rank == 0:
-        return curve
-    made = go_on(kept, "shard2", world("shard2", 3), 2 - rank.rank, rank.store(), (2, 1))
-    curve += _steps(made, 5, 8)
-    made.close()
-    return curve
+        made.train(2)
+        go_on(made, "tp2+one", both, (0, 1, None))
+    made.train(4)
+    if rank.rank:
+        go_on(made, "shard2", after, (2, 1))
+        made.train(8)
+    return dict(made.result()["curve"])
 
 
 def test_a_process_joins_and_another_leaves() -> None:
     """The one that leaves held half of a replica; the whole one beside it is enough."""
     first, second, third = rank_values(_grown_and_shrunk, 3)
-    _close(first, 1)
-    _close(second, 1)
-    _close(third, 3)
+    _close(first, 1, 4)
+    _close(second, 1, 8)
+    _close(third, 3, 8)
 
 
-def _killed(rank: RankContext, name: str, dead: int, after: str) -> list[Any]:
+def _killed(rank: RankContext, name: str, dead: int, after: str) -> dict[int, list[float]]:
     """Rank `dead` is killed in the backward of step 4; the others go on as `after`."""
     made = begin(name, rank)
-    curve = _steps(made, 1, 3)
+    made.train(3)
     if rank.rank == dead:
-        decoder = cast(NextToken, made.objective).decoder
+        decoder = cast(NextToken, made.engine.objective).decoder
         block = next(iter(decoder.layers))
         block.register_full_backward_pre_hook(lambda *_: rank.kill(dead))
-    with pytest.raises(PeerLostError):
-        one_step(made, 4)
-    kept = keep(made, 3)
-    del made
-    left = [r for r in range(rank.world_size) if r != dead]
-    me = left.index(rank.rank)
-    made = go_on(kept, after, world(after, 2), me, rank.store(), left)
-    curve += _steps(made, 4, 6)
-    made.close()
-    return curve
+    made.lose(4)
+    go_on(made, after, world(after, 2), [r for r in range(rank.world_size) if r != dead])
+    made.train(6)
+    return dict(made.result()["curve"])
 
 
 @pytest.mark.parametrize(
@@ -259,7 +225,7 @@ def test_survivors_of_a_loss_go_on_from_what_they_hold(name: str, dead: int, aft
     for result in run_ranks(_killed, case(name).world_size, arguments, dies={dead: "SIGKILL"}):
         if result.rank != dead:
             assert result.exit == 0, result.log
-            _close(result.value, 1)
+            _close(result.value, 1, 6)
 
 
 # --- what is left behind --------------------------------------------------------------------
@@ -301,26 +267,20 @@ def _link(fd: str) -> str:
 
 def _again_and_again(rank: RankContext, cycle: list[str], rebuilds: int) -> list[Any]:
     """`rebuilds` times to the next layout of `cycle`, ranks in reverse order, a step in each."""
-    size = rank.world_size
-    came_from = list(reversed(range(size)))
+    came_from = list(reversed(range(rank.world_size)))
     made = begin(cycle[0], rank)
-    curve = _steps(made, 1, 1)
-    me: int = rank.rank
+    made.train(1)
     three: LeftBehind | None = None
     for number in range(1, rebuilds + 1):
-        kept = keep(made, number)
-        del made
-        me = size - 1 - me
         name = cycle[number % len(cycle)]
-        made = go_on(kept, name, world(name, number + 1), me, rank.store(), came_from)
-        del kept
-        curve += _steps(made, number + 1, number + 1)
+        go_on(made, name, world(name, number + 1), came_from)
+        made.train(number + 1)
         if number == 3:
             three = LeftBehind()
     assert three is not None
     many = _settled(three)
-    made.close()
-    return [curve[:CURVE], three.counts, many.counts, many.megabytes - three.megabytes]
+    curve = {step: pair for step, pair in made.result()["curve"].items() if step <= CURVE}
+    return [curve, three.counts, many.counts, many.megabytes - three.megabytes]
 
 
 def _settled(bound: LeftBehind, seconds: float = 10.0) -> LeftBehind:
@@ -344,6 +304,6 @@ def test_thirty_rebuilds_leave_no_more_behind_than_three(cycle: str) -> None:
     # After 3 and after 33 rebuilds each process has the same layout and place in it.
     arguments = {"cycle": names, "rebuilds": 33}
     for curve, three, many, grown in rank_values(_again_and_again, size, arguments, deadline=170):
-        _close(curve, 1, names[0])
+        _close(curve, 1, CURVE, names[0])
         assert not {what: n for what, n in many.items() if n > three[what]}, (three, many)
         assert grown < 20

@@ -449,3 +449,25 @@ def test_orders_wake_who_waits_for_a_rank_that_hangs(
         found += [result.value] if result.value else []
     assert all(value["kept"] for value in found)
     _whole_replicas(found, "one" if after == "dp2" else after, "")
+
+
+def _before_any_step(rank: RankContext) -> dict[str, Any]:
+    """Rank 2 leaves before the first step; the others enter two generations before they train."""
+    made = Survivor(rank, "dp3")
+    made.begin(topology_for("dp3", 1))
+    if rank.rank == 2:
+        return {}
+    for generation, came_from in ((2, [0, 1]), (3, [1, 0])):
+        made.recover(topology_for("dp2", generation), came_from)
+    made.train(LAST)
+    return made.result()
+
+
+def test_a_generation_may_end_before_its_first_step() -> None:
+    """Nobody has fed anything in it, so nobody's ledger is missing."""
+    *found, _ = rank_values(_before_any_step, 3)
+    (alone,) = undisturbed("one")
+    for value in found:
+        assert value["curve"] == alone["curve"]  # bit by bit
+        assert value["digest"] == alone["digest"]
+        assert value["events"] == []

@@ -27,7 +27,8 @@ COVERED = 3  # steps back from the newest whose ledger a lost rank may not have 
 
 @dataclass(frozen=True)
 class Past:
-    """What a survivor remembers of the generation that is over. since: its first step."""
+    """What a survivor remembers of the generation that is over. since: its first step, 0 where none
+    was begun."""
 
     topology: Topology
     rank: int
@@ -88,7 +89,10 @@ def _steps(engine: StepEngine, found: Agreement, most: int) -> list[Event]:
 
 
 def _stand_ins(past: Past, found: Agreement, rank: int, batches: Batches) -> list[Event]:
-    """The ledger of those who are gone."""
+    """The ledger of those who are gone. In a generation that began no step they have fed nothing,
+    and what they fed before has had the time of an agreement to be handed over."""
+    if not past.since:
+        return []
     here = {was for was in found.came_from if was is not None}
     step = found.resolution.step
     events: list[Event] = []
