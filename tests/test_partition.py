@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.elastic.faults.network import Network, available
+from holdfast.events import GenerationStarted
 from holdfast.report import history
 from holdfast.wire.runstore import FolderStore
 from tests.cli.support import apart
@@ -49,6 +50,35 @@ def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(tmp_path: Pat
         audit = apart("data", "audit", nodes.folder)
         assert audit.code == 0, audit.out
         assert "none missing, none twice" in audit.out
+
+
+def test_two_that_do_not_reach_each_other_are_not_in_one_generation(tmp_path: Path) -> None:
+    """Both are heard by the one that leads, so neither is lost: one of them is done without."""
+    run_file = prepared(tmp_path / "run-file")
+    undisturbed = losses_of_one_worker(run_file, *SETTINGS)
+    with (
+        Network() as network,
+        nodes_of(run_file, tmp_path / "run", *SETTINGS, "layout.workers=3") as nodes,
+    ):
+        network.up("abc")
+        for name in "abc":
+            nodes.start(name, settings=network.settings(name), before=network.command(name))
+        nodes.wait_step(20, nodes=ALL)
+        first = nodes.leader
+        one, other = sorted(ALL - {first})
+        network.part(one, other)
+        nodes.wait_step(20 + STEPS // 4, nodes={first, one})
+        assert nodes.leader == first
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        losses = nodes.losses()
+        assert losses == {step: undisturbed[step] for step in losses}
+        assert len(losses) >= STEPS - 8, nodes.story()
+        reasons = [
+            record.event.reason
+            for record in nodes.records()
+            if isinstance(record.event, GenerationStarted)
+        ]
+        assert reasons[-1] == "link_cut", reasons
 
 
 def _told(nodes: Nodes, first: str) -> None:

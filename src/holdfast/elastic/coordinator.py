@@ -43,6 +43,8 @@ from holdfast.policy.stragglers import Change
 JOIN, BEAT = "/join", "/beat"
 JOIN_FIRST, REPLACED = "join", "replaced"
 """Orders to whom the coordinator does not know, or knows as another process by now."""
+HANG = "hang"
+"""Why a generation is ended in which all wait."""
 TAKEN = "taken"
 """Of what a generation begins from: how many places of each node it uses. That is not told."""
 LONGEST_WAIT = 20.0
@@ -113,6 +115,7 @@ class Coordinator:
         self._dismissed: set[str] = set()  # who has been told that the run is over
         self._comparing = Comparing()
         self._blamed: dict[str, list[Blame]] = {}
+        self._missed: dict[str, set[str]] = {}  # who has said so since that node was heard
         self._looking: asyncio.Task[None] | None = None
         self.pacing = Pacing()
         self.paced: Callable[[Sequence[Change]], None] = lambda changes: None
@@ -159,6 +162,7 @@ class Coordinator:
             ready=_ready(body),
         )  # fmt: skip
         self.known[name] = Known(dict(body["told"]), dict(body.get("held", {})))
+        self._missed.pop(name, None)
         self._set(membership.came(self.reign, new, now, self._rules))
         self._news.set()  # it settles at a time of its own
         return self._answer(name)
@@ -179,6 +183,7 @@ class Coordinator:
             known.held = dict(body["held"])
         if body.get("leaving"):
             self.warned(name, float(body["leaving"]))
+        self._miss(name, body.get("misses", ()))
         self._let_go(name)
         if self._compare(name, body):
             wait = 0.0
@@ -307,6 +312,16 @@ class Coordinator:
             self.reign = self.reign.put(replace(node, banned=False))
             self.look()
 
+    # --- who does not reach whom ----------------------------------------------------------------
+    def _miss(self, name: str, others: Iterable[str]) -> None:
+        """A node speaks, and says whom it does not reach. Whoever is missed and then heard here is
+        alive, so the two are kept apart; one that is dead is not heard any more."""
+        for other in self._missed.pop(name, ()):
+            now = self._now
+            self._set(membership.parted(self.reign, name, other, now, self._rules))
+        for other in map(str, others):
+            self._missed.setdefault(other, set()).add(name)
+
     # --- who stands still -----------------------------------------------------------------------
     def _compare(self, name: str, body: Mapping[str, Any]) -> bool:
         """What a node says of those who stand still there; whether it is to give up somebody."""
@@ -321,7 +336,7 @@ class Coordinator:
         if still and (self._looking is None or self._looking.done()):
             self._looking = asyncio.create_task(self._look_for_silent())
         if still and self._comparing.stuck(self._now, self.reign.members):
-            self.halt("hang")
+            self.halt(HANG)
         elif still and (found := self._comparing.hung(self._now, self.reign.members)):
             self._blamed[found[0]] = [found[1]]
             self._ask([found[0]])

@@ -16,16 +16,26 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from holdfast.elastic.coordinator import BEAT, JOIN, JOIN_FIRST, REPLACED, Coordinator, within
+from holdfast.elastic.coordinator import (
+    BEAT,
+    HANG,
+    JOIN,
+    JOIN_FIRST,
+    REPLACED,
+    Coordinator,
+    within,
+)
 from holdfast.elastic.ending import EndedError
 from holdfast.elastic.noticing import Blame
+from holdfast.elastic.reaching import Reaching
 from holdfast.elastic.searching import Search
+from holdfast.elastic.work import Work
 from holdfast.errors import HoldfastError
 from holdfast.policy import succession
 from holdfast.policy.membership import Order, Phase, Stage
@@ -53,55 +63,6 @@ LONGEST_REST = 60.0
 
 class ReplacedError(HoldfastError):
     """Another agent calls itself by the same name, or this one was given up and started anew."""
-
-
-class Work(Protocol):
-    """What this node does in a generation. `at`, `stage` and `held` are told with every question;
-    `changed` is set whenever one of them has changed."""
-
-    changed: asyncio.Event
-
-    @property
-    def at(self) -> int: ...
-
-    @property
-    def stage(self) -> Stage: ...
-
-    @property
-    def held(self) -> dict[str, Any]: ...
-
-    @property
-    def ready(self) -> int | None:
-        """Places with a process that works or could at once; None: it cannot say."""
-        ...
-
-    def outside(self) -> None:
-        """The others work without this node: told with every heartbeat."""
-        ...
-
-    def start(self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]) -> None:
-        """Take part in a newer generation: what its object in the run store says, and what it
-        begins from. Returns at once, as the others do."""
-        ...
-
-    def halt(self, generation: int, reason: str, *, gentle: bool) -> None: ...
-
-    def leave(self, verdict: str) -> None: ...
-
-    @property
-    def still(self) -> dict[str, Any]:
-        """Who stands still here (`noticing.Lookout.told`); {} if nobody does."""
-        ...
-
-    @property
-    def paces(self) -> list[list[Any]]:
-        """What the workers here took for their microbatches (`Generation.paces`); [] if nothing is
-        to be told now."""
-        ...
-
-    def blame(self, generation: int, blamed: Sequence[Blame]) -> None:
-        """For whom the others wait, of the workers here."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -164,6 +125,8 @@ class Follower:
         self._older: set[asyncio.Task[None]] = set()
         self._reigning: asyncio.Task[Any] | None = None
         self._search: Search | None = None  # while its coordinator is silent
+        self._reaching = Reaching()
+        self._looked = 0  # the generation after which it was looked whom this node reaches
         self._said = ""
 
     @property
@@ -195,6 +158,7 @@ class Follower:
         finally:
             self._ask_no_more()
             self._end_search()
+            self._reaching.close()
             if self._reigning is not None:
                 self._reigning.cancel()
             for pair in self._talkers.values():
@@ -248,9 +212,11 @@ class Follower:
         }  # fmt: skip
 
     def _state(self) -> dict[str, Any]:
-        work = self._work
-        held = work.held if work.stage in (Stage.HELD, Stage.DONE) else {}
-        return {"at": work.at, "stage": work.stage.value, "held": held, "ready": work.ready}
+        work, stage = self._work, self._work.stage
+        if stage is Stage.HELD and self._reaching.looking:
+            stage = Stage.WORKING  # the next generation is made of those who reach each other
+        held = work.held if stage in (Stage.HELD, Stage.DONE) else {}
+        return {"at": work.at, "stage": stage.value, "held": held, "ready": work.ready}
 
     # --- following ------------------------------------------------------------------------------
     async def _follow(self) -> None:
@@ -258,6 +224,7 @@ class Follower:
         question, on a connection of its own, and the coordinator answers the older one then."""
         self._end_search()
         self._work.changed.clear()
+        self._reaching.again(self.agents)
         if self._question is None:
             # Once a beat has gone by without an answer, one is wanted at once.
             late = self.coordinator is None and self._now - self.seat.since > self._beat
@@ -281,6 +248,7 @@ class Follower:
         return {
             "name": self.seat.name, "mark": self.mark, "term": self.seat.term,
             "doing": list(self._doing), "leaving": self.leaving, **self._state(),
+            **({"misses": list(missed)} if (missed := self._reaching.missed) else {}),
             **({"still": still} if (still := self._work.still) else {}),
             **({"paces": paces} if (paces := self._work.paces) else {}),
         }  # fmt: skip
@@ -383,6 +351,9 @@ class Follower:
             case Order.HALT | Order.PAUSE as halt if generation == self._work.at:
                 reason = str(answer.get("reason", ""))
                 self._work.halt(generation, reason, gentle=halt is Order.PAUSE)
+                if reason == HANG and self._looked < generation:
+                    self._looked = generation
+                    self._reaching.look(self.seat.name, self.agents, self._work.changed.set)
             case Order.LEAVE:
                 self.over = str(answer.get("verdict", "")), str(answer.get("kind", ""))
                 self._work.leave(self.over[0])

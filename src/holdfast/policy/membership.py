@@ -228,20 +228,22 @@ def ban(reign: Reign, name: str, reason: str, now: float, rules: Rules) -> Reign
 
 
 def parted(reign: Reign, one: str, other: str, now: float, rules: Rules) -> Reign:
-    """Workers of two nodes cannot reach each other, though both nodes are heard: no generation has
-    both, until it is tried again."""
+    """Two nodes do not reach each other, though both are heard: no generation has both, until it is
+    tried again. Said again shortly before, it is not tried."""
     known = reign.node(one) is not None and reign.node(other) is not None
     if reign.phase in OVER or one == other or not known:
         return reign
     pair = {one, other}
     old = next((a for a in reign.apart if {a.one, a.other} == pair), None)
-    if old is not None and now < old.until:
+    if old is not None and now < old.until - rules.lost_after:
         return reign
     wait = rules.apart if old is None else 2 * old.wait
     rest = (a for a in reign.apart if a is not old)
     reign = replace(reign, apart=(*rest, Apart(min(pair), max(pair), now + wait, wait)))
     if pair <= reign.members:
         reign = halt(reign, "link_cut", now)
+        if reign.phase is Phase.HALTING:  # maybe since before, because all waited
+            reign = replace(reign, reason="link_cut")
     return _go_on(reign, now, rules)
 
 

@@ -72,6 +72,16 @@ def test_a_cut_node_is_reached_again_when_it_is_healed(network: Network) -> None
     assert asked(network, "a", "b", 10)
 
 
+def test_two_that_are_parted_reach_the_others(network: Network) -> None:
+    network.up(["c"])
+    assert asked(network, "a", "b", 10)
+    network.part("a", "b")
+    assert asked(network, "a", "b", 10, seconds=1) == []
+    assert asked(network, "c", "b", 10)
+    network.join("b", "a")
+    assert asked(network, "a", "b", 10)
+
+
 def test_a_slow_line_delays_both_directions_until_it_is_healed(network: Network) -> None:
     network.delay("b", 150)
     *_, last = asked(network, "a", "b", 10, 10)

@@ -7,6 +7,7 @@ process is in it: one small holder each, which ends when its input does. So noth
 however the process that called `up` ended.
 
     cut      the node's plug is pulled: packets vanish, nobody is told (no reset, no refusal)
+    part     two nodes do not reach each other, and all others reach both
     delay    every packet comes that much later, in each direction
     loss     that share of packets is dropped, in each direction
 
@@ -31,6 +32,8 @@ from holdfast.errors import UserError
 SUBNET = "10.77.0"
 DEVICE = "eth0"
 MOST = 250
+NOBODY = "02:00:00:00:00:01"
+"""A device that is not there."""
 _PROBE = "ip link add hfbr0 type bridge && ip link add hfp0 type veth peer name hfp1"
 _WAYS: tuple[tuple[str, ...], ...] = (("--net",), ("--map-root-user", "--net"))
 _TOOLS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
@@ -157,6 +160,14 @@ class Network:
         self._shape(node, 0.0, 0.0)
         self._ip("link", "set", node.port, "master", "br0")
 
+    def part(self, one: str, other: str) -> None:
+        """What these two send each other vanishes, as with a link between two switches."""
+        self._between(one, other, "replace", "lladdr", NOBODY, "nud", "permanent")
+
+    def join(self, one: str, other: str) -> None:
+        """Two nodes that were parted reach each other again."""
+        self._between(one, other, "delete")
+
     def delay(self, name: str, ms: float) -> None:
         """Every packet of that node comes `ms` later, in each direction; 0: no longer."""
         node = self._node(name)
@@ -190,6 +201,12 @@ class Network:
     def _inside(self, holder: subprocess.Popen[bytes] | None, *kinds: str) -> list[str]:
         assert holder is not None, "up was not called"
         return ["nsenter", "--target", str(holder.pid), *self._enter, *kinds, "--"]
+
+    def _between(self, one: str, other: str, deed: str, *words: str) -> None:
+        """What each of two nodes believes of the other's place in the network."""
+        for here, there in ((one, other), (other, one)):
+            _run([*self.command(here), "ip", "neighbour", deed, self.address(there), *words,
+                  "dev", DEVICE])  # fmt: skip
 
     def _ip(self, *words: str) -> None:
         _run([*self._inside(self._bridge, "--net"), "ip", *words])
