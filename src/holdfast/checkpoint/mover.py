@@ -206,10 +206,6 @@ class Server:
             case "events":
                 events, mark = service.outcomes.since(body["since"], body["wait"])
                 return {"events": events, "next": mark}
-            case "evacuate":
-                if self._peers is None:
-                    raise HoldfastError("this mover has no neighbours")
-                return self._peers.evacuate(float(body["wait"]), body["stay"])
             case "upload":
                 return {"left": self._upload(float(body["wait"])) if service.leads else None}
             case "status":

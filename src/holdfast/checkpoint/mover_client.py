@@ -187,12 +187,6 @@ class MoverClient:
         left = self._call("upload", {"wait": wait}, wait + ANSWER_SECONDS)["left"]
         return None if left is None else dict(left)
 
-    def evacuate(self, wait: float, stay: Sequence[str] | None = None) -> dict[str, Any]:
-        """Hand the newest snapshots of this node over to the machines `stay` (None: to any of the
-        generation), in `wait` seconds; what is held where then: see `evacuating.Evacuation.run`."""
-        body = {"wait": wait, "stay": None if stay is None else list(stay)}
-        return self._call("evacuate", body, wait + ANSWER_SECONDS)
-
     def status(self) -> dict[str, Any]:
         """Counts and the state of every arena, for people and metrics."""
         return self._call("status", {})

@@ -8,7 +8,6 @@ machines) stays beside it. A mover that is named by no topology serves one node 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,7 +37,7 @@ class Neighbours:
         secret: Secret,
     ) -> None:  # fmt: skip
         """Raises AddressError when the address cannot be listened on."""
-        self._settings, self._service = settings, service
+        self._settings = settings
         run = identity(about.config_hash, about.dataset_version)
         self.peers = Peers(
             settings, service.shelf, secret, run, service.outcomes.add,
@@ -76,13 +75,6 @@ class Neighbours:
 
     def expect(self, topology: Topology, table: StateTable, cohort: Cohort | None) -> None:
         self.peers.expect(topology, table, cohort)
-
-    def evacuate(self, wait: float, stay: Sequence[str] | None) -> dict[str, Any]:
-        """As `Peers.evacuate`, once what is being hashed is on the shelf."""
-        begun = time.monotonic()
-        self._service.drain(min(SETTLE_SECONDS, wait), durable=False)
-        left = max(0.0, wait - (time.monotonic() - begun))
-        return self.peers.evacuate(left, stay, self._service.ranks)
 
     @property
     def placement(self) -> dict[str, tuple[str, ...]]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,18 +143,6 @@ class Copies:
         for client in clients:
             client.abort()
         self._unpin()
-
-    def targets(self, size: int, stay: Collection[str] | None) -> list[Peer]:
-        """Who is to hold this node's copies if none but `stay` are left, the best first: whoever
-        holds them already, then by distance and load, then the others."""
-        with self._change:
-            lines = {n: line for n, line in self._lines.items() if stay is None or n in stay}
-            own, held = self._settings.machine, dict(self._held)
-        machines = [own, *(line.peer.machine for line in lines.values())]
-        first = [name for name in held.get(own.name, ()) if name in lines]
-        plan = place_copies({own.name: 2 * size}, machines, before=held)
-        order = dict.fromkeys((*first, *plan.holders[own.name], *sorted(lines)))
-        return [lines[name].peer for name in order]
 
     @property
     def placement(self) -> dict[str, tuple[str, ...]]:

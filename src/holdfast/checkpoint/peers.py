@@ -5,11 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from holdfast.checkpoint.budget import Budget
-from holdfast.checkpoint.evacuating import Evacuation
 from holdfast.checkpoint.peer_keep import Keeper
 from holdfast.checkpoint.peer_send import Copies
 from holdfast.checkpoint.peer_server import PeerServer
@@ -44,7 +43,6 @@ class Peers:
         Raises AddressError when that cannot be listened on.
         """
         self.settings = settings
-        self._shelf, self._secret, self._run = shelf, secret, run or ""
         listening = bound or bind(settings.interface, settings.port, "checkpoint.peer_port")
         stop = threading.Event()
         self._stop = stop
@@ -73,17 +71,6 @@ class Peers:
         steps says."""
         part = snapshot.part
         self.copies.shelved(part.generation, part.step, part.rank, surely)
-
-    def evacuate(
-        self, wait: float, stay: Collection[str] | None, due: Collection[int]
-    ) -> dict[str, Any]:
-        """Hand the newest snapshots over to machines that stay, in `wait` seconds (`Evacuation`);
-        stay: their names, None for all. due: the ranks of this node."""
-        work = Evacuation(
-            self._shelf, self._secret, self._run, self.address, self.server.newest,
-            lambda size: self.copies.targets(size, stay), wait,
-        )  # fmt: skip
-        return work.run(due)
 
     def status(self) -> dict[str, Any]:
         return {

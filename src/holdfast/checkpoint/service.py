@@ -199,13 +199,6 @@ class Service:
         return self._saves.together.leads
 
     @property
-    def ranks(self) -> frozenset[int]:
-        """Of this node, in the generation that is served."""
-        with self._change:
-            plan = self._plan
-        return frozenset() if plan is None else self._saves.together.ours(plan)
-
-    @property
     def together(self) -> Together:
         return self._saves.together
 

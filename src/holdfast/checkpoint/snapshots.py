@@ -297,21 +297,6 @@ class Shelf:
         with self._lock:
             return sorted(name[2] for name in self._snapshots if name[:2] == (generation, step))
 
-    def newest(self) -> list[Snapshot]:
-        """The parts of this node's ranks of the newest step of which all of them are here."""
-        with self._lock:
-            at = self._newest_own()
-            return [s for name, s in sorted(self._snapshots.items()) if name[:2] == at and s.own]
-
-    def copies(self) -> list[Snapshot]:
-        """The newest part that is kept of each rank of another node."""
-        with self._lock:
-            found: dict[int, Snapshot] = {}
-            for name, snapshot in sorted(self._snapshots.items()):
-                if not snapshot.own and snapshot.whole:
-                    found[name[2]] = snapshot
-        return [found[rank] for rank in sorted(found)]
-
     def own(self, generation: int, rank: int) -> dict[int, Part]:
         """step -> the part of a rank that was captured on this node."""
         with self._lock:

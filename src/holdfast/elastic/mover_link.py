@@ -206,13 +206,6 @@ class MoverLink:
         client = MoverClient(self.socket_path, self._secret, generation)
         return await asyncio.to_thread(client.upload, wait)
 
-    async def evacuate(
-        self, generation: int, wait: float, stay: Sequence[str] | None = None
-    ) -> dict[str, Any]:
-        """This node is about to go: as `MoverClient.evacuate`. Raises MoverGoneError."""
-        client = MoverClient(self.socket_path, self._secret, generation)
-        return await asyncio.to_thread(client.evacuate, wait, stay)
-
     async def drain(self, generation: int) -> None:
         """Take every event that has happened so far."""
         if self._pump is not None:
