@@ -42,6 +42,8 @@ from holdfast.wire.secret import Secret
 from holdfast.wire.term import Term, newest_generation, object_of
 
 MISSED_BEATS = 3
+APART_BEATS = 30
+"""For how long two nodes that do not reach each other are not tried together."""
 LEAVE_ALL = "all nodes were told to go"
 BAD_STEPS = ("non_finite", "loss_jump")
 """Of these `policy.trials` says how many there may be."""
@@ -150,7 +152,8 @@ class Office:
             self._say(f"{it.node} coordinates the run (term {term.number})")
         rules = Rules(
             self.fits, MISSED_BEATS * cluster.beat_seconds, cluster.gather_seconds,
-            cluster.settle_seconds, full=lead.full, more=lead.more,
+            cluster.settle_seconds, apart=APART_BEATS * cluster.beat_seconds, full=lead.full,
+            more=lead.more,
         )  # fmt: skip
         self.coordinator = await reign_over(
             term, it.store, rules, self._plan, self._begin, changed=self._changed,
