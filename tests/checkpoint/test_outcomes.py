@@ -9,13 +9,7 @@ import pytest
 
 from holdfast.checkpoint import outcomes as module
 from holdfast.checkpoint.outcomes import Outcomes
-from holdfast.events import (
-    CheckpointCommitted,
-    CheckpointFailed,
-    PeerFailed,
-    SnapshotComplete,
-    SnapshotKept,
-)
+from holdfast.events import CheckpointCommitted, CheckpointFailed, SnapshotComplete, SnapshotKept
 
 SAVE = (1, 20)
 
@@ -41,31 +35,10 @@ def test_a_second_attempt_that_fails_is_an_end_too() -> None:
     assert outcomes.settle(SAVE, 0.0) == (True, "the disk is full")
 
 
-def test_what_every_step_says_waits_for_what_presses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ROUTINE_SECONDS", 3600.0)
-    outcomes = Outcomes(time.monotonic)
-    heard: list[list[str]] = []
-
-    def wait() -> None:
-        heard.append([kind for kind, _ in outcomes.since(0, 60.0)[0]])
-
-    waiting = threading.Thread(target=wait, daemon=True)
-    waiting.start()
-    outcomes.add(SnapshotComplete(1, 0.1, step=3))
-    waiting.join(0.1)
-    assert waiting.is_alive()
-    outcomes.add(PeerFailed("stage", "it is gone", step=3))
-    waiting.join(60.0)
-    assert heard == [[SnapshotComplete.kind, PeerFailed.kind]]
-
-
-@pytest.mark.parametrize("name", ["ROUTINE_SECONDS", "TOGETHER_SECONDS"])
-def test_what_happens_together_is_told_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_happens_together_is_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits hears of the copy with the snapshot; whoever is not to wait, of what there is,
     and the end of a generation keeps nobody waiting."""
-    monkeypatch.setattr(module, name, 3600.0)
-    if name == "TOGETHER_SECONDS":
-        monkeypatch.setattr(module, "ROUTINE", ())
+    monkeypatch.setattr(module, "TOGETHER_SECONDS", 3600.0)
     outcomes = Outcomes(time.monotonic)
     heard: list[list[str]] = []
 

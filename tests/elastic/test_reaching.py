@@ -48,7 +48,7 @@ def test_who_does_not_answer_is_missed_until_he_does(
         host, port = server.sockets[0].getsockname()
         with socket.create_server(("127.0.0.1", 0)) as closed:
             nobody = f"127.0.0.1:{closed.getsockname()[1]}"
-        agents = {"a": "not an address", "b": f"{host}:{port}", "c": silent, "d": nobody}
+        agents = {"a": "own", "b": f"{host}:{port}", "c": silent, "d": nobody, "e": "none"}
         found = Reaching()
         found.again(agents)
         assert not found.looking, "nobody is missed"
@@ -56,6 +56,10 @@ def test_who_does_not_answer_is_missed_until_he_does(
         assert found.looking
         await asyncio.wait_for(ended.wait(), 60)
         assert (found.missed, found.looking) == (("c",), False)
+        found.again({"a": "own"})  # a generation without those that are missed
+        assert found.missed == ("c",)
+        found.close()
+        await asyncio.sleep(0)
         found.again({**agents, "c": agents["b"]})
         assert not found.looking, "that is behind whoever asks"
         async with asyncio.timeout(60):
@@ -103,6 +107,7 @@ async def _pairs(*heard: tuple[str, ...]) -> tuple[Phase, str, list[str]]:
         ([("b", "c"), ("c",)], ["bc"]),
         ([("c", "b"), ("b", "c"), ("c", "b")], ["bc"]),
         ([("c", "b", "a"), ("b",), ("a",)], ["bc", "ac"]),
+        ([("b", "c"), ("b",), ("c",)], []),  # it has reached it since
         ([("b", "nobody"), ("c",)], []),
     ],
 )

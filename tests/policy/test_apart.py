@@ -61,14 +61,35 @@ def _beats(reign: Reign, now: float, until: float) -> Reign:
 
 
 def test_what_is_said_again_in_time_is_not_tried() -> None:
-    """Each further time is twice as long; said in between, it changes nothing."""
+    """Each trial that fails is twice as long; said in between, it changes nothing."""
     reign = _without(parted(_training(), "c", "b", 10.0, RULES), 11.0)
     reign = _beats(reign, 11.0, 60.0)
     assert parted(reign, "b", "c", 60.0, RULES) == reign
     reign = _beats(reign, 60.0, 68.0)
     reign = parted(reign, "b", "c", 68.0, RULES)
-    assert [(pair.until, pair.wait) for pair in reign.apart] == [(188.0, 120.0)]
-    assert _beats(reign, 68.0, 187.0).phase is Phase.TRAINING
+    assert [(pair.until, pair.wait) for pair in reign.apart] == [(128.0, 60.0)]
+    assert _beats(reign, 68.0, 127.0).phase is Phase.TRAINING
+    reign = _beats(reign, 127.0, 200.0)
+    assert (reign.phase, reign.reason) == (Phase.HALTING, "node_joined")
+    reign = parted(_without(reign, 140.0), "b", "c", 145.0, RULES)
+    assert [(pair.until, pair.wait) for pair in reign.apart] == [(265.0, 120.0)]
+
+
+def test_what_is_known_too_late_for_a_generation_ends_it() -> None:
+    """While it is made, and when it has been made of both."""
+    reign = _said(halt(_training(), "hang", 10.0), 11.0, Stage.HELD, 1)
+    assert reign.wanted == {"a", "b", "c"}
+    late = parted(reign, "b", "c", 11.5, RULES)
+    assert (late.phase, late.wanted) == (Phase.OPENING, {"a", "b"})
+    late = opened(late, 2, frozenset("abc"), 12.0, RULES)
+    assert (late.phase, late.generation, late.wanted) == (Phase.OPENING, 2, {"a", "b"})
+    made = opened(reign, 2, frozenset("abc"), 11.2, RULES)
+    assert parted(made, "b", "c", 11.5, RULES).phase is Phase.HALTING
+
+
+def test_another_reason_stays() -> None:
+    reign = parted(halt(_training(), "worker_lost", 10.0), "b", "c", 10.5, RULES)
+    assert (reign.phase, reign.reason) == (Phase.HALTING, "worker_lost")
 
 
 def test_a_generation_that_ends_because_all_wait_ends_for_the_link() -> None:

@@ -109,6 +109,7 @@ def test_what_is_no_request_is_none(head: bytes) -> None:
     b"\r\n\r\n", b"SSH-2.0-x\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n",
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n",
     b"HTTP/1.1 200 OK\r\ncontent-length: 1x\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\ncontent-length: " + b"0" * 5000 + b"\r\n\r\n",
 ])  # fmt: skip
 def test_what_is_no_answer_is_none(pair: Pair, head: bytes) -> None:
     with pytest.raises(BrokenError):

@@ -11,23 +11,13 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
-from holdfast.events import (
-    CheckpointCommitted,
-    CheckpointFailed,
-    Event,
-    SnapshotComplete,
-    SnapshotKept,
-)
+from holdfast.events import CheckpointCommitted, CheckpointFailed, Event
 
 EVENTS_KEPT = 4096
 """The agent reads events within a tick; this many are kept for one that is late."""
 TOGETHER_SECONDS = 0.02
-"""What happens so soon after an event that presses is told with it."""
-ROUTINE = (SnapshotComplete, SnapshotKept)
-"""What every step says of memory: nobody acts on it in haste."""
-ROUTINE_SECONDS = 1.0
-"""They wait so long for the next steps'. An answer wakes the agent, and costs it more than what is
-in it; short steps would have one each."""
+"""What happens so soon after a first event is told with it: a snapshot is complete here, and a few
+milliseconds later on the other node."""
 SAVES_KEPT = 64
 """No rank has more than a few steps on their way: its slots are two or three."""
 
@@ -43,7 +33,7 @@ class Outcomes:
         self._clock = clock
         self._change = threading.Condition()
         self._events: deque[tuple[int, Event]] = deque(maxlen=EVENTS_KEPT)
-        self._next = self._pressing = 0  # after the newest event, and the newest that presses
+        self._next = 0
         self._wakes = 0
         self._started: dict[Save, float] = {}
         self._keys: dict[Save, str] = {}
@@ -159,17 +149,12 @@ class Outcomes:
             return found()
 
     def since(self, mark: int, wait: float) -> tuple[list[list[Any]], int]:
-        """Events after `mark` as [kind, fields], and the next mark; waits for the first, and for
-        what is to be told with it."""
+        """Events after `mark` as [kind, fields], and the next mark; waits for the first."""
         with self._change:
             wakes = self._wakes
             self._change.wait_for(lambda: self._next > mark or self._wakes > wakes, wait)
             if wait > 0 and self._next > mark:
-                pressing = self._change.wait_for(
-                    lambda: self._pressing > mark or self._wakes > wakes, ROUTINE_SECONDS
-                )
-                if pressing:
-                    self._change.wait_for(lambda: self._wakes > wakes, TOGETHER_SECONDS)
+                self._change.wait_for(lambda: self._wakes > wakes, TOGETHER_SECONDS)
             found = [[e.kind, e.body] for number, e in self._events if number >= mark]
             return found, self._next
 
@@ -212,6 +197,4 @@ class Outcomes:
     def _put(self, event: Event) -> None:
         self._events.append((self._next, event))
         self._next += 1
-        if not isinstance(event, ROUTINE):
-            self._pressing = self._next
         self._change.notify_all()

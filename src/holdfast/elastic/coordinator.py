@@ -115,7 +115,7 @@ class Coordinator:
         self._dismissed: set[str] = set()  # who has been told that the run is over
         self._comparing = Comparing()
         self._blamed: dict[str, list[Blame]] = {}
-        self._missed: dict[str, set[str]] = {}  # who has said so since that node was heard
+        self._misses: dict[str, frozenset[str]] = {}  # whom a node does not reach, by its last word
         self._looking: asyncio.Task[None] | None = None
         self.pacing = Pacing()
         self.paced: Callable[[Sequence[Change]], None] = lambda changes: None
@@ -162,7 +162,8 @@ class Coordinator:
             ready=_ready(body),
         )  # fmt: skip
         self.known[name] = Known(dict(body["told"]), dict(body.get("held", {})))
-        self._missed.pop(name, None)
+        for one, missed in self._misses.items():  # of another process maybe
+            self._misses[one] = missed - {name} if one != name else frozenset()
         self._set(membership.came(self.reign, new, now, self._rules))
         self._news.set()  # it settles at a time of its own
         return self._answer(name)
@@ -183,7 +184,7 @@ class Coordinator:
             known.held = dict(body["held"])
         if body.get("leaving"):
             self.warned(name, float(body["leaving"]))
-        self._miss(name, body.get("misses", ()))
+        self._miss(name, mark, body.get("misses", ()))
         self._let_go(name)
         if self._compare(name, body):
             wait = 0.0
@@ -313,14 +314,16 @@ class Coordinator:
             self.look()
 
     # --- who does not reach whom ----------------------------------------------------------------
-    def _miss(self, name: str, others: Iterable[str]) -> None:
+    def _miss(self, name: str, mark: str, others: Iterable[str]) -> None:
         """A node speaks, and says whom it does not reach. Whoever is missed and then heard here is
         alive, so the two are kept apart; one that is dead is not heard any more."""
-        for other in self._missed.pop(name, ()):
+        node = self.reign.node(name)
+        if node is None or node.mark != mark:
+            return
+        self._misses[name] = frozenset(map(str, others))
+        for other in [one for one, missed in self._misses.items() if name in missed]:
             now = self._now
             self._set(membership.parted(self.reign, name, other, now, self._rules))
-        for other in map(str, others):
-            self._missed.setdefault(other, set()).add(name)
 
     # --- who stands still -----------------------------------------------------------------------
     def _compare(self, name: str, body: Mapping[str, Any]) -> bool:

@@ -14,11 +14,17 @@ Any answer of the machine will do, also that nobody listens: what has ended is f
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Mapping
 from itertools import islice
 
 SECONDS = 1.5
 """Long enough for a lost packet to be sent once more by the kernel."""
+LATE = 0.5
+"""An agent that wakes so much later has heard nothing that came meanwhile: it tries again."""
+TRIES = 3
+SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
+"""What says that packets do not arrive; other errors are this machine's own."""
 MOST = 64
 """So many of the others are tried: each agent those that follow it by name, so that of two at least
 one tries the other as long as there are not more than twice as many."""
@@ -28,9 +34,13 @@ class Reaching:
     """Of one agent; lives in one event loop."""
 
     def __init__(self) -> None:
-        self.missed: tuple[str, ...] = ()
+        self._missed: dict[str, str] = {}  # with their addresses: newer generations may lack them
         self._trying: asyncio.Task[None] | None = None
         self._first = False
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        return tuple(self._missed)
 
     @property
     def looking(self) -> bool:
@@ -47,10 +57,9 @@ class Reaching:
         self._trying.add_done_callback(lambda _: ended())
 
     def again(self, agents: Mapping[str, str]) -> None:
-        """Try those that were missed."""
-        if self.missed and (self._trying is None or self._trying.done()):
-            due = {name: agents[name] for name in self.missed if name in agents}
-            self._start(due, first=False)
+        """Try those that were missed. agents: as in `look`, where some may listen elsewhere now."""
+        if self._missed and (self._trying is None or self._trying.done()):
+            self._start({n: agents.get(n, old) for n, old in self._missed.items()}, first=False)
 
     def close(self) -> None:
         if self._trying is not None:
@@ -62,8 +71,14 @@ class Reaching:
         self._trying = asyncio.create_task(self._try(agents))
 
     async def _try(self, agents: Mapping[str, str]) -> None:
-        found = await asyncio.gather(*map(_reaches, agents.values()))
-        self.missed = tuple(n for n, reached in zip(agents, found, strict=True) if not reached)
+        loop = asyncio.get_running_loop()
+        for _ in range(TRIES):
+            begun = loop.time()
+            found = await asyncio.gather(*map(_reaches, agents.values()))
+            if loop.time() - begun < SECONDS + LATE:
+                silent = (n for n, reached in zip(agents, found, strict=True) if not reached)
+                self._missed = {name: agents[name] for name in silent}
+                return
 
 
 async def _reaches(address: str) -> bool:
@@ -71,9 +86,9 @@ async def _reaches(address: str) -> bool:
     try:
         async with asyncio.timeout(SECONDS):
             _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except ConnectionRefusedError:
-        return True
-    except (OSError, ValueError):
+    except TimeoutError:
         return False
+    except (OSError, ValueError) as error:
+        return getattr(error, "errno", None) not in SILENCE
     writer.close()
     return True

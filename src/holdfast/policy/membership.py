@@ -229,20 +229,21 @@ def ban(reign: Reign, name: str, reason: str, now: float, rules: Rules) -> Reign
 
 def parted(reign: Reign, one: str, other: str, now: float, rules: Rules) -> Reign:
     """Two nodes do not reach each other, though both are heard: no generation has both, until it is
-    tried again. Said again shortly before, it is not tried."""
+    tried again, which takes twice as long each time. Said again shortly before, it is not tried."""
     known = reign.node(one) is not None and reign.node(other) is not None
     if reign.phase in OVER or one == other or not known:
         return reign
     pair = {one, other}
     old = next((a for a in reign.apart if {a.one, a.other} == pair), None)
-    if old is not None and now < old.until - rules.lost_after:
-        return reign
-    wait = rules.apart if old is None else 2 * old.wait
-    rest = (a for a in reign.apart if a is not old)
-    reign = replace(reign, apart=(*rest, Apart(min(pair), max(pair), now + wait, wait)))
+    if old is None or now >= old.until - rules.lost_after:
+        tried = old is not None and pair <= reign.members
+        wait = rules.apart if old is None else old.wait * (2 if tried else 1)
+        until = now + (wait if old is None or tried else rules.apart)
+        rest = (a for a in reign.apart if a is not old)
+        reign = replace(reign, apart=(*rest, Apart(min(pair), max(pair), until, wait)))
     if pair <= reign.members:
         reign = halt(reign, "link_cut", now)
-        if reign.phase is Phase.HALTING:  # maybe since before, because all waited
+        if reign.phase is Phase.HALTING and reign.reason == "hang":  # that is why all waited
             reign = replace(reign, reason="link_cut")
     return _go_on(reign, now, rules)
 
@@ -287,6 +288,8 @@ def opened(
     there = {node.name for node in reign.nodes if node.came <= reign.since}
     if not names <= there:  # lost, or another process of that name by now
         started = replace(_become(started, Phase.HALTING, now), reason="node_lost")
+    elif _split(started, names, now):
+        started = replace(_become(started, Phase.HALTING, now), reason="link_cut")
     return _go_on(started, now, rules)
 
 
@@ -402,9 +405,14 @@ def _go_on(reign: Reign, now: float, rules: Rules) -> Reign:
             return _next(reign, now, rules)
         case Phase.GATHERING:
             return _gather(reign, now, rules)
-        case Phase.OPENING if not _as_wanted(reign):
+        case Phase.OPENING if not _as_wanted(reign) or _split(reign, reign.wanted, now):
             return _next(reign, now, rules)
     return reign
+
+
+def _split(reign: Reign, names: frozenset[str], now: float) -> bool:
+    """Whether two of these do not reach each other."""
+    return any({pair.one, pair.other} <= names for pair in reign.apart if now < pair.until)
 
 
 def _as_wanted(reign: Reign) -> bool:
