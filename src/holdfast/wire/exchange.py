@@ -2,8 +2,8 @@
 where it is to lie.
 
 The standard library's `http.client` and `http.server` parse each head as if it were an e-mail,
-which takes more than everything else that a small request costs (docs/measurements.md, "Steady
-state"). `connection` is the same for listeners in an event loop.
+which took nearly half of what a small request cost (docs/measurements.md, "What it costs that
+nothing is lost"). `connection` is the same for listeners in an event loop.
 """
 
 from __future__ import annotations
