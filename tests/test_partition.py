@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,18 +26,25 @@ SETTINGS = (
 ALL = {"a", "b", "c"}
 
 
-def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(tmp_path: Path) -> None:
-    """One that follows, then the one that leads; bit by bit the run that nobody disturbed."""
-    run_file = prepared(tmp_path / "run-file")
+@contextmanager
+def _three(folder: Path) -> Iterator[tuple[Network, Nodes, dict[int, float]]]:
+    """At step 20, with the losses of the run that nobody disturbs."""
+    run_file = prepared(folder / "run-file")
     undisturbed = losses_of_one_worker(run_file, *SETTINGS)
     with (
         Network() as network,
-        nodes_of(run_file, tmp_path / "run", *SETTINGS, "layout.workers=3") as nodes,
+        nodes_of(run_file, folder / "run", *SETTINGS, "layout.workers=3") as nodes,
     ):
         network.up("abc")
         for name in "abc":
             nodes.start(name, settings=network.settings(name), before=network.command(name))
         nodes.wait_step(20, nodes=ALL)
+        yield network, nodes, undisturbed
+
+
+def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(tmp_path: Path) -> None:
+    """One that follows, then the one that leads; bit by bit the run that nobody disturbed."""
+    with _three(tmp_path) as (network, nodes, undisturbed):
         first = nodes.leader
         network.delay(max(ALL - {first}), 5)  # no step is quicker than that, on any machine
         _cut_and_heal(network, nodes, min(ALL - {first}))
@@ -54,21 +63,10 @@ def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(tmp_path: Pat
 
 def test_two_that_do_not_reach_each_other_are_not_in_one_generation(tmp_path: Path) -> None:
     """Both are heard by the one that leads, so neither is lost: one of them is done without."""
-    run_file = prepared(tmp_path / "run-file")
-    undisturbed = losses_of_one_worker(run_file, *SETTINGS)
-    with (
-        Network() as network,
-        nodes_of(run_file, tmp_path / "run", *SETTINGS, "layout.workers=3") as nodes,
-    ):
-        network.up("abc")
-        for name in "abc":
-            nodes.start(name, settings=network.settings(name), before=network.command(name))
-        nodes.wait_step(20, nodes=ALL)
+    with _three(tmp_path) as (network, nodes, undisturbed):
         first = nodes.leader
         one, other = sorted(ALL - {first})
-        network.delay(
-            first, 20
-        )  # a step takes so long that the other is tried again before the last
+        network.delay(first, 20)  # so slow that the other is tried again before the last step
         network.part(one, other)
         nodes.wait_step(25, nodes={first, one})
         assert nodes.leader == first

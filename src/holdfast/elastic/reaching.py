@@ -14,17 +14,16 @@ Any answer of the machine will do, also that nobody listens: what has ended is f
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Callable, Mapping
 from itertools import islice
+
+from holdfast.elastic.probing import Answer, answer
 
 SECONDS = 1.5
 """Long enough for a lost packet to be sent once more by the kernel."""
 LATE = 0.5
 """An agent that wakes so much later has heard nothing that came meanwhile: it tries again."""
 TRIES = 3
-SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-"""What says that packets do not arrive; other errors are this machine's own."""
 MOST = 64
 """So many of the others are tried: each agent those that follow it by name, so that of two at least
 one tries the other as long as there are not more than twice as many."""
@@ -74,21 +73,8 @@ class Reaching:
         loop = asyncio.get_running_loop()
         for _ in range(TRIES):
             begun = loop.time()
-            found = await asyncio.gather(*map(_reaches, agents.values()))
+            found = await asyncio.gather(*(answer(a, SECONDS) for a in agents.values()))
             if loop.time() - begun < SECONDS + LATE:
-                silent = (n for n, reached in zip(agents, found, strict=True) if not reached)
-                self._missed = {name: agents[name] for name in silent}
+                named = zip(agents.items(), found, strict=True)
+                self._missed = dict(agent for agent, came in named if came is Answer.SILENT)
                 return
-
-
-async def _reaches(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        async with asyncio.timeout(SECONDS):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-    except TimeoutError:
-        return False
-    except (OSError, ValueError) as error:
-        return getattr(error, "errno", None) not in SILENCE
-    writer.close()
-    return True

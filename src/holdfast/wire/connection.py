@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 import httptools
 
 from holdfast.wire.doors import Doors
+from holdfast.wire.fields import Fields
 from holdfast.wire.refusals import Reason
 
 HEAD_BYTES = 16 << 10
@@ -82,9 +83,7 @@ class Connection(asyncio.Protocol):
         self._begin()
 
     def _begin(self) -> None:
-        self._url, self._size = b"", 0
-        self._headers: dict[str, str] = {}
-        self._twice: set[str] = set()
+        self._fields = Fields()
         self._reader: Reader | None = None
         self._body = bytearray()
 
@@ -141,25 +140,21 @@ class Connection(asyncio.Protocol):
         self._begin()
 
     def on_url(self, url: bytes) -> None:
-        self._url += url
-        self._size += len(url)
+        self._fields.on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._size += len(name) + len(value)
-        key = name.decode("latin-1").lower()
-        if key in self._headers:
-            self._twice.add(key)
-        else:
-            self._headers[key] = value.decode("latin-1")
+        self._fields.on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._in_head, self._unparsed = False, 0
         if self._over:
             return
-        if self._size > HEAD_BYTES:
+        found = self._fields
+        if found.size > HEAD_BYTES:
             self._nonsense()
             return
-        head = Head(self._parser.get_method(), self._url, self._headers, frozenset(self._twice))
+        method = self._parser.get_method()
+        head = Head(method, found.target, found.headers, frozenset(found.twice))
         admitted = self._application.admit(head)
         if isinstance(admitted, Answer):
             self._put(admitted, b"")

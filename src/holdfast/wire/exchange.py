@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import httptools
 
+from holdfast.wire.fields import Fields
+
 HEAD_BYTES = 16 << 10
 """A head at most; ours have less than one KiB."""
 PIECE = 4096
@@ -103,12 +105,12 @@ class Answer:
         said = _Said()
         parser = httptools.HttpResponseParser(said)
         try:
-            parser.feed_data(head)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            raise BrokenError(f"no answer in HTTP: {error}") from error
+            _feed("answer", parser, said, head)
+        except ValueError as error:
+            raise BrokenError(str(error)) from error
         length = said.headers.get("content-length", "")
         plain = length.isdecimal() and len(length) < 16  # a row of zeros can be as long as a head
-        if not said.complete or not plain or "transfer-encoding" in said.headers:
+        if not plain or "transfer-encoding" in said.headers:
             raise BrokenError("an answer that does not say how long it is")
         self._incoming = incoming
         self._headers = said.headers
@@ -177,16 +179,24 @@ def parse_request(head: bytes) -> Request:
     """Raises ValueError for what is no request of HTTP."""
     said = _Said()
     parser = httptools.HttpRequestParser(said)
-    try:
-        parser.feed_data(head)
-    except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-        raise ValueError(f"no request in HTTP: {error}") from error
-    if not said.complete:
-        raise ValueError("no request in HTTP")
+    _feed("request", parser, said, head)
     return Request(
         parser.get_method().decode("latin-1"), said.target.decode("latin-1"), said.headers,
         frozenset(said.twice), _keeps(parser.get_http_version(), said.headers),
     )  # fmt: skip
+
+
+def _feed(
+    what: str, parser: httptools.HttpRequestParser | httptools.HttpResponseParser,
+    said: _Said, head: bytes,
+) -> None:  # fmt: skip
+    """Raises ValueError for what the parser does not take, or not for a whole head."""
+    try:
+        parser.feed_data(head)
+    except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+        raise ValueError(f"no {what} in HTTP: {error}") from error
+    if not said.complete:
+        raise ValueError(f"no {what} in HTTP: the head is not complete")
 
 
 def _keeps(version: str, headers: Mapping[str, str]) -> bool:
@@ -195,24 +205,10 @@ def _keeps(version: str, headers: Mapping[str, str]) -> bool:
     return version == "1.1" and "close" not in map(str.strip, options)
 
 
-class _Said:
-    """What a parser finds in one head."""
-
+class _Said(Fields):
     def __init__(self) -> None:
-        self.target = b""
-        self.headers: dict[str, str] = {}
-        self.twice: set[str] = set()
+        super().__init__()
         self.complete = False
-
-    def on_url(self, url: bytes) -> None:
-        self.target += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        key = name.decode("latin-1").lower()
-        if key in self.headers:
-            self.twice.add(key)
-        else:
-            self.headers[key] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         self.complete = True
