@@ -16,6 +16,8 @@ SHARD ?= 1/1
 CHAOS ?= chaos
 # A worker gets the cores that the agent gives it; tests get one each.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Processes start by the hundred: what they import is compiled once, whatever the machine's setting.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install install-dev quickstart test lint pytest test-torch campaign chaos rotten docs clean
 
@@ -35,8 +37,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	@touch $@
 
+# Of what only the tests need most is never imported, and the rest is compiled when it is.
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@
 
 quickstart: $(VENV)/.installed
@@ -72,7 +75,7 @@ $(VENV)-torch$(TORCH)/.installed: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet 'torch==$(TORCH).*'
-	$(@D)/bin/python -m pip install --quiet -c $(@D)/constraints.txt -e '.[dev]'
+	$(@D)/bin/python -m pip install --quiet --no-compile -c $(@D)/constraints.txt -e '.[dev]'
 	@touch $@
 
 docs: $(VENV)/.installed

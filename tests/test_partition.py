@@ -51,6 +51,7 @@ def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(tmp_path: Pat
         assert nodes.leader == first
         _cut_and_heal(network, nodes, first)
         assert nodes.leader != first
+        network.delay(max(ALL - {first}), 0)
         assert set(nodes.end().values()) == {0}, nodes.story()
         losses = nodes.losses()
         assert losses == {step: undisturbed[step] for step in losses}
@@ -73,6 +74,7 @@ def test_two_that_do_not_reach_each_other_are_not_in_one_generation(tmp_path: Pa
         without = nodes.newest
         network.join(one, other)
         nodes.wait_step(0, without, ALL)
+        network.delay(first, 0)  # it has shown what it is to show
         assert set(nodes.end().values()) == {0}, nodes.story()
         losses = nodes.losses()
         assert losses == {step: undisturbed[step] for step in losses}

@@ -15,10 +15,12 @@ tied to that table. Recomputation never counts: this is model FLOPs, not hardwar
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from holdfast.config.model import ModelConfig
 from holdfast.spec.parameters import count
+
+if TYPE_CHECKING:  # the mover has no use for pydantic
+    from holdfast.config.model import ModelConfig
 
 Convention = Literal["full", "causal"]
 CONVENTIONS: dict[Convention, str] = {

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from holdfast.config.model import ModelConfig
+if TYPE_CHECKING:  # the mover has no use for pydantic
+    from holdfast.config.model import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

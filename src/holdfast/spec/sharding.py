@@ -18,9 +18,12 @@ A layer of a new kind is one more row of `_CUTS`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from holdfast.config.model import ModelConfig
 from holdfast.spec.parameters import Parameter, decoder_parameters
+
+if TYPE_CHECKING:  # the mover has no use for pydantic
+    from holdfast.config.model import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
-from holdfast.config.model import ModelConfig
 from holdfast.errors import LayoutError
 from holdfast.layout import Stages
 from holdfast.spec.flops import flops_per_token
 from holdfast.spec.parameters import count
+
+if TYPE_CHECKING:  # the mover has no use for pydantic
+    from holdfast.config.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from holdfast.config.model import ModelConfig
 from holdfast.layout import Coordinate, Replica, Topology
 from holdfast.spec.boxes import Box
 from holdfast.spec.parameters import decoder_parameters
 from holdfast.spec.sharding import chunk, sharding_table, tp_part
+
+if TYPE_CHECKING:  # the mover has no use for pydantic
+    from holdfast.config.model import ModelConfig
 
 ITEM_BYTES = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2,
