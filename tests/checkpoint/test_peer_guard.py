@@ -356,3 +356,18 @@ def test_strangers_cannot_take_all_connections(nodes: tuple[Node, Node]) -> None
     finally:
         for connection in silent:
             connection.close()
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [b"GET / HTTP/1.1\r\nx: " + b"y" * HEAD_BYTES, b"\x00" * 2 * HEAD_BYTES,
+     b"GET /inventory HTTP/1.1\r\nho", b"\x16\x03\x01\x00\xc8\x01\x00\x00\xc4\x03\x03"],
+    ids=["too long", "noise", "broken off", "TLS"],
+)  # fmt: skip
+def test_whoever_does_not_speak_http_is_counted(noise: bytes) -> None:
+    with listening() as (server, address):
+        host, _, port = address.rpartition(":")
+        with closing(socket.create_connection((host, int(port)), 10)) as connection:
+            connection.sendall(noise)
+            connection.shutdown(socket.SHUT_WR)
+            until(lambda: server.refusals.totals() == {"peers": {"not ours": 1}})

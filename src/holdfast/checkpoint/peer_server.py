@@ -59,7 +59,7 @@ from holdfast.wire.auth import (
     sign_answer,
     stated,
 )
-from holdfast.wire.exchange import Incoming, Request, parse_request
+from holdfast.wire.exchange import BrokenError, Incoming, Request, parse_request
 from holdfast.wire.refusals import PEERS, Reason, Refusals
 from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
@@ -232,10 +232,13 @@ class _Handler(socketserver.BaseRequestHandler):
         self.request.settimeout(IDLE_SECONDS)
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._incoming, self._over = Incoming(self.request), False
-        while not self._over and (head := self._incoming.head()):
+        while not self._over:
             try:
+                head = self._incoming.head()
+                if not head:
+                    return
                 self._asked = parse_request(head)
-            except ValueError:  # who does so is told no more than others are
+            except (BrokenError, ValueError):  # who does so is told no more than others are
                 self._refuse(REFUSED, "not ours")
                 return
             self._over = not self._asked.keep

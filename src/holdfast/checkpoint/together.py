@@ -111,7 +111,7 @@ class Together:
             if known is not None and cohort is not None and known.plan is plan:
                 known.cohort = cohort
             else:
-                over = set() if known is None else known.asked
+                over = set() if known is None else set(known.asked)  # answers still come
                 nodes = plan.topology.nodes
                 self._known = None if cohort is None else _Known(
                     plan, cohort, frozenset(nodes), cohort.ranks(nodes)

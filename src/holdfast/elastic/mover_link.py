@@ -172,10 +172,9 @@ class MoverLink:
         """In place of a mover that has died: a new one, which serves the running generation. What
         was lost with the old one is told, and what protects the run now. Raises ChildFailedError,
         MoverGoneError, FencedError."""
-        lost = self._safe.without_memory()
-        await self.ensure(lifeline, gone)
-        for event in lost:
+        for event in self._safe.without_memory():
             self._take(event)
+        await self.ensure(lifeline, gone)
         said = self._said
         if said is not None:  # what was begun from has been read
             await self.expect(said.topology, said.start, None, said.machines, said.sources)

@@ -63,6 +63,8 @@ from holdfast.wire.term import newest_generation
 
 TERM_SECONDS = 2.0
 """How often the run store is asked whether there is a newer term."""
+REVIVE_SECONDS = 1.0
+"""Before a mover that could not be started is started again."""
 LEFT_AT_ONCE = 130
 """Exit code after a second Ctrl-C: 128 + SIGINT, as a shell would say."""
 
@@ -92,6 +94,7 @@ class NodeAgent:
         self._opened = 0  # the newest generation that is known here
         self._committed = 0
         self._now = False  # whether nothing is waited for any more
+        self._reviving: asyncio.Task[None] | None = None
 
     def run(self) -> int:
         """Until the run is over, or this node leaves it. The exit code: 0, 1, 130.
@@ -357,15 +360,28 @@ class NodeAgent:
             return
         if self._live:
             self._say("the mover ended; a new one is started behind the training")
-            self._reviving = asyncio.create_task(self._revive())
+            if self._reviving is None or self._reviving.done():
+                self._reviving = asyncio.create_task(self._revive())
             return
         self._say("the mover ended, and its arenas with it; a new one is started")
         if self._station.current is not None:
             self._station.current.decide(Lost("mover_lost", "the mover ended"))
 
     async def _revive(self) -> None:
-        with suppress(HoldfastError):
-            await self._mover.revive(self._line, self._mover_gone)
+        """Until one serves the running generation: what keeps it from starting may pass, as a run
+        folder that is out of reach does."""
+        said = ""
+        while not self._now:
+            try:
+                await self._mover.revive(self._line, self._mover_gone)
+                return
+            except FencedError:
+                return  # it has been told of a newer one meanwhile
+            except (HoldfastError, OSError) as error:
+                if str(error) != said:
+                    said = str(error)
+                    self._say(f"there is no new mover yet, and no checkpoint: {said}")
+            await asyncio.sleep(REVIVE_SECONDS)
 
     def _of_mover(self, event: Event) -> None:
         if isinstance(event, CheckpointCommitted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,15 +56,24 @@ def _curve(
 ) -> tuple[str, float]:
     if len(theirs) < steps:
         return "the undisturbed run has not all steps", 0.0
-    if untold := sorted(set(range(1, steps + 1)) - set(ours)):
+    due = set(range(1, steps + 1))
+    if untold := sorted(due - set(ours)):
         return f"{len(untold)} of {steps} steps have no line, the first is {untold[0]}", 0.0
+    if beyond := sorted(set(ours) - due):
+        return f"step {beyond[0]} is none of the run's {steps}", 0.0
     worst = 0.0
     for step, loss in sorted(ours.items()):
-        off = abs(loss - theirs[step]) / abs(theirs[step])
+        off = _off(abs(loss - theirs[step]), abs(theirs[step]))
         worst = max(worst, off)
         if off > tolerance:
             return f"the loss of step {step} is {loss!r}, not {theirs[step]!r}", worst
     return "", worst
+
+
+def _off(difference: float, size: float) -> float:
+    """Relative; what is no number is as far off as can be."""
+    off = difference / max(size, 1e-300)
+    return math.inf if math.isnan(off) else off
 
 
 def _ledger(folder: Path, steps: int) -> str:
@@ -85,11 +95,11 @@ def _tensors(folder: Path, undisturbed: Path, steps: int, tolerance: float) -> t
         if step != steps:
             return f"{which} last checkpoint is of step {step}", 0.0
     worst = 0.0
+    if odd := sorted(set(ours[1]) ^ set(theirs[1])):
+        return f"{odd[0]} is in one of the two alone", worst
     for name, right in theirs[1].items():
-        found = ours[1].get(name)
-        if found is None:
-            return f"{name} is missing", worst
-        off = float(np.linalg.norm(found - right)) / max(float(np.linalg.norm(right)), 1e-300)
+        found = ours[1][name]
+        off = _off(float(np.linalg.norm(found - right)), float(np.linalg.norm(right)))
         worst = max(worst, off)
         if (not np.array_equal(found, right)) if tolerance == 0.0 else off > tolerance:
             return f"{name} differs by {off:.2g}", worst

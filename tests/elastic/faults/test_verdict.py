@@ -1,0 +1,53 @@
+"""What the verdict on a disturbed run lets pass: nothing that differs, also what is no number."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from holdfast.elastic.faults import verdict
+from holdfast.elastic.faults.verdict import Verdict, judge
+
+LOSSES = {1: 2.0, 2: 1.5, 3: 1.25}
+TENSORS = {"a": np.array([1.0, 2.0]), "b": np.array([3.0])}
+
+
+def judged(
+    monkeypatch: pytest.MonkeyPatch, losses: Mapping[int, float],
+    tensors: Mapping[str, NDArray[np.float64]], tolerance: float,
+) -> Verdict:  # fmt: skip
+    """Of a run with these against one with LOSSES and TENSORS."""
+    ours, theirs = Path("ours"), Path("theirs")
+    monkeypatch.setattr(verdict, "losses", {ours: losses, theirs: LOSSES}.__getitem__)
+    monkeypatch.setattr(verdict, "state", {ours: (3, tensors), theirs: (3, TENSORS)}.__getitem__)
+    monkeypatch.setattr(verdict, "_ledger", lambda folder, steps: "")
+    return judge(ours, theirs, 3, tolerance)
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1e-10])
+def test_what_differs_is_named(tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judged(monkeypatch, LOSSES, TENSORS, tolerance).equal
+    for losses, words in (
+        (LOSSES | {2: math.nan}, "the loss of step 2 is nan"),
+        (LOSSES | {2: 1.6}, "the loss of step 2 is 1.6"),
+        ({1: 2.0, 3: 1.25}, "1 of 3 steps have no line"),
+        (LOSSES | {4: 1.0}, "step 4 is none"),
+    ):
+        found = judged(monkeypatch, losses, TENSORS, tolerance)
+        assert words in found.curve, json.dumps(losses)
+        assert not found.equal
+    for tensors, words in (
+        (TENSORS | {"a": np.array([1.0, np.nan])}, "a differs by inf"),
+        (TENSORS | {"b": np.array([3.1])}, "b differs"),
+        ({"a": TENSORS["a"]}, "b is in one"),
+        (TENSORS | {"c": np.zeros(1)}, "c is in one"),
+    ):
+        found = judged(monkeypatch, LOSSES, tensors, tolerance)
+        assert words in found.tensors, str(tensors)
+        assert not found.equal
