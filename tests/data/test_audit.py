@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -21,6 +21,7 @@ from holdfast.events import (
     RunFinished,
     RunStarted,
 )
+from holdfast.spec.ledger import STANDS_IN
 from tests.data.corpus import batches
 
 Plan = Callable[[int], Sequence[int]]
@@ -91,6 +92,26 @@ def test_three_kills_leave_every_sample_used_once(source: Batches, small: Datase
         ("b", 0, 40, 0),
     ]
     assert "none missing, none twice" in result.sentence()
+
+
+def test_entries_that_were_made_for_a_lost_worker_are_counted_apart(source: Batches) -> None:
+    """Its own count where they came after all; what stands in has to be right, too."""
+    records = [*feed(source, EVEN, 1, 6), committed(6)]
+    lost = [r for r in records if isinstance(r.event, BatchFed) and r.event.rank == 1]
+    gone = [r for r in lost if r.event.step in (2, 5)]
+    retold = [
+        replace(r, event=replace(r.event, rank=-1, entries=[
+            {**entry, STANDS_IN: True} for entry in cast(BatchFed, r.event).entries
+        ]))
+        for r in lost
+    ]  # fmt: skip
+    result = audit([*(r for r in records if r not in gone), *retold], source)
+    assert result.ok, result.problems
+    assert result.retold == 2 * 4
+    assert "none twice, each fed as the dataset and the seed say; 8 by entries made" in (
+        result.sentence()
+    )
+    assert "entries made" not in audit(records, source).sentence()
 
 
 def test_whole_epochs_are_counted(source: Batches) -> None:

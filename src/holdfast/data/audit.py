@@ -5,7 +5,9 @@ Three things are shown for every step up to the last committed one:
 1. its ledger entries cover the positions [position(N), position(N+1)) once, without gap;
 2. the hash in each entry, taken of the tokens that the worker really handed to the model, is
    the one that (dataset version, seed, N) gives: a microbatch that was dropped, fed twice or
-   exchanged has other tokens than its place calls for;
+   exchanged has other tokens than its place calls for. An entry that a lost worker did not live
+   to tell was made again from the data (`spec.ledger.Entry.stands_in`): of such it is shown that
+   the state was taken to hold them, and how many they are is said;
 3. the samples that those positions lead to, counted one by one, occur once in each epoch.
 
 A microbatch that was skipped is shown with its reason; nothing of it may have been fed.
@@ -59,6 +61,7 @@ class AuditResult:
     last_step: int
     samples: int = 0  # positions of the steps audited
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> samples
+    retold: int = 0  # samples whose entry stands in for that of a worker that was lost
     superseded: int = 0  # ledger records of work that was lost and done again
     problems: list[Problem] = field(default_factory=list)
     epochs: list[EpochUse] = field(default_factory=list)
@@ -81,6 +84,7 @@ class AuditResult:
         return (
             f"{self.samples:,} samples in {self.last_step:,} steps: none missing, none twice"
             f"{left_out}, each fed as the dataset and the seed say"
+            f"{f'; {self.retold:,} by entries made for lost workers' if self.retold else ''}"
         )
 
 
@@ -115,6 +119,7 @@ def audit(records: Iterable[Record], batches: Batches, last_step: int | None = N
         e for n, found in steps.items() for e in found
         if bounds[n][0] <= e.start < e.stop <= bounds[n][1] and not e.skipped
     ]  # fmt: skip
+    result.retold = sum(entry.stop - entry.start for entry in inside if entry.stands_in)
     result.epochs = _epochs(inside, batches)
     for use in result.epochs:
         if use.repeated and result.ok:

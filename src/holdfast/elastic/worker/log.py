@@ -7,8 +7,13 @@ import sys
 
 
 def redirect(log: str) -> None:
-    """Standard output and error into the worker's log, input from nowhere."""
-    target = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    """Standard output and error into the worker's log, input from nowhere. Where the log cannot be
+    opened, they stay: a run folder that is out of reach ends no worker."""
+    try:
+        target = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    except OSError as error:
+        print(f"what belongs into {log} follows here: {error}", flush=True)
+        return
     nothing = os.open(os.devnull, os.O_RDONLY)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
