@@ -32,7 +32,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.recovering import others, ours
@@ -131,10 +130,10 @@ def main() -> int:
         for case in ours.CASES:
             if wanted and not case.name.startswith(wanted):
                 continue
-            if settings.rounds and case.rounds > 1:
-                case = replace(case, rounds=settings.rounds)
             try:
-                rows[case.name] = ours.measure(case, run_file, settings.step, settings.seconds)
+                rows[case.name] = list(ours.measured(
+                    case, run_file, settings.step, settings.seconds, settings.rounds
+                ))  # fmt: skip
                 print(row(case.name, rows[case.name]), flush=True)
             except SilentError as error:
                 failed = True

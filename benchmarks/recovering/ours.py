@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.recovering.lines import Found, Line, Lines
@@ -74,9 +74,24 @@ def environment(**more: str) -> dict[str, str]:
             "OMP_NUM_THREADS": "1", **more}  # fmt: skip
 
 
-def measure(case: Case, run_file: Path, step: float, seconds: float) -> list[Found]:
-    """Raises SilentError. step: seconds of a step of all workers."""
-    folder = run_file.parent / case.name.replace(" ", "-").replace(",", "")
+def measured(
+    case: Case, run_file: Path, step: float, seconds: float, rounds: int
+) -> Iterator[Found]:
+    """What comes back is hit again in the same run; else each round is a run of its own. step:
+    seconds of a step of all workers. rounds: 0 for the case's own. Raises SilentError."""
+    rounds = rounds or case.rounds
+    if case.back:
+        yield from measure(replace(case, rounds=rounds), run_file, step, seconds)
+        return
+    for number in range(rounds):
+        yield from measure(replace(case, rounds=1), run_file, step, seconds, number)
+
+
+def measure(
+    case: Case, run_file: Path, step: float, seconds: float, number: int = 0
+) -> list[Found]:
+    """One run, the `number`th of the case. Raises as `measured` does."""
+    folder = run_file.parent / f"{case.name.replace(' ', '-').replace(',', '')}-{number}"
     workers = sum(case.nodes)
     replicas, microbatches = workers, MICROBATCHES
     if SHARDED[0] in case.settings:
@@ -86,7 +101,7 @@ def measure(case: Case, run_file: Path, step: float, seconds: float) -> list[Fou
     })  # fmt: skip
     agents: dict[str, subprocess.Popen[str]] = {}
     lines = Lines(folder.with_suffix(".lines"), lambda: _last_words(agents), seconds)
-    chosen = random.Random(3)
+    chosen = random.Random(3 + number)
     found = []
     try:
         for number, places in enumerate(case.nodes):
@@ -141,6 +156,6 @@ CASES = (
     Case("replica lost", (4,), (), kill_worker, 12),
     Case("error, nobody lost", (4,), (), raise_in_worker, 12),
     Case("worker lost, standby", (2,), SHARDED, kill_worker, 6),
-    Case("node lost, fewer", (1, 1), SHARDED, kill_node, 1, back=False),
-    Case("planned move", (2, 2), (), tell_node_to_go, 1, back=False),
+    Case("node lost, fewer", (1, 1), SHARDED, kill_node, 4, back=False),
+    Case("planned move", (2, 2), (), tell_node_to_go, 4, back=False),
 )
