@@ -11,21 +11,14 @@ import typer
 
 from holdfast.cli.call import app as make_app
 from holdfast.cli.output import say
-from holdfast.elastic.faults.campaign import (
-    RESULT,
-    Campaign,
-    Settings,
-    Task,
-    summary,
-    table,
-    tasks,
-)
+from holdfast.elastic.faults.campaign import Campaign, Settings, Task, tasks
 from holdfast.elastic.faults.library import FAULTS
-from holdfast.elastic.faults.own import OVERRIDES, write_run_file
-from holdfast.elastic.faults.schedule import Draw, names_of, read_trace
-from holdfast.elastic.faults.shapes import SHAPES, Shape, shape_of
+from holdfast.elastic.faults.own import OVERRIDES, RUN_FILE, write_run_file
+from holdfast.elastic.faults.results import summary, table
+from holdfast.elastic.faults.schedule import Draw, is_trace_of_faults, names_of, read_trace
+from holdfast.elastic.faults.shapes import SHAPES, Shape, natural, shape_of
 from holdfast.elastic.faults.traces import draws_of
-from holdfast.errors import UserError
+from holdfast.errors import ConfigError, RunFolderError, UserError
 from holdfast.simulate.traces import load
 
 app = make_app("Break a run on purpose, and see that it comes to the same end.")
@@ -50,7 +43,9 @@ def chaos(
     trace: Annotated[
         Path | None, typer.Option(help="a file that says which fault comes when")
     ] = None,
-    shard: Annotated[str, typer.Option(help="i/n: the i-th part of all runs, from 1")] = "1/1",
+    shard: Annotated[
+        str, typer.Option(help="i/n: the i-th part of all runs, from 1; parts may share --out")
+    ] = "1/1",
     out: Annotated[Path, typer.Option(help="the folder for everything")] = Path("chaos"),
     network: Annotated[
         bool, typer.Option(help="nodes in network namespaces, where the rights allow")
@@ -65,8 +60,10 @@ def chaos(
     same tensors. Where nodes cannot have networks of their own, partition, delay and loss are left
     out and listed.
 
-    Runs of 25 faults each, one after the other; what is finished in --out is not done again. Exit
-    code 0 only if every run recovered.
+    Runs of 25 faults each, one after the other; what the same command has finished in --out is not
+    done again, and what another one has is refused. Exit code 0 only if every run recovered, from
+    one fault at least. All results are in result.json in --out; those of a shard in
+    result-1of2.json.
 
     \b
     Example:
@@ -83,18 +80,34 @@ def chaos(
     shapes = _shapes(layout, nodes)
     index, parts = _shard(shard)
     draws = None if trace is None else tuple(_draws(trace, seed, shapes[0].nodes))
-    out.mkdir(parents=True, exist_ok=True)
-    chosen = write_run_file(out) if run_file is None else run_file
+    if run_file is not None and not run_file.exists():
+        raise ConfigError("there is no such run file", where=str(run_file),
+                          remedy="name one before any key=value")  # fmt: skip
     settings = Settings(
-        (sys.executable, "-m", "holdfast.cli.main"), chosen, (*OVERRIDES, *(overrides or ())), out,
-        seed, tuple(names), draws, network,
+        (sys.executable, "-m", "holdfast.cli.main"), run_file or out / RUN_FILE,
+        (*OVERRIDES, *(overrides or ())), out, seed, tuple(names), draws, network,
+        shard=(index, parts),
     )  # fmt: skip
+    campaign = Campaign(settings, say)
+    campaign.check(shapes)
+    _prepare(out, run_file is None)
     if draws is None:
         work = tasks(shapes, number or 25)
     else:
         last = max(draw.step for draw in draws)
         work = [Task(shape, index, len(draws), last) for index, shape in enumerate(shapes, 1)]
-    return _told(Campaign(settings, say).run(work[index - 1 :: parts]), out)
+    return _told(campaign.run(work[index - 1 :: parts]), out / f"result{settings.part}.json")
+
+
+def _prepare(out: Path, own: bool) -> None:
+    """The folder, and in it a run file where none was named. Raises RunFolderError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if own:
+            write_run_file(out)
+    except OSError as error:
+        raise RunFolderError(f"this cannot be the folder for everything ({error.strerror})",
+                             where=f"--out {out}", remedy="name another one") from None  # fmt: skip
 
 
 def _shapes(layout: str, nodes: int) -> list[Shape]:
@@ -107,13 +120,13 @@ def _shapes(layout: str, nodes: int) -> list[Shape]:
     return shapes
 
 
-def _told(results: list[dict[str, Any]], out: Path) -> int:
-    """The table, and result.json; the exit code."""
+def _told(results: list[dict[str, Any]], file: Path) -> int:
+    """The table, and the file of all results; the exit code."""
     found = summary(results)
-    (out / RESULT).write_text(json.dumps(found, indent=1))
+    file.write_text(json.dumps(found, indent=1))
     print("\n".join(table(results)), flush=True)
     say(f"{sum(r['recovered'] for r in results)} of {len(results)} runs recovered, "
-        f"{found['faults']} faults; {out / RESULT}")  # fmt: skip
+        f"{found['faults']} faults; {file}")  # fmt: skip
     return 0 if found["recovered"] else 1
 
 
@@ -126,8 +139,7 @@ def _draws(trace: Path, seed: int, nodes: int) -> list[Draw]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"this cannot be read ({error})", where=str(trace),
                         remedy="name a file of faults") from None  # fmt: skip
-    first = next((line for line in text.splitlines() if line.strip()), "")
-    if first.lstrip().startswith('{"step"'):
+    if is_trace_of_faults(text):
         draws = read_trace(text, str(trace), str(seed))
     else:
         shares, there = [], 0
@@ -144,6 +156,7 @@ def _draws(trace: Path, seed: int, nodes: int) -> list[Draw]:
 
 def _shard(text: str) -> tuple[int, int]:
     index, slash, parts = text.partition("/")
-    if not (slash and index.isdigit() and parts.isdigit() and 1 <= int(index) <= int(parts)):
+    which, many = natural(index), natural(parts)
+    if not (slash and which and many and which <= many):
         raise UserError(f"{text!r} is no part of anything", where="--shard", remedy="use 1/2, 2/2")
-    return int(index), int(parts)
+    return which, many

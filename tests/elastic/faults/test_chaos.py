@@ -52,6 +52,38 @@ def test_what_makes_no_sense_is_refused_in_a_sentence() -> None:
     apart("chaos", "--trace", "nowhere.jsonl").refuses("nowhere.jsonl")
 
 
+def test_faults_that_can_never_happen_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ("chaos", "--no-network", "--out", out)
+    apart(*arguments, "--layout", "two", "--faults", "1 pipeline").refuses(
+        "pipeline (the layout has no pipeline)", "two", "--faults")  # fmt: skip
+    apart(*arguments, "--layout", "pp,replicated", "--faults", "pipeline").refuses("replicated")
+    apart(*arguments, "--faults", "partition,delay").refuses("partition (", "delay (", "off")
+    trace = tmp_path / "faults.jsonl"
+    trace.write_text('{"fault": "agent", "step": 5, "target": "zebra"}')
+    apart(*arguments, "--trace", trace).refuses("faults.jsonl:1", "no node 'zebra'", "a, b, c, d")
+    trace.write_text('{"step": 5, "fault": "kill", "target": "b"}')
+    apart(*arguments, "--trace", trace).refuses("faults.jsonl:1", "kill cannot be aimed")
+    for step in ("Infinity", "1e400", "NaN", "0", "2.5"):
+        trace.write_text(f'{{"step": {step}, "fault": "kill"}}')
+        apart(*arguments, "--trace", trace).refuses("faults.jsonl:1", "not a fault at a step")
+    assert not out.exists()
+
+
+def test_arguments_that_are_no_numbers_files_or_folders_are_refused(tmp_path: Path) -> None:
+    apart("chaos", "--faults", "\u00b2").refuses("--faults", "no fault")
+    apart("chaos", "--shard", "\u00b2/3").refuses("--shard")
+    apart("chaos", "--layout", "tp=\u00b2,workers=4").refuses("--layout", "'tp=\u00b2'")
+    apart("chaos", "--nodes", "-3").refuses("--nodes")
+    file = tmp_path / "file"
+    file.touch()
+    apart("chaos", "--out", file).refuses("--out", str(file))
+    out = tmp_path / "out"
+    apart("chaos", "train.optimizer.learning_rate=0.5", "--out", out).refuses(
+        "train.optimizer.learning_rate=0.5", "no such run file")  # fmt: skip
+    assert not out.exists()
+
+
 def test_the_faults_are_listed_with_what_they_do() -> None:
     found = apart("chaos", "--list")
     assert found.code == 0

@@ -10,7 +10,13 @@ import pytest
 from holdfast.elastic.faults.armed import POINTS, Armoury, Hit, Order
 from holdfast.elastic.faults.deeds import DEEDS
 from holdfast.elastic.faults.library import FAULTS
-from holdfast.elastic.faults.schedule import drawn, names_of, read_trace, unfit
+from holdfast.elastic.faults.schedule import (
+    drawn,
+    is_trace_of_faults,
+    names_of,
+    read_trace,
+    unfit,
+)
 from holdfast.elastic.faults.shapes import SHAPES, shape_of
 from holdfast.elastic.faults.traces import draws_of
 from holdfast.errors import UserError
@@ -32,11 +38,11 @@ def test_every_fault_has_points_that_exist_and_deeds_that_somebody_does() -> Non
 
 def test_what_makes_no_sense_for_a_layout_is_said() -> None:
     (pipeline,) = islice(drawn("1", ["pipeline"]), 1)
-    assert unfit(pipeline, SHAPES["tp"], None) == "the layout has no pipeline"
-    assert unfit(pipeline, SHAPES["pp"], None) is None
+    assert unfit(pipeline.fault, SHAPES["tp"], None) == "the layout has no pipeline"
+    assert unfit(pipeline.fault, SHAPES["pp"], None) is None
     (partition,) = islice(drawn("1", ["partition"]), 1)
-    assert unfit(partition, SHAPES["two"], None) == "it needs 3 nodes"
-    assert unfit(partition, SHAPES["tp"], "no rights") == "no rights"
+    assert unfit(partition.fault, SHAPES["two"], None) == "it needs 3 nodes"
+    assert unfit(partition.fault, SHAPES["tp"], "no rights") == "no rights"
 
 
 def test_degrees_name_a_layout() -> None:
@@ -61,6 +67,26 @@ def test_a_file_says_which_fault_comes_when() -> None:
         read_trace("step 9", "f.jsonl", "1")
     with pytest.raises(UserError, match="cannot be at 'lunch'"):
         read_trace('{"step": 9, "fault": "kill", "point": "lunch"}', "f.jsonl", "1")
+
+
+def test_a_file_of_faults_is_known_by_its_keys() -> None:
+    assert is_trace_of_faults('\n  { "fault": "agent", "step": 9 }')
+    assert is_trace_of_faults('{ "step": 9}')
+    assert not is_trace_of_faults('{"data": [1, 2], "metadata": {"gap_seconds": 5}}')
+    assert not is_trace_of_faults("{\n 0,add,n1")
+
+
+def test_a_target_is_for_a_fault_that_hits_a_chosen_node() -> None:
+    for name, fault in FAULTS.items():
+        text = f'{{"step": 9, "fault": "{name}", "target": "b"}}'
+        if fault.aimed:
+            assert read_trace(text, "f", "1")[0].target == "b"
+        else:
+            with pytest.raises(UserError, match="cannot be aimed"):
+                read_trace(text, "f", "1")
+    assert FAULTS["mover"].aimed
+    assert not FAULTS["kill"].aimed
+    assert not FAULTS["coordinator"].aimed
 
 
 def test_a_trace_of_machines_takes_as_large_a_part_of_ours() -> None:

@@ -1,9 +1,13 @@
 """Many disturbed runs, one after the other, each with a verdict; a finished one is not done again.
 
-OUT/undisturbed-120/       the same run that nobody disturbs, of so many steps, once
+OUT/undisturbed-120/       the same run that nobody disturbs, of so many steps, once; for a shard
+                           undisturbed-120-1of2
 OUT/runs/tp-7-3/           one disturbed run: agents/ (what each said), faults/ (orders),
                            notices/, run (the run folder), result.json
-OUT/result.json            all of them
+OUT/result.json            all of them; of a shard, result-1of2.json
+
+A run's result, and the file that says that an undisturbed run is whole, hold a digest of all that
+it came from: what is asked for now, but was made from something else, is refused.
 """
 
 from __future__ import annotations
@@ -13,22 +17,25 @@ import os
 import shutil
 import subprocess
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from holdfast.config.load import load
 from holdfast.elastic.faults.armed import Armoury
 from holdfast.elastic.faults.deeds import Scene
 from holdfast.elastic.faults.disturb import TAIL, Disturbance, Story
 from holdfast.elastic.faults.fleet import Fleet
+from holdfast.elastic.faults.library import FAULTS
 from holdfast.elastic.faults.network import Network, available
-from holdfast.elastic.faults.schedule import Draw, drawn
+from holdfast.elastic.faults.results import recovered, sentence, tracebacks
+from holdfast.elastic.faults.schedule import Draw, drawn, node_names, refuse_hopeless
 from holdfast.elastic.faults.shapes import Shape
 from holdfast.elastic.faults.verdict import judge
-from holdfast.errors import HoldfastError, UserError
+from holdfast.errors import HoldfastError, RunFolderError, UserError
 
 MOST = 25
 """Faults of one run."""
@@ -44,7 +51,7 @@ QUICK = (
 @dataclass(frozen=True)
 class Settings:
     """command: how `holdfast` is called. run_file and overrides: what is trained. draws: a trace;
-    None: from the seed, out of `names`."""
+    None: from the seed, out of `names`. shard: which part of how many this is."""
 
     command: tuple[str, ...]
     run_file: Path
@@ -55,6 +62,13 @@ class Settings:
     draws: tuple[Draw, ...] | None = None
     networks: bool = True
     minutes: float = 10.0  # of one run
+    shard: tuple[int, int] = (1, 1)
+
+    @property
+    def part(self) -> str:
+        """What a shard adds to the names of what it shares with nobody."""
+        index, parts = self.shard
+        return "" if parts == 1 else f"-{index}of{parts}"
 
 
 @dataclass(frozen=True)
@@ -91,11 +105,23 @@ class Campaign:
 
     def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
         self._it, self._say = settings, say
-        self._no_network = "they were switched off" if not settings.networks else available()
+        self._no_network = available()
+        if not settings.networks:
+            self._no_network = "networks of the nodes are switched off"
+        self._trained: dict[int, str] = {}
+
+    def check(self, shapes: Sequence[Shape]) -> None:
+        """Raises UserError for faults that can never happen in one of these layouts."""
+        faults = [FAULTS[name] for name in self._it.names]
+        for shape in shapes:
+            refuse_hopeless(faults, self._it.draws or (), shape, self._no_network)
 
     def run(self, work: Sequence[Task]) -> list[dict[str, Any]]:
-        """The results, in order, with those that were there already."""
-        self._it.out.mkdir(parents=True, exist_ok=True)
+        """The results, in order, with those that were there already.
+
+        Raises UserError, before anything is started, where something else lies there."""
+        for task in work:
+            self._check_ours(task)
         results = []
         for task in work:
             folder = self._it.out / "runs" / task.name(self._it.seed)
@@ -112,6 +138,42 @@ class Campaign:
             new.replace(stored)
         return results
 
+    # --- whether what lies there is ours ----------------------------------------------------------
+    def _check_ours(self, task: Task) -> None:
+        stored = self._it.out / "runs" / task.name(self._it.seed) / RESULT
+        whole = self._whole(task.steps)
+        try:
+            found = json.loads(stored.read_text()).get("made_from") if stored.exists() else None
+            other = stored.exists() and found != self._made_from(task)
+        except (ValueError, AttributeError):
+            other = True
+        if other or (whole.exists() and whole.read_text() != self._trains(task.steps)):
+            folder = stored.parent if other else whole.parent
+            raise RunFolderError(
+                "this holds what another campaign made, of other faults, settings or another "
+                "version", where=str(folder), remedy="name another --out, or remove it",
+            )  # fmt: skip
+
+    def _trains(self, steps: int) -> str:
+        """A digest of what is trained, by which version. Raises ConfigError."""
+        if steps not in self._trained:
+            loaded = load(self._it.run_file, self._settings(steps))
+            self._trained[steps] = _digest(loaded.config.model_dump(mode="json"))
+        return self._trained[steps]
+
+    def _made_from(self, task: Task) -> str:
+        """A digest of all that a run comes from; the same for every shard."""
+        draws = self._it.draws
+        asked = self._it.names if draws is None else [asdict(d) | {"where": ""} for d in draws]
+        return _digest([
+            self._trains(task.steps), asdict(task), self._it.seed, asked, self._no_network is None,
+        ])  # fmt: skip
+
+    def _whole(self, steps: int) -> Path:
+        """The file that is there once the run that nobody disturbs is."""
+        folder = self._it.out / f"undisturbed-{steps}{self._it.part}"
+        return folder.absolute() / "undisturbed"
+
     # --- one run ----------------------------------------------------------------------------------
     def _one(self, task: Task, folder: Path) -> dict[str, Any]:
         undisturbed = self._undisturbed(task.steps)
@@ -126,7 +188,9 @@ class Campaign:
             "nodes": task.shape.nodes, "seed": self._it.seed, "steps": task.steps,
             "tolerance": task.shape.tolerance, "seconds": round(time.monotonic() - begun, 1),
             "faults": [asdict(done) for done in story.faults], "rejected": story.rejected,
-            "unexpected_ends": story.ends, "problem": story.problem,
+            "unexpected_ends": story.ends, "problem": story.problem, "asked": task.faults,
+            "cut": story.cut, "notes": story.notes, "made_from": self._made_from(task),
+            "tracebacks": tracebacks(folder / "agents", folder / "run.d"),
         }  # fmt: skip
         if not story.problem:
             try:
@@ -140,7 +204,7 @@ class Campaign:
         return result
 
     def _disturbed(self, task: Task, folder: Path) -> Story:
-        nodes = [chr(ord("a") + index) for index in range(task.shape.nodes)]
+        nodes = node_names(task.shape)
         network = Network() if self._no_network is None else None
         folder = folder.absolute()
         armoury = Armoury(folder / "faults")
@@ -187,8 +251,8 @@ class Campaign:
 
     def _undisturbed(self, steps: int) -> Path:
         """The run that is compared with: one worker, made once."""
-        folder = (self._it.out / f"undisturbed-{steps}").absolute()
-        done = folder / "undisturbed"
+        done = self._whole(steps)
+        folder = done.parent
         if done.exists():
             return folder
         shutil.rmtree(folder, ignore_errors=True)
@@ -206,67 +270,12 @@ class Campaign:
                 f"the undisturbed run ended with {made.returncode}: {said[-1]}",
                 where=str(self._it.run_file), remedy="see that it trains: holdfast train",
             )  # fmt: skip
-        done.touch()
+        new = done.with_name(".undisturbed")
+        new.write_text(self._trains(steps))
+        new.replace(done)
         return folder
 
 
-def recovered(result: dict[str, Any]) -> bool:
-    """Reached its last step without a hand, and all three verdicts are equal."""
-    verdict = result.get("verdict")
-    return not result["problem"] and verdict is not None and not (
-        verdict["curve"] or verdict["ledger"] or verdict["tensors"]
-    )  # fmt: skip
-
-
-def counted(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """The faults of a run that hit at their moment."""
-    return [done for done in result["faults"] if done["outcome"] in ("", "recovered")]
-
-
-def sentence(result: dict[str, Any]) -> str:
-    number, verdict = len(counted(result)), result.get("verdict") or {}
-    if recovered(result):
-        equal = "to the bit" if result["tolerance"] == 0 else f"within {verdict['worst']:.1g}"
-        return (f"recovered from {number} faults in {result['seconds']:g} s; curve and tensors "
-                f"equal {equal}, ledger equal")  # fmt: skip
-    if result["problem"]:
-        return f"NOT RECOVERED after {number} faults: {result['problem']}"
-    wrong = [verdict[key] for key in ("curve", "ledger", "tensors") if verdict[key]]
-    return f"NOT EQUAL after {number} faults: {'; '.join(wrong)}"
-
-
-def table(results: Sequence[dict[str, Any]]) -> list[str]:
-    """Fault by outcome, in lines."""
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for result in results:
-        for done in result["faults"]:
-            rows.setdefault(done["fault"], []).append(done | {"good": result["recovered"]})
-    lines = [f"{'fault':<18}{'hit':>5}{'recovered':>11}{'missed':>8}{'median s':>10}{'worst s':>9}"]
-    total: Counter[str] = Counter()
-    for name in sorted(rows):
-        hit = [d for d in rows[name] if d["outcome"] in ("", "recovered")]
-        good = [d for d in hit if d["good"] and d["outcome"] == "recovered"]
-        seconds = [d["seconds"] for d in hit if d["outcome"] == "recovered"] or [0.0]
-        missed = len(rows[name]) - len(hit)
-        total.update(hit=len(hit), good=len(good), missed=missed)
-        lines.append(f"{name:<18}{len(hit):>5}{len(good):>11}{missed:>8}{median(seconds):>10.2f}"
-                     f"{max(seconds):>9.2f}")  # fmt: skip
-    lines.append(f"{'all':<18}{total['hit']:>5}{total['good']:>11}{total['missed']:>8}")
-    named = [d["named"] for row in rows.values() for d in row if d["named"] is not None]
-    if named:
-        lines.append(f"workers that were to be lost, and were named: {sum(named)} of {len(named)}")
-    rejected = Counter(
-        (row["fault"], row["why"].split(" in step")[0]) for r in results for row in r["rejected"]
-    )
-    if rejected:
-        lines.append(f"rejected draws: {sum(rejected.values())}")
-        lines += [f"  {n:>4} {name}: {why}" for (name, why), n in sorted(rejected.items())]
-    return lines
-
-
-def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What OUT/result.json holds."""
-    return {
-        "runs": list(results), "recovered": all(r["recovered"] for r in results),
-        "faults": sum(len(counted(r)) for r in results), "last_step": TAIL,
-    }  # fmt: skip
+def _digest(what: object) -> str:
+    text = json.dumps([version("holdfast"), what], sort_keys=True)
+    return sha256(text.encode()).hexdigest()

@@ -40,6 +40,10 @@ ENDLESS = 6
 BACK_SECONDS = 60.0
 TAIL = 4
 """Steps after the last fault."""
+LOST = "not recovered from"
+"""The outcome of a fault that a run did not survive."""
+IN_VAIN = 1000
+"""Draws rejected in a row, after which no more are made."""
 _REFUSES = 2  # the exit code of what a person has to mend
 _FINISHING = 5.0  # seconds that an agent may end before the run's end is in the journal
 _ENOUGH = 20  # agents that ended though nobody touched them
@@ -70,12 +74,15 @@ class Done:
 @dataclass
 class Story:
     """How a disturbed run went. rejected: draws that were none, and why. ends: agents that ended
-    though nobody had touched them: node, exit code."""
+    though nobody had touched them: node, exit code. cut: why it was given fewer faults than it was
+    to have. notes: what else is to be known."""
 
     faults: list[Done] = field(default_factory=list)
     rejected: list[dict[str, Any]] = field(default_factory=list)
     ends: list[list[Any]] = field(default_factory=list)
     problem: str = ""
+    cut: str = ""
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -114,11 +121,7 @@ class Disturbance:
             self._open(1)
             self._scene.fleet.start(*self._nodes)
             self._until(lambda: self.view.step >= 1, "the first step")
-            for number, draw in enumerate(draws, 1):
-                if len(self.story.faults) >= wanted or time.monotonic() > deadline:
-                    break
-                if not self._one(number, draw):
-                    break
+            self._disturb(draws, wanted, deadline)
             self._await_nodes()
             self._open(self._steps)
             self._until(self._over, "the end of the run", 2 * RECOVERED_SECONDS)
@@ -126,6 +129,24 @@ class Disturbance:
             self.story.problem = str(error)
         self._look_who_was_named()
         return self.story
+
+    def _disturb(self, draws: Iterator[Draw], wanted: int, deadline: float) -> None:
+        """Fault after fault, as long as there is room."""
+        story, vain = self.story, 0
+        for number, draw in enumerate(draws, 1):
+            if len(story.faults) >= wanted:
+                return
+            if time.monotonic() > deadline:
+                story.cut = "its time was over"
+            elif vain >= IN_VAIN:
+                story.cut = f"{vain} draws in a row were rejected"
+            if story.cut:
+                self._say(f"     no more faults: {story.cut}")
+                return
+            rejected = len(story.rejected)
+            if not self._one(number, draw):
+                return
+            vain = vain + 1 if len(story.rejected) > rejected else 0
 
     def _look_who_was_named(self) -> None:
         """At the end: who lost a worker tells of it when it comes to that."""
@@ -142,7 +163,7 @@ class Disturbance:
     def _one(self, number: int, draw: Draw) -> bool:
         """Whether there is room for another fault."""
         network = None if self._scene.network is not None else "the nodes have no network"
-        if why := unfit(draw, self._shape, network) or self._await_room(draw):
+        if why := unfit(draw.fault, self._shape, network) or self._await_room(draw):
             self._reject(number, draw, why)
             return True
         step = max(self.view.step + draw.gap, self._gate + 1, draw.step)
@@ -153,14 +174,22 @@ class Disturbance:
         done = self._bring_about(number, draw, step)
         if done is None:
             return True
-        self._settle(number, draw, done)
         self.story.faults.append(done)
-        count = len(self.story.faults)
-        self._say(f"{count:3d}  {done.fault:<17} {done.point:<10} step {done.step:<4} "
-                  f"{done.target:<22} {done.outcome} {done.seconds:.2f} s")  # fmt: skip
+        try:
+            self._settle(number, draw, done)
+        except StuckError:
+            done.outcome = LOST
+            raise
+        finally:
+            self._tell(done)
         if draw.patient:
             self._await_nodes()
         return True
+
+    def _tell(self, done: Done) -> None:
+        count = len(self.story.faults)
+        self._say(f"{count:3d}  {done.fault:<17} {done.point:<10} step {done.step:<4} "
+                  f"{done.target:<22} {done.outcome} {done.seconds:.2f} s")  # fmt: skip
 
     def _await_room(self, draw: Draw) -> str | None:
         """Whoever is on the way back is waited for: until the fault makes sense, or why not."""
@@ -227,10 +256,8 @@ class Disturbance:
         def due() -> bool:
             return self._armoury.hit(number) is not None or self.view.step > step
 
-        try:
+        with suppress(StuckError):
             self._until(due, "the fault", HIT_SECONDS)
-        except StuckError:
-            return None
         hit = self._armoury.hit(number)
         if hit is None:
             return None
@@ -253,8 +280,11 @@ class Disturbance:
     def _do(self, part: Part, draw: Draw, number: int, index: int, done: Done) -> None:
         hit = self._armoury.hit(number)
         alive = sorted(set(self._scene.fleet.alive) & set(self.view.nodes) - self._away)
-        node = draw.target or alive[draw.pick % len(alive)]
+        aimed = "" if index else draw.target
         try:
+            if not (aimed or alive):
+                raise NotNowError("no node is there")
+            node = aimed or alive[draw.pick % len(alive)]
             deed = DEEDS[part.deed](self._scene, node)
         except (NotNowError, KeyError, OSError) as error:
             done.outcome = f"not done: {error}"
@@ -317,7 +347,13 @@ class Disturbance:
     def _await_nodes(self) -> None:
         """Until all nodes take part."""
         end = time.monotonic() + BACK_SECONDS
-        while set(self.view.nodes) != set(self._nodes) and time.monotonic() < end:
+        while away := sorted(set(self._nodes) - set(self.view.nodes)):
+            if time.monotonic() > end:
+                note = (f"{', '.join(away)} had not come back after {BACK_SECONDS:.0f} s, at step "
+                        f"{self.view.step}")  # fmt: skip
+                self.story.notes.append(note)
+                self._say(f"     {note}")
+                return
             self._tick()
 
     def _open(self, step: int) -> None:

@@ -26,6 +26,10 @@ class Part:
     other: bool = True
 
 
+NOWHERE = ("coordinator", "everything", "workers", "run-store", "rotten-checkpoint")
+"""What is done from outside, and to no node that could be chosen."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """nodes, ranks: how many there must be. needs: "" or "pp", "shared" (some state is held by one
@@ -40,6 +44,11 @@ class Fault:
     needs: str = ""
     again: bool = True
     weight: int = 4
+
+    @property
+    def aimed(self) -> bool:
+        """Whether it can be said which node it hits."""
+        return self.parts[0].outside and self.parts[0].deed not in NOWHERE
 
 
 def _worker(

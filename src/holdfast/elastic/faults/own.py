@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
+RUN_FILE = "run.yaml"
 _WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "rain", "falls")
-_RUN_FILE = """\
+_TEXT = """\
 name: chaos
 folder: {root}/run
 device: cpu
@@ -31,7 +33,7 @@ change is rounding of 1e-10, and memory holds every step."""
 
 def write_run_file(root: Path, documents: int = 12) -> Path:
     """Texts and a run file in `root`, unless they are there."""
-    path, texts = root / "run.yaml", root / "texts"
+    path, texts = root / RUN_FILE, root / "texts"
     if path.exists():
         return path
     texts.mkdir(parents=True, exist_ok=True)
@@ -39,5 +41,7 @@ def write_run_file(root: Path, documents: int = 12) -> Path:
     for number in range(documents):
         text = " ".join(chooser.choice(_WORDS) for _ in range(120))
         (texts / f"{number}.txt").write_text(f"Text {number}. {text}.\n")
-    path.write_text(_RUN_FILE.format(root=root.absolute()))
+    new = root / f".{path.name}.{os.getpid()}"  # another shard may look for it now
+    new.write_text(_TEXT.format(root=root.absolute()))
+    new.replace(path)
     return path

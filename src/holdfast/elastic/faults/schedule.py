@@ -9,21 +9,23 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.elastic.faults.library import FAULTS, Fault
-from holdfast.elastic.faults.shapes import Shape
+from holdfast.elastic.faults.shapes import Shape, natural
 from holdfast.errors import UserError
 
 GAPS = (1, 2, 3, 3, 4, 5)
 """Steps from one fault to the next: about three."""
+LAST_STEP = 10**9
 
 
 @dataclass(frozen=True)
 class Draw:
     """points: of each part of the fault. pick: chooses rank and node among those that are there;
     target: names the node, where somebody did. step: at which it is due; 0: `gap` steps on.
-    patient: it waits until all nodes are back."""
+    patient: it waits until all nodes are back. where: file and line that ask for it."""
 
     fault: Fault
     points: tuple[str, ...]
@@ -32,6 +34,7 @@ class Draw:
     step: int = 0
     target: str = ""
     patient: bool = True
+    where: str = ""
 
 
 def drawn(seed: str, names: Sequence[str]) -> Iterator[Draw]:
@@ -50,9 +53,34 @@ def drawn(seed: str, names: Sequence[str]) -> Iterator[Draw]:
         )  # fmt: skip
 
 
-def unfit(draw: Draw, shape: Shape, network: str | None) -> str | None:
-    """Why a draw makes no sense for a layout; None: it does. network: why there is none."""
-    fault = draw.fault
+def node_names(shape: Shape) -> list[str]:
+    return [chr(ord("a") + index) for index in range(shape.nodes)]
+
+
+def refuse_hopeless(
+    faults: Sequence[Fault], draws: Sequence[Draw], shape: Shape, network: str | None
+) -> None:
+    """Raises UserError where nothing that was asked for can ever happen in a layout, or where it is
+    to happen to a node that there is not. draws: of a trace, else none. network: see `unfit`."""
+    for draw in draws:
+        if draw.target and draw.target not in node_names(shape):
+            raise UserError(
+                f"there is no node {draw.target!r} in {shape.name}", where=draw.where,
+                remedy=f"use one of {', '.join(node_names(shape))}",
+            )  # fmt: skip
+    asked = list(dict.fromkeys([draw.fault for draw in draws] or faults))
+    why = {fault.name: unfit(fault, shape, network) for fault in asked}
+    if all(why.values()):
+        told = ", ".join(f"{name} ({reason})" for name, reason in why.items())
+        raise UserError(
+            f"none of these faults can happen in {shape.name}: {told}",
+            where="--trace" if draws else "--faults",
+            remedy="name others, or another --layout",
+        )  # fmt: skip
+
+
+def unfit(fault: Fault, shape: Shape, network: str | None) -> str | None:
+    """Why a fault makes no sense for a layout; None: it does. network: why there is none."""
     if fault.needs == "pp" and not shape.pipelined:
         return "the layout has no pipeline"
     if fault.needs == "network" and network is not None:
@@ -79,7 +107,10 @@ def read_trace(text: str, source: str, seed: str) -> list[Draw]:
         where = f"{source}:{number}"
         try:
             row = json.loads(line)
-            step, name, target = int(row["step"]), str(row["fault"]), str(row.get("target", ""))
+            step, name = row["step"], str(row["fault"])
+            target, point = str(row.get("target") or ""), str(row.get("point") or "")
+            if type(step) is not int or not 1 <= step <= LAST_STEP:
+                raise ValueError(step)
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(
                 "this is not a fault at a step", where=where,
@@ -88,18 +119,40 @@ def read_trace(text: str, source: str, seed: str) -> list[Draw]:
         if name not in FAULTS:
             raise UserError(f"there is no fault {name!r}", where=where,
                             remedy=f"use one of {', '.join(FAULTS)}")  # fmt: skip
-        points = tuple(chance.choice(part.points) for part in FAULTS[name].parts)
-        point = str(row.get("point", "")) or points[0]
-        if point not in FAULTS[name].parts[0].points:
-            raise UserError(
-                f"{name} cannot be at {point!r}", where=where,
-                remedy=f"use one of {', '.join(FAULTS[name].parts[0].points)}",
-            )  # fmt: skip
-        draws.append(
-            Draw(FAULTS[name], (point, *points[1:]), chance.randrange(1 << 16), step=step,
-                 target=target)
-        )  # fmt: skip
+        draws.append(_row(chance, FAULTS[name], step, target, point, where))
     return sorted(draws, key=lambda draw: draw.step)
+
+
+def _row(
+    chance: random.Random, fault: Fault, step: int, target: str, point: str, where: str
+) -> Draw:
+    points = tuple(chance.choice(part.points) for part in fault.parts)
+    if (point or points[0]) not in fault.parts[0].points:
+        raise UserError(
+            f"{fault.name} cannot be at {point!r}", where=where,
+            remedy=f"use one of {', '.join(fault.parts[0].points)}",
+        )  # fmt: skip
+    if target and not fault.aimed:
+        raise UserError(
+            f"{fault.name} cannot be aimed at a node", where=where,
+            remedy="leave out its target, or use one of "
+            f"{', '.join(name for name, each in FAULTS.items() if each.aimed)}",
+        )  # fmt: skip
+    return Draw(
+        fault, (point or points[0], *points[1:]), chance.randrange(1 << 16), step=step,
+        target=target, where=where,
+    )  # fmt: skip
+
+
+def is_trace_of_faults(text: str) -> bool:
+    """Whether any line looks like one that `read_trace` reads."""
+    for line in text.splitlines():
+        if line.lstrip().startswith("{"):
+            with suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if "step" in row or "fault" in row:
+                    return True
+    return False
 
 
 def names_of(text: str) -> tuple[int, list[str]]:
@@ -108,8 +161,8 @@ def names_of(text: str) -> tuple[int, list[str]]:
     Raises UserError."""
     number, names = 0, list[str]()
     for word in text.replace(",", " ").split():
-        if word.isdigit():
-            number = int(word)
+        if found := natural(word):
+            number = found
         elif word in FAULTS:
             names.append(word)
         else:

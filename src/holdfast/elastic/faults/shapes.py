@@ -69,12 +69,17 @@ def shape_of(text: str, nodes: int = 0) -> Shape:
     else:
         ranks, degrees = _degrees(text)
         nodes = nodes or ranks
-    if ranks % nodes:
+    if nodes < 1 or ranks % nodes:
         raise UserError(
             f"{ranks} ranks cannot be spread evenly over {nodes} nodes", where="--nodes",
-            remedy=f"use {max(n for n in range(1, nodes + 1) if ranks % n == 0)}",
+            remedy=f"use {max((n for n in range(1, nodes + 1) if ranks % n == 0), default=ranks)}",
         )  # fmt: skip
     return _shape(text, nodes, ranks // nodes, *degrees)
+
+
+def natural(text: str) -> int | None:
+    """A plain number of ASCII digits, or None."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
 
 
 def _degrees(text: str) -> tuple[int, list[str]]:
@@ -82,7 +87,7 @@ def _degrees(text: str) -> tuple[int, list[str]]:
     for each in text.split(","):
         key, equals, value = each.strip().partition("=")
         known = key in ("workers", "pp", "tp", "dp_shard", "zero")
-        if not (known and equals and value.isdigit() and int(value) > 0):
+        if not (known and equals and natural(value)):
             raise UserError(
                 f"{each.strip()!r} is no layout", where="--layout",
                 remedy=f"use one of {', '.join(SHAPES)}, or degrees such as tp=2,workers=4",

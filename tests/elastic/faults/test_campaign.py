@@ -1,0 +1,112 @@
+"""What a campaign takes up of what lies in its folder, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.elastic.faults.campaign import Campaign, Settings, Task, tasks
+from holdfast.elastic.faults.disturb import Story
+from holdfast.elastic.faults.own import OVERRIDES, write_run_file
+from holdfast.elastic.faults.schedule import read_trace
+from holdfast.elastic.faults.shapes import SHAPES
+from holdfast.errors import ConfigError, RunFolderError
+
+WORK = tasks([SHAPES["two"]], 5)
+
+
+class _Quick(Campaign):
+    """Trains nothing, and disturbs nothing."""
+
+    def _disturbed(self, task: Task, folder: Path) -> Story:
+        return Story(problem="none was begun")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """Of which a campaign was done; `true` is a command that trains at once."""
+    out = tmp_path / "out"
+    out.mkdir()
+    found = Settings(("true",), write_run_file(out), OVERRIDES, out, 1, ("kill",), networks=False)
+    _made(found)
+    return found
+
+
+def _made(settings: Settings) -> tuple[list[dict[str, Any]], list[str]]:
+    said: list[str] = []
+    for steps in {task.steps for task in WORK}:
+        folder = settings.out / f"undisturbed-{steps}{settings.part}"
+        folder.mkdir(exist_ok=True)
+    campaign = _Quick(settings, said.append)
+    campaign._undisturbed = _undisturbed(campaign)  # type: ignore[method-assign]
+    return campaign.run(WORK), said
+
+
+def _undisturbed(campaign: Campaign) -> Any:
+    def made(steps: int) -> Path:
+        whole = campaign._whole(steps)
+        whole.parent.mkdir(exist_ok=True)
+        whole.write_text(campaign._trains(steps))
+        return whole.parent
+
+    return made
+
+
+def test_the_same_campaign_is_not_done_again(settings: Settings) -> None:
+    results, said = _made(settings)
+    assert [line for line in said if "done before" in line] == ["two-1-1: done before"]
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("change", [
+    {"names": ("agent",)}, {"overrides": (*OVERRIDES, "train.optimizer.learning_rate=0.5")},
+    {"draws": tuple(read_trace('{"step": 3, "fault": "kill"}', "f", "1"))},
+])  # fmt: skip
+def test_what_another_campaign_made_is_refused(settings: Settings, change: dict[str, Any]) -> None:
+    with pytest.raises(RunFolderError, match=r"two-1-1: .*another campaign.*--out"):
+        _made(replace(settings, **change))
+
+
+def test_a_run_file_that_was_changed_is_another_campaign(settings: Settings) -> None:
+    settings.run_file.write_text(settings.run_file.read_text().replace("dim: 16", "dim: 32"))
+    with pytest.raises(RunFolderError, match="another campaign"):
+        _made(settings)
+
+
+def test_another_number_of_faults_is_another_run(settings: Settings) -> None:
+    with pytest.raises(RunFolderError, match="another campaign"):
+        _Quick(settings, print).run(tasks([SHAPES["two"]], 6))
+
+
+def test_an_undisturbed_run_of_something_else_is_refused(settings: Settings) -> None:
+    other = replace(settings, seed=2, overrides=(*OVERRIDES, "train.optimizer.learning_rate=0.5"))
+    with pytest.raises(RunFolderError, match=r"undisturbed-40: .*another campaign"):
+        _made(other)
+    results, _ = _made(replace(settings, seed=2))
+    assert results[0]["run"] == "two-2-1"
+
+
+def test_a_result_from_before_there_were_digests_is_refused(settings: Settings) -> None:
+    stored = settings.out / "runs" / "two-1-1" / "result.json"
+    result = json.loads(stored.read_text())
+    del result["made_from"]
+    stored.write_text(json.dumps(result))
+    with pytest.raises(RunFolderError, match="another campaign"):
+        _made(settings)
+
+
+def test_shards_share_no_undisturbed_run(settings: Settings) -> None:
+    first, second = (Campaign(replace(settings, shard=(n, 2)), print) for n in (1, 2))
+    assert first._whole(40) != second._whole(40)
+    results, said = _made(replace(settings, shard=(1, 2)))
+    assert any("done before" in line for line in said)
+    assert len(results) == 1
+
+
+def test_an_override_that_is_none_is_refused_before_anything_starts(settings: Settings) -> None:
+    with pytest.raises(ConfigError):
+        _Quick(replace(settings, overrides=("train.nonsense=1",)), print).run(WORK)

@@ -1,0 +1,110 @@
+"""How a run is disturbed: when it ends, and what is told of it. No process is started."""
+
+from __future__ import annotations
+
+import time
+from itertools import repeat
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from holdfast.elastic.faults import disturb
+from holdfast.elastic.faults.armed import Armoury
+from holdfast.elastic.faults.deeds import Deed
+from holdfast.elastic.faults.disturb import IN_VAIN, LOST, Disturbance, Done, StuckError
+from holdfast.elastic.faults.library import FAULTS
+from holdfast.elastic.faults.schedule import Draw
+from holdfast.elastic.faults.shapes import SHAPES
+
+KILL = Draw(FAULTS["kill"], ("forward",), 1, gap=1)
+PIPELINE = Draw(FAULTS["pipeline"], ("sending",), 1)
+
+
+class _Said:
+    """A run of four nodes that take part, and what is said of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.lines: list[str] = []
+        armoury = Armoury(root / "faults")
+        armoury.prepare()
+        fleet = SimpleNamespace(alive=["a", "b", "c", "d"], ended=list)
+        scene: Any = SimpleNamespace(fleet=fleet, real=root, notices=root, network=None)
+        self.it = Disturbance(
+            scene, armoury, SHAPES["replicated"], list("abcd"), 100, self.lines.append
+        )
+        self.it.view.nodes, self.it.view.world = ("a", "b", "c", "d"), 4
+
+
+@pytest.fixture
+def said(tmp_path: Path) -> _Said:
+    return _Said(tmp_path)
+
+
+def test_draws_that_are_all_rejected_come_to_an_end(said: _Said) -> None:
+    said.it._disturb(repeat(PIPELINE), 5, time.monotonic() + 60)
+    assert len(said.it.story.rejected) == IN_VAIN
+    assert said.it.story.cut == f"{IN_VAIN} draws in a row were rejected"
+    assert said.it.story.cut in said.lines[-1]
+
+
+def test_a_run_whose_time_is_over_says_so(said: _Said) -> None:
+    said.it._disturb(repeat(PIPELINE), 5, time.monotonic() - 1)
+    assert said.it.story.cut == "its time was over"
+    assert said.it.story.cut in said.lines[-1]
+
+
+def test_a_run_that_had_all_its_faults_was_not_cut_short(said: _Said) -> None:
+    said.it._disturb(repeat(PIPELINE), 0, time.monotonic() - 1)
+    assert said.it.story.cut == ""
+
+
+def test_the_fault_that_a_run_does_not_survive_is_told(
+    said: _Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def settle(*_: object) -> None:
+        raise StuckError("no sign")
+
+    done = Done(1, "kill", "forward", 3, "rank 1", 1)
+    said.it.view.start = 3
+    monkeypatch.setattr(said.it, "_bring_about", lambda *_: done)
+    monkeypatch.setattr(said.it, "_settle", settle)
+    with pytest.raises(StuckError):
+        said.it._one(1, KILL)
+    assert [fault.outcome for fault in said.it.story.faults] == [LOST]
+    assert LOST in said.lines[-1]
+
+
+def test_a_node_that_does_not_come_back_is_told(
+    said: _Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disturb, "BACK_SECONDS", 0.1)
+    said.it.view.nodes = ("a", "c", "d")
+    said.it._await_nodes()
+    assert said.it.story.notes[0].startswith("b had not come back")
+    assert "b had not come back" in said.lines[-1]
+
+
+def test_only_the_first_of_two_is_aimed(said: _Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    hit: list[str] = []
+
+    def deed(scene: object, node: str) -> Deed:
+        hit.append(node)
+        return Deed(f"the agent of {node}", gone=(node,))
+
+    monkeypatch.setattr(disturb, "DEEDS", {"agent": deed})
+    draw = Draw(FAULTS["two-agents"], ("begin", "begin"), 1, target="b")
+    done = Done(1, "two-agents", "begin", 3, "", 1)
+    for index, part in enumerate(draw.fault.parts):
+        said.it._do(part, draw, 10, index, done)
+    assert hit[0] == "b"
+    assert hit[1] in {"a", "c", "d"}
+
+
+def test_a_deed_where_no_node_is_left_is_not_done(said: _Said) -> None:
+    said.it.view.nodes = ()
+    draw = Draw(FAULTS["agent"], ("begin",), 1)
+    done = Done(1, "agent", "begin", 3, "", 1)
+    said.it._do(draw.fault.parts[0], draw, 10, 0, done)
+    assert done.outcome == "not done: no node is there"
