@@ -232,5 +232,34 @@ def _finished(rank: RankContext, config: dict[str, Any]) -> list[Any]:
     return [outcome.kind, outcome.step, world.log]
 
 
+class NoRoom(World):
+    """Nothing can be captured of the step after which it is to stop: its mover is gone."""
+
+    def __init__(self, stop_after: int) -> None:
+        super().__init__(stop_after)
+        self.settled: list[tuple[int, bool]] = []
+
+    def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
+        return False
+
+    def settle(self, step: int, seconds: float, durable: bool = True) -> str | None:
+        self.settled.append((step, durable))
+        return None
+
+
+def _left_without(rank: RankContext, config: dict[str, Any]) -> tuple[str, int, str | None, Any]:
+    session = _session(rank, RunConfig.model_validate(config), "left")
+    session.engine.initialise(session.config.seed)
+    world = NoRoom(stop_after=2)
+    outcome = _run(session, rank.rank, world)
+    session.close()
+    return outcome.kind, outcome.step, outcome.unsaved, world.settled
+
+
+def test_no_end_of_a_save_is_waited_for_that_never_began(config: dict[str, Any]) -> None:
+    (found,) = rank_values(_left_without, 1, {"config": config})
+    assert found == ["left", 2, "no snapshot could be made of it", [[2, False]]]
+
+
 def test_a_finished_run_does_nothing_more(config: dict[str, Any]) -> None:
     assert rank_values(_finished, 1, {"config": config}) == [["finished", STEPS, []]]

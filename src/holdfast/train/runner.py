@@ -99,7 +99,11 @@ def run(
     for batch in loader:
         stopping = loop.step(batch)
         if batch.step >= config.train.steps or stopping:
-            unsaved = saver.settle(batch.step, settle_seconds, durable=not loop.brief)
+            # A save that never began has no end to wait for; the last reports are stored anyway.
+            waits = not (loop.brief or loop.uncaptured)
+            unsaved = saver.settle(batch.step, settle_seconds, durable=waits)
+            if loop.uncaptured and unsaved is None:
+                unsaved = "no snapshot could be made of it"
             finished = batch.step >= config.train.steps
             return Outcome("finished" if finished else "left", batch.step, unsaved)
         if loop.pausing:
@@ -128,6 +132,7 @@ class _Loop:
         self.owed = False  # a durable save found no slot: it is made as soon as there is one
         self.copy_owed = False  # the same of a snapshot that peers were to get
         self.brief = False  # left with a snapshot that is not to be durable
+        self.uncaptured = False  # the last step was to be saved, and there was no room or no mover
         self.pausing = False  # the newest step was the last of this generation
         nodes = len(set(engine.groups.topology.nodes))
         self.cadence = Cadence(config.checkpoint, known, nodes, clock())
@@ -269,6 +274,7 @@ class _Loop:
         if captured:
             self._captured(step, into)
         else:
+            self.uncaptured = last
             self.copy_owed = self.copy_owed or (wishes.copy and wishes.full)
             if durable:
                 self._owe(step, reason, wishes.full and not last)
