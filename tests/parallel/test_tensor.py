@@ -414,6 +414,8 @@ def test_compiled_blocks_compute_the_same(rank: RankContext) -> None:
     want = whole(*given)
     want.backward()
     objective = spread(model, group, sequence_parallel=True)
+    assert objective.tensor is not None
+    objective.tensor.compiled()
     for block in objective.decoder.layers:
         block.compile(backend="aot_eager")
     got = objective(*given)

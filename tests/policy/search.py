@@ -11,13 +11,17 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from holdfast.policy.membership import Phase, Stage
+from holdfast.policy.membership import LET_GO, Phase, Stage
 from tests.policy.model import Model
 from tests.policy.worlds import Agent, Step, Store, ViolationError, World
 
+MOST_TERMS, MOST_GENERATIONS = 6, 12
+"""Of all worlds of a search. A fault that lasts costs a term and three generations at most, and two
+faults that end no more than twice that; what goes beyond never settles."""
+
 
 class TooManyError(AssertionError):
-    """Numbers grow without end: nothing settles."""
+    """There are more worlds than were to be looked at: nothing is known of the rest."""
 
 
 @dataclass
@@ -84,10 +88,30 @@ def safe(model: Model, world: World) -> None:
                 and agent.address not in (store.generations[agent.seat.at - 1])
             ):
                 raise ViolationError(f"{agent.seat.name} works where it does not belong")
+    _settles(store)
+    _lets_go(store, agents)
     working = [g for g in range(1, len(store.generations) + 1) if model.commits(world, g)]
     sides = [store.generations[g - 1] for g in working]
     if len(frozenset().union(*sides)) < sum(map(len, sides)):
         raise ViolationError(f"one agent commits steps in two of the generations {working}")
+
+
+def _settles(store: Store) -> None:
+    if store.term > MOST_TERMS or len(store.generations) > MOST_GENERATIONS:
+        raise ViolationError(
+            f"over and over: term {store.term}, generation {len(store.generations)}"
+        )
+
+
+def _lets_go(store: Store, agents: list[Agent]) -> None:
+    """Whoever is made a member of a generation has let go of the one before."""
+    newest = len(store.generations)
+    for agent in agents:
+        inside = newest and agent.up and agent.address in store.generations[-1]
+        if inside and agent.seat.at < newest and agent.stage not in LET_GO:
+            raise ViolationError(
+                f"{agent.seat.name} is of generation {newest} and works in {agent.seat.at}"
+            )
 
 
 def _same(store: Store, generation: int, members: set[str], who: str) -> None:

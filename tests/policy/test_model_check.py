@@ -14,8 +14,8 @@ from holdfast.policy.succession import Seat, Standing
 from tests.policy.carried import Carried
 from tests.policy.folded import Folded
 from tests.policy.model import Model
-from tests.policy.search import Found, TooManyError, fair_cycles, search, stuck
-from tests.policy.worlds import NAMES, PAIR, Agent, Store, ViolationError, World
+from tests.policy.search import Found, fair_cycles, search, stuck
+from tests.policy.worlds import NAMES, PAIR, Agent, Store, World
 
 
 def _check(found: Found) -> None:
@@ -135,22 +135,27 @@ def _broken(module: ModuleType, function: str, old: str, new: str) -> SimpleName
     return SimpleNamespace(**names)
 
 
+WORKS = r"is of generation \d+ and works in \d+"
+OVER = "over and over"
 MUTANTS = {
     # a node that has not spoken is counted on
-    "unheard": (membership, "_free", "and not node.expected", ""),
+    "unheard": (WORKS, membership, "_free", "and not node.expected", ""),
     # the next generation while one still works
-    "working": (membership, "_free", "node.stage in LET_GO and", ""),
-    "halted at once": (membership, "_halted", "return all(", "return True or all("),
-    "lost node stays": (membership, "_lose", "if other.name != node.name", "if True"),
-    "apart": (membership, "_fitting", "if now < pair.until", "if False"),
+    "working": (WORKS, membership, "_free", "node.stage in LET_GO and", ""),
+    "halted at once": (OVER, membership, "_halted", "return all(", "return True or all("),
+    "lost node stays": (OVER, membership, "_lose", "if other.name != node.name", "if True"),
+    "apart": (OVER, membership, "_fitting", "if now < pair.until", "if False"),
     # who is coordinator
-    "cut off": (succession, "_place", "not seat.dead and seat.led < seat.term", "False"),
-    "signs": (succession, "asked", "if newer or (moved and not most):",
+    "cut off": (OVER, succession, "_place", "not seat.dead and seat.led < seat.term", "False"),
+    "signs": (OVER, succession, "asked", "if newer or (moved and not most):",
         "alive = False\n    if newer:",),
-    "claims what is made": (succession, "claimed", "if made:", "if True:"),
-    "never claims": (succession, "may_claim", "now - seat.since >=", "-1.0 >="),
-    "stays coordinator": (succession, "fenced", "if seat.standing is", "if None is"),
+    "claims what is made": ("reigns in a term that it has not opened",
+        succession, "claimed", "if made:", "if True:"),
+    "never claims": ("never train again",
+        succession, "may_claim", "now - seat.since >=", "-1.0 >="),
+    "stays coordinator": ("cycles", succession, "fenced", "if seat.standing is", "if None is"),
 }  # fmt: skip
+"""What is wrong with the worlds that it comes to, and the line that is changed."""
 ENDING = {
     # a cut that heals
     "overtaken": (
@@ -168,33 +173,34 @@ HARMLESS = {
 }  # fmt: skip
 
 
-def _with(mutant: tuple[ModuleType, str, str, str]) -> Carried:
-    broken = _broken(*mutant)
-    return Carried(member=broken) if mutant[0] is membership else Carried(succeed=broken)
+def _with(module: ModuleType, function: str, old: str, new: str) -> Carried:
+    broken = _broken(module, function, old, new)
+    return Carried(member=broken) if module is membership else Carried(succeed=broken)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_machine_is_found_out(name: str) -> None:
-    model = Model(_with(MUTANTS[name]), eager=True, ends=False)
-    with pytest.raises((ViolationError, TooManyError, AssertionError)):
-        _check(search(model, [model.cold(faults=0), model.training(faults=1)], most=8_000))
+    wrong, *mutant = MUTANTS[name]
+    model = Model(_with(*mutant), eager=True, ends=False)
+    with pytest.raises(AssertionError, match=wrong):
+        _check(search(model, [model.cold(faults=0), model.training(faults=1)]))
 
 
 @pytest.mark.parametrize("name", ENDING)
 def test_a_broken_machine_is_found_out_when_a_cut_heals(name: str) -> None:
-    model = Model(_with(ENDING[name]), eager=True, kinds=("cut",))
+    model = Model(_with(*ENDING[name]), eager=True, kinds=("cut",))
     found = search(model, [model.training(faults=1)])
     assert stuck(found) or fair_cycles(found)
 
 
 def test_a_broken_machine_is_found_out_by_who_trains_without_a_coordinator() -> None:
     """It waits for itself."""
-    broken = _with((succession, "asked", "(moved and not most)", "moved"))
+    broken = _with(succession, "asked", "(moved and not most)", "moved")
     model = Model(broken, eager=True, ends=False)
     assert Folded(model, [_unled(model, "ab")]).stuck()
 
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_when_to_claim_is_never_about_safety(name: str) -> None:
-    model = Model(_with(HARMLESS[name]), eager=True, ends=False)
+    model = Model(_with(*HARMLESS[name]), eager=True, ends=False)
     _check(search(model, [model.cold(faults=0), model.training(faults=1)]))

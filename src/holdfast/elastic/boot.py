@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.layout import Topology
 
+if TYPE_CHECKING:
+    from holdfast.config.run import RunConfig
+
 DEFAULT_ENTRY = "holdfast.elastic.worker.main:run"
 """A worker's main function, `module:function`."""
+
+
+def preloads(config: RunConfig) -> tuple[str, ...]:
+    """What the workers of this run import beside their main function's module. The template does it
+    for them: FSDP2 brings DTensor and torch's compiler, which is as much again as all the rest."""
+    kinds = [degrees for _, degrees in config.layout.kinds]
+    needed = []
+    if config.layout.zero > 1 and any(degrees.dp_shard > 1 for degrees in kinds):
+        needed += ["holdfast.parallel.shard", _COMPILER]
+    elif config.train.compile:
+        needed += [_COMPILER]
+    if any(degrees.pp > 1 for degrees in kinds):
+        needed += ["torch.fx.experimental.symbolic_shapes"]  # a backward that is given a gradient
+    return tuple(needed)
+
+
+_COMPILER = "torch._dynamo"
 
 
 @dataclass(frozen=True)

@@ -91,17 +91,19 @@ class Template(Child):
     async def start(
         lifeline: int,
         entry: str,
+        preloads: Sequence[str],
         log: Path,
         told: Callable[[dict[str, Any]], None],
         gone: Callable[[], None],
     ) -> Template:
-        """Start one; `told` gets its "forked" and "exited" messages, `gone` its end."""
+        """Start one that imports `preloads` too; `told` gets its "forked" and "exited" messages,
+        `gone` its end."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
             process = await _spawn(
                 ["holdfast.elastic.worker.template", "--control", str(theirs.fileno()),
-                 "--lifeline", str(lifeline), "--entry", entry],
+                 "--lifeline", str(lifeline), "--entry", entry, *preloads],
                 log, (theirs.fileno(), lifeline),
             )  # fmt: skip
         return Template(process, log, gone, ours, told)

@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,16 +80,19 @@ class Host:
         folder: Path,
         secret: Secret,
         entry: str,
+        preloads: Sequence[str],
         lifeline: int,
         news: News,
         *,
         mover_gone: Callable[[], None],
         template_gone: Callable[[], None],
     ) -> None:
-        """`folder` gets the logs, `entry` is a worker's main function, and the lifeline ends every
-        child. mover_gone, template_gone: called when one has ended."""
+        """`folder` gets the logs, `entry` is a worker's main function, `preloads` are modules that
+        it needs besides, and the lifeline ends every child. mover_gone, template_gone: called when
+        one has ended."""
         self.mover = mover
-        self._folder, self._secret, self._entry, self._lifeline = folder, secret, entry, lifeline
+        self._folder, self._secret, self._lifeline = folder, secret, lifeline
+        self._entry, self._preloads = entry, preloads
         self._news, self._mover_gone, self._told_gone = news, mover_gone, template_gone
         self._template: Template | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -275,7 +278,7 @@ class Host:
             self._template = None
         log = self._folder / "logs" / f"template{self.mover.suffix}.log"
         template = self._template = await Template.start(
-            self._lifeline, self._entry, log, self._told, self._template_gone
+            self._lifeline, self._entry, self._preloads, log, self._told, self._template_gone
         )
         await template.ready()
         if self._wanted is not None:

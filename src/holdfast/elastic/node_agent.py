@@ -31,6 +31,7 @@ from typing import Any
 
 from holdfast.elastic import exits, health
 from holdfast.elastic.board import Board, Observer, Say
+from holdfast.elastic.boot import preloads
 from holdfast.elastic.clouds import source_of
 from holdfast.elastic.ending import End, EndedError, Over, end_of
 from holdfast.elastic.following import Follower
@@ -117,7 +118,7 @@ class NodeAgent:
             it.config, it.folder, it.secret, settings, self._of_mover, it.suffix
         )
         self._host = Host(
-            self._mover, it.folder, it.secret, it.entry, self._line, self,
+            self._mover, it.folder, it.secret, it.entry, preloads(it.config), self._line, self,
             mover_gone=self._mover_gone, template_gone=self._template_gone,
         )  # fmt: skip
         self._upload = LastUpload(self._mover, it.config.checkpoint.bucket_wait_seconds, self._say)

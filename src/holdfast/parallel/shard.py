@@ -27,11 +27,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from holdfast.parallel.gradients import Cells, Feeder
 from holdfast.parallel.reducer import Slot
-from holdfast.parallel.torch_compat import ShardedParameter, fsdp_group, gather_parts
+from holdfast.parallel.torch_compat import ShardedParameter, fsdp_group, gather_parts, local
 from holdfast.parallel.traffic import Traffic
 from holdfast.spec.boxes import Box
 
@@ -245,8 +244,3 @@ class SumInOrder:
         torch.add(first, second, out=output_tensor)
         for part in rest:
             output_tensor.add_(part)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds: the local part of a DTensor, a plain tensor as it is."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -144,6 +144,27 @@ def fused_adamw(
     )  # fmt: skip
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds: the local part of a DTensor, a plain tensor as it is.
+
+    Asked of the tensor itself: the class comes with a second of imports, which only who shards
+    by FSDP2 needs.
+    """
+    to_local = getattr(tensor, "to_local", None)
+    found: Tensor = tensor if to_local is None else to_local()
+    return found.detach()
+
+
+def give_memory(module: nn.Module, device: torch.device) -> None:
+    """Memory without values for a module of the meta device that holds plain tensors.
+
+    As `to_empty`, which asks for something *like* each of its tensors: on the meta device that is
+    worked out in Python, with sympy, which takes half a second to import.
+    """
+    apply: Any = module._apply
+    apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
+
+
 def forget_meshes() -> None:
     """Clear what torch keeps by mesh. Call when the groups of a generation are gone.
 
@@ -159,6 +180,8 @@ def forget_meshes() -> None:
     Meshes are also in reference cycles with the modules that were sharded over them: their
     threads end when those have been dropped and collected.
     """
+    if "torch.distributed.tensor" not in sys.modules:
+        return  # nobody has sharded anything
     from torch.distributed.tensor import _redistribute, debug
 
     private: Any = debug

@@ -19,10 +19,9 @@ from holdfast.parallel.gradients import Cells, Feeder
 from holdfast.parallel.groups import Groups, connect
 from holdfast.parallel.reducer import Team
 from holdfast.parallel.replicate import ReplicatedGradients
-from holdfast.parallel.shard import ShardedGradients, apply_fsdp, local
 from holdfast.parallel.tensor import apply_tensor_parallel, localise
 from holdfast.parallel.timeline import Recorder
-from holdfast.parallel.torch_compat import Store
+from holdfast.parallel.torch_compat import Store, give_memory, local
 from holdfast.parallel.zero import OwnedRows
 from holdfast.spec.boxes import Box
 from holdfast.spec.cells import Cell, cells_of
@@ -116,6 +115,8 @@ def build_engine(
     if config.train.compile:
         for block in objective.decoder.layers:
             block.compile()
+        if objective.tensor is not None:
+            objective.tensor.compiled()
     shards = groups.degree("dp_shard")
     make = _replicated if shards == 1 else _zero1 if config.layout.zero == 1 else _sharded
     parameters, feed = make(config, objective, groups, device, precision)
@@ -154,7 +155,7 @@ def _replicated(
 ) -> Made:  # fmt: skip
     """This stage's part of the model on this device. In mixed precision the module computes on
     bf16 copies."""
-    objective.to(precision.compute).to_empty(device=device)
+    give_memory(objective.to(precision.compute), device)
     table, boxes, named = _by_table(config, objective, groups)
     held = [p.detach() for p in named.values()]
     computed: list[torch.Tensor] = []
@@ -177,7 +178,7 @@ def _zero1(
     precision: Precision,
 ) -> Made:  # fmt: skip
     """As `_replicated`, but what is trained and saved is this rank's part of the rows (ZeRO-1)."""
-    objective.to(precision.compute).to_empty(device=device)
+    give_memory(objective.to(precision.compute), device)
     table, boxes, named = _by_table(config, objective, groups)
     whole = _boxes(config, groups, list(named), sharded=False)
     rows = OwnedRows(
@@ -201,6 +202,10 @@ def _sharded(
     precision: Precision,
 ) -> Made:  # fmt: skip
     """A shard of that by FSDP2 (ZeRO-2 or 3), which makes the bf16 copies itself."""
+    # Imported by whoever needs it: with FSDP2 come DTensor and sympy, a second of a process's start
+    # (`elastic.boot.preloads` has the template import it where the run file shards).
+    from holdfast.parallel.shard import ShardedGradients, apply_fsdp
+
     compute = precision.compute if precision.mixed else None
     blocks = list(objective.decoder.layers)
     apply_fsdp(objective, blocks, groups.shard_mesh(), compute, config.layout.zero)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.parallel.groups import Groups
-from holdfast.parallel.shard import local
+from holdfast.parallel.torch_compat import local
 from holdfast.parallel.transport import exchange
 from holdfast.spec.parameters import Parameter
 from holdfast.train.execute import Executor, Inputs

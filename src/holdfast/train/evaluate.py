@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from holdfast.parallel.groups import Groups
 from holdfast.spec.tree import ReductionTree, deal
@@ -117,8 +116,9 @@ class Evaluator:
     def _release(self) -> None:
         """Without a backward nothing tells FSDP2 to give gathered parameters back."""
         for module in self._objective.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+            reshard = getattr(module, "reshard", None)  # its class is not imported for nothing
+            if reshard is not None:
+                reshard()
 
 
 def rows(array: NDArray[Any], part: int, parts: int, pad: int) -> NDArray[Any]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # a worker would import it, for a second, at its first step
 
 from holdfast.checkpoint.capture import Capturer, Skipped, local_part
 from holdfast.checkpoint.mover_client import MoverClient

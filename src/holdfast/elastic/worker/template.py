@@ -1,6 +1,7 @@
 """The template: a process that has imported torch and touched no device, and is forked.
 
     python -m holdfast.elastic.worker.template --control FD --lifeline FD --entry MODULE:FUNCTION
+        [MODULE ...]
 
 Imports are most of a worker's start, so they happen once, here; a worker is a fork away (a few
 milliseconds). The template itself has one thread, since a fork copies only the thread that calls
@@ -38,7 +39,7 @@ from holdfast.wire.secret import Secret
 Entry = Callable[[WorkerBoot, Secret], int]
 """A worker's main function: returns its exit code (`elastic.exits`)."""
 
-# What any worker needs; the rest comes with the module of its entry.
+# What any worker needs. The rest comes with the module of its entry, and with those named besides.
 _PRELOAD = ("torch", "torch.distributed")
 
 
@@ -180,11 +181,12 @@ def main() -> None:
     parser.add_argument("--control", type=int, required=True)
     parser.add_argument("--lifeline", type=int, required=True)
     parser.add_argument("--entry", default=DEFAULT_ENTRY)
+    parser.add_argument("preloads", nargs="*")
     arguments = parser.parse_args()
     lifeline.arm(arguments.lifeline)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()  # what imports make stays, and it would go through that again and again
-    for name in _PRELOAD:
+    for name in (*_PRELOAD, *arguments.preloads):
         importlib.import_module(name)
     entry = load_entry(arguments.entry)
     gc.collect()

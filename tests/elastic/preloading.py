@@ -1,0 +1,69 @@
+"""Two steps in forks of a process that has imported what a template does, for `test_preloads.py`.
+
+    python -m tests.elastic.preloading LAYOUT FOLDER
+
+Prints as JSON what of torch the template has beside torch itself, and what a rank imported more.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import holdfast.elastic.worker.main  # noqa: F401  (as the template does)
+from holdfast.config.run import RunConfig
+from holdfast.elastic.boot import preloads
+from tests.train import layouts
+
+HEAVY = ("sympy", "torch._dynamo", "torch.distributed.fsdp")
+
+
+def main(name: str, folder: Path) -> None:
+    case = layouts.case(name)
+    of_one = case.replicas[0]
+    degrees = {f"layout__{axis}": getattr(of_one, axis) for axis in ("pp", "dp_shard", "tp")}
+    config = layouts.config_of({**case.changes, **degrees})
+    for module in preloads(config):
+        importlib.import_module(module)
+    before = set(sys.modules)
+    children = [
+        _forked(lambda rank=rank: _work(case, config, rank, folder, before))  # type: ignore[misc]
+        for rank in range(case.world_size)
+    ]
+    if any(os.waitpid(pid, 0)[1] for pid in children):
+        raise SystemExit("a rank failed")
+    more = [json.loads((folder / str(rank)).read_text()) for rank in range(case.world_size)]
+    print(json.dumps({"template": [n for n in HEAVY if n in before], "more": more}))
+
+
+def _forked(work: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def _work(case: layouts.Case, config: RunConfig, rank: int, folder: Path, before: set[str]) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), case.world_size)
+    made = layouts.engine_of(config, layouts.topology_of(case, config), rank, store)
+    for step in (1, 2):
+        assert layouts.one_step(made, step).finite
+    more = [name for name in set(sys.modules) - before if name.split(".")[0] in ("torch", "sympy")]
+    (folder / str(rank)).write_text(json.dumps(sorted(more)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
