@@ -185,6 +185,12 @@ def test_a_prompt_and_a_page_that_cannot_be(trained: Trained, capsys: Capture) -
     here(capsys, "report", trained.folder, "--output", ".").refuses(".: the report", "is a folder")
 
 
+@pytest.mark.parametrize("seconds", ["nan", "0", "-3", "1e9"])
+def test_a_notice_of_no_time(seconds: str, trained: Trained, capsys: Capture) -> None:
+    words = [f"a notice of {float(seconds):g} seconds makes no sense", "--seconds"]
+    here(capsys, "notice", trained.folder, "--seconds", seconds).refuses(*words)
+
+
 def test_a_run_folder_of_another_configuration(trained: Trained, capsys: Capture) -> None:
     before = tree(trained.root)
     here(capsys, "train", trained.run_file, "seed=3").refuses("another configuration", "seed was 1")

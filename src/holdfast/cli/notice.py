@@ -40,6 +40,11 @@ def notice(
     from holdfast.wire.secret import open_secret
     from holdfast.wire.term import newest_term
 
+    if not 0 < seconds < 1e6:
+        raise UserError(
+            f"a notice of {seconds:g} seconds makes no sense", where="--seconds",
+            remedy="say in how many seconds the machines will be gone",
+        )  # fmt: skip
     found = open_run(run)
     if not trainer_answers(found.folder):
         raise RunFolderError(

@@ -139,7 +139,8 @@ class Guard:
             return 409, {"error": str(error)}
         except (ValueError, KeyError, TypeError) as error:
             self._refusals.count(CONTROL, "malformed")
-            return 400, {"error": f"{type(error).__name__}: {error}"}
+            name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            return 400, {"error": f"{name}{error}"}
         except Exception as error:  # our own bug: the worker that asked says it aloud
             return 500, {"error": f"{type(error).__name__}: {error}"}
 
