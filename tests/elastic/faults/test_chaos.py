@@ -32,6 +32,21 @@ def test_sixty_faults_are_recovered_from_and_not_done_again(tmp_path: Path) -> N
     assert again.err.count("done before") == 3
 
 
+def test_the_node_that_leads_is_killed_in_each_transition_of_a_commit(tmp_path: Path) -> None:
+    points = ("reduced", "voted", "applying", "applied")
+    trace, out = tmp_path / "faults.jsonl", tmp_path / "out"
+    rows = [{"step": 4 + 4 * n, "fault": "commit", "point": p} for n, p in enumerate(points)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    found = apart("chaos", "--trace", trace, "--layout", "dp_shard", "--nodes", "2", "--out", out,
+                  "--no-network", deadline=DEADLINE)  # fmt: skip
+    assert found.code == 0, found.out + found.err
+    (run,) = json.loads((out / "result.json").read_text())["runs"]
+    assert [(f["point"], f["outcome"]) for f in run["faults"]] == [
+        (point, "recovered") for point in points
+    ]
+    _each_hit_where_it_says(run, out / "runs" / run["run"] / "run")
+
+
 def _each_hit_where_it_says(run: dict[str, Any], folder: Path) -> None:
     """By the journal of the run itself."""
     counted = [fault for fault in run["faults"] if fault["outcome"] == "recovered"]
