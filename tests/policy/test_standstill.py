@@ -108,6 +108,15 @@ def test_who_is_not_heard_while_the_others_work_or_is_short_of_cores_is_not_name
     assert judge({**waits, 3: quiet}, None, 15.0) == {}, "the first step has not passed"
 
 
+def test_threads_that_look_for_the_interpreters_lock_do_not_make_it_a_worker_that_runs() -> None:
+    """They took 0.05 of a core, and whoever held the lock was named after 69 s."""
+    waits = {who: Mark(8, 9.9, waits=True) for who in range(2)}
+    for seconds in (5.0, 20.0, 60.0):
+        holds = Mark(7, 9.9, computed=0.06 * seconds, quiet=seconds)
+        found = judge({**waits, 2: holds}, 0.8, 9.9 + seconds)
+        assert [(who, one.sign) for who, one in found.items()] == [(2, "silent")]
+
+
 def test_the_surest_sign_counts_and_work_that_may_take_long_has_longer() -> None:
     here = {
         0: Mark(8, 10.0, waits=True), 1: Mark(8, 10.0, waits=True),

@@ -43,6 +43,7 @@ UNKNOWN_STEP = 1.0
 
 _RECENT = 4  # newest steps; if these were slow, then what is normal is so now
 _RUNS = 0.05  # of a core: whoever uses so much runs, and is short of cores at worst
+_SPEAKS = 0.1  # and so much, whoever is not heard; see `silent`
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +105,15 @@ def judge(
 def silent(
     marks: Mapping[Who, Mark], normal: float, now: float, *, lag: float = 0.0
 ) -> dict[Who, float]:
-    """Who is not heard any more, and for how long, while somebody who is waits for it."""
+    """Who is not heard any more, and for how long, while somebody who is waits for it.
+
+    While one thread holds the interpreter's lock each other one looks for it 200 times a second: a
+    few hundredths of a core, which are no work.
+    """
     found: dict[Who, float] = {}
     for who, mark in marks.items():
         limit = limit_of(normal, Mark(0, 0.0), lag)
-        if mark.quiet <= limit or _spent(mark, now, mark.quiet) <= limit:
+        if mark.quiet <= limit or _spent(mark, now, mark.quiet, _SPEAKS) <= limit:
             continue
         if any(
             other.quiet <= limit and other.point >= mark.point and _idles(other, now)
@@ -179,8 +184,8 @@ def all_still(marks: Mapping[Who, Mark], now: float, seconds: float) -> Who | No
     return min(marks, key=lambda who: (marks[who].point, marks[who].at))
 
 
-def _runs(mark: Mark, now: float) -> bool:
-    return mark.computed is not None and mark.computed >= _RUNS * max(now - mark.at, 1e-9)
+def _runs(mark: Mark, now: float, share: float = _RUNS) -> bool:
+    return mark.computed is not None and mark.computed >= share * max(now - mark.at, 1e-9)
 
 
 def _idles(mark: Mark, now: float) -> bool:
@@ -188,8 +193,8 @@ def _idles(mark: Mark, now: float) -> bool:
     return mark.waits or (mark.computed is not None and not _runs(mark, now))
 
 
-def _spent(mark: Mark, now: float, waited: float) -> float:
+def _spent(mark: Mark, now: float, waited: float, share: float = _RUNS) -> float:
     """Of that time, what it had to work: all, unless it runs and was kept from it."""
-    if mark.computed is not None and _runs(mark, now):
+    if mark.computed is not None and _runs(mark, now, share):
         return min(waited, mark.computed)
     return waited
