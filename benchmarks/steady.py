@@ -9,6 +9,8 @@ socket into warm memory and a hash there. So neither neighbours nor the age of t
 
     step ms      off, on and floor: the median step, first steps of a stretch left out
     blocked ms   of a step's time, in the training thread, for tiers: median, and the worst rank's
+    least        the same work as two nodes must divide it, with signed messages and nothing else
+                 (`steadying.least`), over the floor
     added        wall of on over off, paired by rounds; CPU ms a step of all processes (workers,
                  movers, agents) more than off, of the bare work likewise, and their ratio
     request      what one costs that does nothing; a step needs eight of them at least: on each node
@@ -61,6 +63,7 @@ CASES = {"replicated": (), "dp_shard 2": ("layout.dp_shard=2",)}
 STATE = 12
 """Bytes of a parameter: itself and its two moments."""
 WORLD = 2
+OURS = ("agents", "movers", "workers")
 HEAD = (
     f"{'':<12}{'rounds':>7}{'step ms: off':>14}{'on':>8}{'floor':>8}{'blocked ms':>12}{'worst':>8}"
     f"{'wall on/off':>22}{'CPU ms added':>14}{'floor':>8}{'ratio':>22}{'agents':>8}"
@@ -83,7 +86,7 @@ class Stretch:
 
     @property
     def cpu_step(self) -> float:
-        return sum(self.cpu.values()) / self.steps
+        return sum(self.cpu[name] for name in OURS) / self.steps
 
 
 class SilentError(Exception):
@@ -157,12 +160,13 @@ class Run:
         return found
 
 
-class Floor:
-    """The bare processes, which do a step's work when they are told to."""
+class Bare:
+    """Processes that do a step's work when they are told to: `steadying.floor`, or `least`."""
 
-    def __init__(self, nbytes: int, sent: int) -> None:
+    def __init__(self, name: str, *nbytes: int) -> None:
+        self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.steadying.floor", str(nbytes), str(sent)],
+            [sys.executable, "-m", f"benchmarks.steadying.{name}", *map(str, nbytes)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT,
         )  # fmt: skip
         assert self._process.stdout is not None
@@ -183,18 +187,20 @@ class Floor:
         self._process.wait(30)
 
 
-def followed(run: Run, floor: Floor, first: int) -> Stretch:
+def followed(run: Run, bare: tuple[Bare, ...], first: int) -> Stretch:
     """The stretch that begins with step `first`. Its first step is left out: it hides what is left
     of the stretch before."""
     run.until(first)
     kind, last = kind_of(first, run.stretch), first + run.stretch - 1
-    before, bare = run.cpu(), floor.cpu
+    before, spent = run.cpu(), {each.name: each.cpu for each in bare}
     for step in range(first + 1, last + 1):
         if kind == "floor":
-            floor.cpu = floor.once()
+            for each in bare[:: 1 if step % 2 else -1]:
+                each.cpu = each.once()
         run.until(step)
     after = run.cpu()
-    cpu = {name: after[name] - before[name] for name in after} | {"floor": floor.cpu - bare}
+    cpu = {name: after[name] - before[name] for name in after}
+    cpu |= {each.name: each.cpu - spent[each.name] for each in bare}
     found = run.until(last)
     times = [min(line[0] for line in found if line[1] == step) for step in range(first, last + 1)]
     blocked = [max(line[3] for line in found if line[1] == step)
@@ -202,10 +208,10 @@ def followed(run: Run, floor: Floor, first: int) -> Stretch:
     return Stretch(kind, last - first, times, blocked, cpu)
 
 
-def measure(run: Run, floor: Floor, rounds: int) -> list[Stretch]:
+def measure(run: Run, bare: tuple[Bare, ...], rounds: int) -> list[Stretch]:
     """Raises SilentError."""
     return [
-        followed(run, floor, 1 + index * run.stretch)
+        followed(run, bare, 1 + index * run.stretch)
         for index in range(1, len(KINDS) // 2 * rounds + 1)  # the first stretch warms up
     ]
 
@@ -222,7 +228,7 @@ def row(name: str, stretches: list[Stretch]) -> str:
     added = [r["on"].cpu_step - r["off"].cpu_step for r in rounds]
     bare = [s.cpu["floor"] / s.steps for s in of["floor"]]
     ratio = _over(added, bare)
-    agents = sum(s.cpu["agents"] for s in of["on"]) / sum(sum(s.cpu.values()) for s in of["on"])
+    agents = sum(s.cpu["agents"] for s in of["on"]) / sum(s.cpu_step * s.steps for s in of["on"])
     return (
         f"{name:<12}{len(rounds):7d}{step['off']:14.1f}{step['on']:8.1f}{step['floor']:8.1f}"
         f"{1e3 * statistics.median(blocked):12.2f}{1e3 * max(blocked):8.2f}{wall!s:>22}"
@@ -240,14 +246,14 @@ def by_kind(stretches: list[Stretch]) -> str:
         chosen = [s for s in stretches if s.kind == kind]
         return 1e3 * sum(s.cpu[name] for s in chosen) / sum(s.steps for s in chosen)
 
-    names = [name for name in stretches[0].cpu if name != "floor"]
-    pairs = {name: (spent(name, "off"), spent(name, "on")) for name in names}
+    pairs = {name: (spent(name, "off"), spent(name, "on")) for name in OURS}
     told = ", ".join(f"{name} {off:.1f} and {on:.1f}" for name, (off, on) in pairs.items())
     added = sum(on - off for name, (off, on) in pairs.items() if name != "workers")
-    floor = spent("floor", "floor")
+    floor, least = spent("floor", "floor"), spent("least", "floor")
     return (
         f"{'':<12} CPU ms a step, off and on: {told}\n"
-        f"{'':<12} movers and agents alone: {added:.1f} ms, {added / floor:.2f} of the floor"
+        f"{'':<12} movers and agents alone: {added:.1f} ms, {added / floor:.2f} of the floor; "
+        f"two nodes' least: {least:.1f} ms, {least / floor:.2f}"
     )
 
 
@@ -283,10 +289,10 @@ def main() -> int:
             if settings.names and not case.startswith(tuple(settings.names)):
                 continue
             place = folder / case.replace(" ", "-")
-            floor = Floor(nbytes, nbytes)
+            bare = Bare("floor", nbytes, nbytes), Bare("least", nbytes)
             try:
                 with Run(run_file, place, given, settings.stretch, settings.seconds) as run:
-                    stretches = measure(run, floor, settings.rounds)
+                    stretches = measure(run, bare, settings.rounds)
                 print(row(case, stretches), by_kind(stretches), sep="\n", flush=True)
                 kept = sum(
                     text.count('"snapshot_kept"') for path in place.rglob("*.jsonl")
@@ -297,7 +303,8 @@ def main() -> int:
                 failed = True
                 print(f"{case:<12} {error}; see {place}.n0", flush=True)
             finally:
-                floor.close()
+                for each in bare:
+                    each.close()
     print(f"a signed request that does nothing, both ends: {requests.milliseconds():.2f} ms of CPU")
     return int(failed)
 

@@ -7,6 +7,7 @@ part, rots, or is given up in between; and every byte on the shelf is what its m
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from holdfast.checkpoint.peer_keep import HELD, Keeper, _run
 from holdfast.checkpoint.peer_settings import PeerSettings
 from holdfast.checkpoint.peer_wire import PeerClient
 from holdfast.checkpoint.snapshots import Shelf
-from holdfast.errors import HoldfastError
+from holdfast.errors import CorruptError, HoldfastError
 from holdfast.spec.manifest import Extent, Part
 from tests.checkpoint.peer_process import Node
 from tests.checkpoint.peers import SECRET, TABLE, topology
@@ -150,5 +151,31 @@ def test_a_copy_over_a_quick_link_takes_few_requests(monkeypatch: pytest.MonkeyP
         blob = play.owner.shelf.get(1, 1, 0).part.blob
         assert sum(asked) == blob.size
         assert len(asked) <= 2 + len(blob.checksums) // 3
+    finally:
+        play.close()
+
+
+def test_a_manifest_that_lists_other_tensors_than_its_blob_is_refused_at_any_step() -> None:
+    """Also after one of the same rank whose header was right, and what comes after it is kept."""
+    play = Play(1, room=1 << 28)
+    try:
+        plan = topology(1)
+        play.owner.begin(plan.to_json(), [spec.to_json() for spec in TABLE])
+        for step, wrong in ((1, True), (2, False), (3, True), (4, False)):
+            assert play.owner.put(step, [0]) == []
+            part = play.owner.shelf.get(1, step, 0).part
+            if wrong:
+                part = replace(part, tensors=part.tensors[1:])
+            body = {
+                "part": part.to_bytes().decode(), "run": "", "source": play.owner.peers.address,
+                "ranks": [0],
+                "plan": {"topology": plan.to_json(), "table": [s.to_json() for s in TABLE]},
+            }  # fmt: skip
+            if wrong:
+                with pytest.raises(CorruptError, match="does not list what its part does"):
+                    play.keeper.offer(1, body)
+            else:
+                assert play.keeper.offer(1, body)["state"] == HELD
+        assert {line.step for line in play.shelf.inventory()} == {2, 4}
     finally:
         play.close()

@@ -33,11 +33,11 @@ from xxhash import xxh3_128_hexdigest
 from holdfast.checkpoint.arena import Arena, digest, slot_capacity
 from holdfast.checkpoint.blob import parse_header
 from holdfast.checkpoint.offerers import Offerer, Offerers
-from holdfast.checkpoint.peer_wire import COPY, RESTORE
+from holdfast.checkpoint.peer_wire import COPY
 from holdfast.checkpoint.snapshots import MemoryFile, Shelf, Snapshot
 from holdfast.errors import CorruptError, FencedError, HoldfastError
 from holdfast.layout import Topology
-from holdfast.spec.manifest import Extent, Part, blob_key
+from holdfast.spec.manifest import Extent, Part, Placed, blob_key
 from holdfast.spec.state import TensorSpec
 from holdfast.wire.runstore import MissingKeyError
 from holdfast.wire.secret import Secret
@@ -64,8 +64,6 @@ class _Offer:
     run: str
     source: str  # "host:port" of who offers
     ranks: frozenset[int]  # that the offerer sends here, in this generation
-    authority: int  # the generation in which it is offered: the part's own, or a newer one
-    urgent: bool  # whoever offers is about to go: its budget for copies does not bind it
 
     @property
     def name(self) -> _Name:
@@ -76,8 +74,7 @@ class _Offer:
         """Raises CorruptError, FencedError, KeyError, TypeError, ValueError."""
         stored = str(value["part"]).encode()
         part = Part.from_bytes(stored, "an offer's part manifest")
-        urgent = bool(value.get("urgent", False))
-        if part.generation > generation or (part.generation < generation and not urgent):
+        if part.generation != generation:
             raise FencedError(f"generation {generation} offers a part of {part.generation}")
         if part.blob.key != blob_key(part.generation, part.step, part.writer) or part.rank < 0:
             raise CorruptError(f"{part.blob.key} is not the blob of rank {part.rank}")
@@ -86,10 +83,7 @@ class _Offer:
         ranks = frozenset(int(rank) for rank in value["ranks"])
         if part.rank not in ranks:
             raise ValueError(f"rank {part.rank} is not among the ranks that are announced")
-        return _Offer(
-            part, stored, str(value["run"]), str(value["source"]), ranks, generation,
-            urgent,
-        )  # fmt: skip
+        return _Offer(part, stored, str(value["run"]), str(value["source"]), ranks)
 
 
 class Keeper:
@@ -111,6 +105,7 @@ class Keeper:
         self._writing: set[int] = set()  # ids of the memory files that are pulled into
         self._broken: dict[int, _Name] = {}  # rank -> the pull that broke off last
         self._spared: dict[_Name, int] = {}  # bytes of ours that did not travel
+        self._heads: dict[int, tuple[bytes, tuple[Placed, ...]]] = {}  # by rank, the last one
         self._offerers = Offerers(secret)
         self._closed = False
         self._threads = ThreadPoolExecutor(PULLS, "pull")
@@ -126,7 +121,6 @@ class Keeper:
         TypeError, CorruptError.
         """
         offered = _Offer.from_json(generation, body)
-        generation = offered.part.generation
         if not self._opened(generation, body.get("plan")):
             return {"state": PLAN}
         if self._mirrored(offered):
@@ -218,19 +212,17 @@ class Keeper:
         part = offered.part
         memory: MemoryFile | None = None
         try:
-            source = self._offerers.at(offered.source, offered.authority, offered.run)
+            source = self._offerers.at(offered.source, part.generation, offered.run)
             memory, slot = self._slot(part)
             memory.arena.begin(slot)
             view = memory.arena.data(slot, part.blob.size)
             try:
                 again = self._broken.get(part.rank) == offered.name
-                use = RESTORE if offered.urgent else COPY
-                self._spared[offered.name] = self._fill(part, view, source, again, use)
+                self._spared[offered.name] = self._fill(part, view, source, again)
                 head = bytes(view[: part.blob.data_start])
             finally:
                 view.release()
-            if set(parse_header(head, part.blob.key)) != set(part.tensors):
-                raise CorruptError(f"{part.blob.key}: its header does not list what its part does")
+            self._check_head(part, head)
             self._shelve(offered, memory, slot, head)
         except BaseException:
             with self._lock:
@@ -241,7 +233,16 @@ class Keeper:
             with self._lock:
                 self._writing.discard(id(memory))
 
-    def _fill(self, part: Part, view: memoryview, source: Offerer, again: bool, use: str) -> int:
+    def _check_head(self, part: Part, head: bytes) -> None:
+        """Raises CorruptError when a blob's header does not list what its part does. A rank's is
+        the same at every step, and parsed once."""
+        if self._heads.get(part.rank) == (head, part.tensors):
+            return
+        if set(parse_header(head, part.blob.key)) != set(part.tensors):
+            raise CorruptError(f"{part.blob.key}: its header does not list what its part does")
+        self._heads[part.rank] = (head, part.tensors)
+
+    def _fill(self, part: Part, view: memoryview, source: Offerer, again: bool) -> int:
         """Every extent of the blob, from what lies here or over the network, and checked; bytes
         that lay here. `again`: the slot may hold some of them, from a pull that broke off."""
         here = self._extents_here(part)
@@ -262,18 +263,16 @@ class Keeper:
             run = _run(missing, at, source.room)
             at += len(run)
             begun = self._clock()
-            self._read(part, run, view, source, use)
+            self._read(part, run, view, source)
             source.took(self._clock() - begun, run[-1].offset + run[-1].length - run[0].offset)
         return spared
 
-    def _read(
-        self, part: Part, run: Sequence[Extent], view: memoryview, source: Offerer, use: str
-    ) -> None:
+    def _read(self, part: Part, run: Sequence[Extent], view: memoryview, source: Offerer) -> None:
         """Extents that follow one another, in one request; those that came wrong, once more."""
         client = source.client
         for attempt in range(ATTEMPTS):
             start, stop = run[0].offset, run[-1].offset + run[-1].length
-            client.read_into(part.blob.key, start, view[start:stop], use)
+            client.read_into(part.blob.key, start, view[start:stop], COPY)
             self.pulled += stop - start
             wrong = [e for e in run if not _right(view[e.offset : e.offset + e.length], e.xxh3)]
             if not wrong:
@@ -382,6 +381,8 @@ class Keeper:
             self._drop(name)
         used = {id(file) for file, _ in self._names.values()} | self._writing
         self._memory = {key: file for key, file in self._memory.items() if id(file) in used}
+        ranks = {rank for rank, _ in self._memory}
+        self._heads = {rank: head for rank, head in self._heads.items() if rank in ranks}
 
     def _drop(self, name: _Name) -> None:
         del self._names[name]
