@@ -1,4 +1,5 @@
-"""Two steps in forks of a process that has imported what a template does, for `test_preloads.py`.
+"""Two steps, and one with a NaN, in forks of a process that has imported what a template does, for
+`test_preloads.py`.
 
     python -m tests.elastic.preloading LAYOUT FOLDER
 
@@ -9,9 +10,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -20,6 +23,8 @@ import torch.distributed as dist
 import holdfast.elastic.worker.main  # noqa: F401  (as the template does)
 from holdfast.config.run import RunConfig
 from holdfast.elastic.boot import preloads
+from holdfast.errors import NonFiniteError
+from holdfast.parallel.torch_compat import local
 from tests.train import layouts
 
 HEAVY = ("sympy", "torch._dynamo", "torch.distributed.fsdp")
@@ -61,6 +66,11 @@ def _work(case: layouts.Case, config: RunConfig, rank: int, folder: Path, before
     made = layouts.engine_of(config, layouts.topology_of(case, config), rank, store)
     for step in (1, 2):
         assert layouts.one_step(made, step).finite
+    with torch.no_grad():
+        local(next(made.objective.parameters())).fill_(math.nan)
+    with suppress(NonFiniteError):
+        layouts.one_step(made, 3)
+        raise SystemExit("a NaN was not found")
     more = [name for name in set(sys.modules) - before if name.split(".")[0] in ("torch", "sympy")]
     (folder / str(rank)).write_text(json.dumps(sorted(more)))
 

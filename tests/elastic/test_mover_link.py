@@ -17,6 +17,8 @@ from holdfast.checkpoint.service import Settings
 from holdfast.config.run import RunConfig
 from holdfast.elastic import mover_link
 from holdfast.elastic.mover_link import MoverLink, Safe
+from holdfast.elastic.reviving import Reviving
+from holdfast.errors import HoldfastError
 from holdfast.events import (
     CheckpointCommitted,
     Event,
@@ -72,7 +74,6 @@ async def _replaced(folder: Path) -> None:
         await asyncio.gather(links["a"].revive(end, gone.set), links["a"].ensure(end, gone.set))
         assert links["a"].pid not in (None, before)
         assert links["a"].peer in peers, "it listens where the others know it"
-        await links["b"].follow(peers)
         client = MoverClient(links["a"].socket_path, SECRET, 1)
         status = await asyncio.to_thread(client.status)
         assert status["generation"] == 1
@@ -118,6 +119,55 @@ async def _ended(folder: Path) -> None:
         await link.stop()
         os.close(keep)
         os.close(end)
+
+
+def test_a_mover_that_dies_again_and_again_is_replaced_in_the_end(tmp_path: Path) -> None:
+    """Killed at any moment of its start: as soon as its process is there, while it is told of the
+    generation, when it has been. Whichever is the last, the next one serves."""
+    asyncio.run(_dies_again(tmp_path))
+
+
+async def _dies_again(folder: Path) -> None:
+    open_generation(FolderStore(folder), 1, {})
+    end, keep = lifeline.pipe()
+    said: list[str] = []
+    link = MoverLink(config(), folder, SECRET, Settings("test", "c", "d"), lambda event: None)
+    reviving = Reviving(
+        lambda: link.revive(end, reviving.begin), lambda: link.alive, said.append,
+        pauses=(0.01, 0.05),
+    )  # fmt: skip
+    try:
+        await link.ensure(end, reviving.begin)
+        await link.expect(place(Layout(), 1, ("",)), 0)
+        for wait in (0.0, 0.001, 0.003, 0.006, 0.01, 0.02, 0.05):
+            pid = await _serving(link)
+            os.kill(pid, signal.SIGKILL)
+            async with asyncio.timeout(DEADLINE):
+                while link.pid in (None, pid):
+                    await asyncio.sleep(0.0005)
+            await asyncio.sleep(wait)
+            if link.pid is not None:
+                os.kill(link.pid, signal.SIGKILL)
+        await _serving(link)
+        assert sum("a new one is started" in line for line in said) <= 2 * 7
+    finally:
+        await reviving.stop()
+        await link.stop()
+        os.close(keep)
+        os.close(end)
+
+
+async def _serving(link: MoverLink) -> int:
+    """The process that answers for generation 1."""
+    async with asyncio.timeout(DEADLINE):
+        while True:
+            pid = link.pid
+            with suppress(HoldfastError):
+                client = MoverClient(link.socket_path, SECRET, 1)
+                status = await asyncio.to_thread(client.status)
+                if pid is not None and link.pid == pid and status["generation"] == 1:
+                    return pid
+            await asyncio.sleep(0.01)
 
 
 def test_what_protects_a_run_whose_memory_is_gone_is_said() -> None:

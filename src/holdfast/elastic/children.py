@@ -174,6 +174,7 @@ async def start_mover(line: bytes, lifeline: int, log: Path, gone: Callable[[], 
     except (ValueError, KeyError, TypeError):
         ready = False
     if not ready:
+        await mover.stop(0.0)
         raise mover.failure()
     return mover
 

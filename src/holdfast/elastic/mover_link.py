@@ -4,8 +4,8 @@ On one node `begin` is all that a generation needs. On several, the coordinator'
 mover `choose`, over the memory of the nodes that are left, and every agent tells its own mover what
 came of it (`expect`), with the machines of the generation: each agent's `peer` is how the others'
 movers reach its mover. A mover that dies is replaced while training goes on (`revive`): it is told
-the running generation, and the workers' capturers find it; the others' movers are told where it
-listens now (`follow`), which is the same address where the port is still free.
+the running generation, and the workers' capturers find it; others' movers find it where the old one
+listened, or, where that port was taken meanwhile, from the next generation on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -108,13 +108,18 @@ class MoverLink:
             lifeline=lifeline,
             peers=None if peers is None else peers.to_json(),
         )
-        self._mark, self._heard = 0, time.monotonic()
         log = self._folder / "logs" / f"mover{self.suffix}.log"
-        self._child = await start_mover(boot.to_line(), lifeline, log, gone)
+        child = await start_mover(boot.to_line(), lifeline, log, gone)
         if peers is not None:
             client = MoverClient(self.socket_path, self._secret, 0)
-            status = await asyncio.to_thread(client.status)
-            self.peer = Peer(peers.machine, str(status["peers"]["address"]))
+            try:
+                status = await asyncio.to_thread(client.status)
+                self.peer = Peer(peers.machine, str(status["peers"]["address"]))
+            except BaseException:  # half a start is none
+                await child.stop(0.0)
+                raise
+        self._mark, self._heard = 0, time.monotonic()
+        self._child = child
 
     async def settle(self, generation: int) -> None:
         """Let end what workers of `generation`, now gone, had handed over, in memory at least."""
@@ -161,19 +166,13 @@ class MoverLink:
                 client = MoverClient(self.socket_path, self._secret, topology.generation)
                 self._pump = asyncio.create_task(self._listen(client))
 
-    async def follow(self, machines: Sequence[Peer]) -> None:
-        """The mover of another node of the running generation listens elsewhere now. Raises as
-        `expect` does."""
-        if self._said is not None:
-            self._said = replace(self._said, machines=machines)
-            await self._tell(self._said)
-
     async def revive(self, lifeline: int, gone: Callable[[], None]) -> None:
         """In place of a mover that has died: a new one, which serves the running generation. What
         was lost with the old one is told, and what protects the run now. Raises ChildFailedError,
         MoverGoneError, FencedError."""
-        for event in self._safe.without_memory():
-            self._take(event)
+        if not self.alive:  # else only the answer of the one that was started last is missing
+            for event in self._safe.without_memory():
+                self._take(event)
         await self.ensure(lifeline, gone)
         said = self._said
         if said is not None:  # what was begun from has been read

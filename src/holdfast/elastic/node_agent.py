@@ -45,6 +45,7 @@ from holdfast.elastic.notices import NOTICE, Notices
 from holdfast.elastic.office import MISSED_BEATS, Desk, Joining, Office
 from holdfast.elastic.opening import mover_settings
 from holdfast.elastic.rendezvous import Rendezvous
+from holdfast.elastic.reviving import Reviving
 from holdfast.elastic.standing_in import Told
 from holdfast.elastic.station import Station, Surroundings
 from holdfast.elastic.verdict import Failed, Finished, Left, Lost, Verdict
@@ -64,8 +65,6 @@ from holdfast.wire.term import newest_generation
 
 TERM_SECONDS = 2.0
 """How often the run store is asked whether there is a newer term."""
-REVIVE_SECONDS = 1.0
-"""Before a mover that could not be started is started again."""
 LEFT_AT_ONCE = 130
 """Exit code after a second Ctrl-C: 128 + SIGINT, as a shell would say."""
 
@@ -95,7 +94,6 @@ class NodeAgent:
         self._opened = 0  # the newest generation that is known here
         self._committed = 0
         self._now = False  # whether nothing is waited for any more
-        self._reviving: asyncio.Task[None] | None = None
 
     def run(self) -> int:
         """Until the run is over, or this node leaves it. The exit code: 0, 1, 130.
@@ -117,6 +115,10 @@ class NodeAgent:
         self._mover = MoverLink(
             it.config, it.folder, it.secret, settings, self._of_mover, it.suffix
         )
+        self._reviving = Reviving(
+            lambda: self._mover.revive(self._line, self._mover_gone),
+            lambda: self._mover.alive, self._say, self._mover_back,
+        )  # fmt: skip
         self._host = Host(
             self._mover, it.folder, it.secret, it.entry, preloads(it.config), self._line, self,
             mover_gone=self._mover_gone, template_gone=self._template_gone,
@@ -128,6 +130,7 @@ class NodeAgent:
         finally:
             if self._now:
                 os.close(line_end)  # ends every child
+            await self._reviving.stop()
             await self._host.end()
             await asyncio.to_thread(self._refusals.close)
             await self._board.flush(sync=True)
@@ -228,8 +231,7 @@ class NodeAgent:
         except HoldfastError as error:  # of the mover or the template
             self._say(str(error))
             return 1
-        peer = self._mover.peer  # others are told where its mover is
-        self._follower.told["peer"] = None if peer is None else peer.to_json()
+        self._mover_back()
         try:
             await self._follower.run()
         except EndedError as error:
@@ -360,29 +362,15 @@ class NodeAgent:
         if self._now:
             return
         if self._live:
-            self._say("the mover ended; a new one is started behind the training")
-            if self._reviving is None or self._reviving.done():
-                self._reviving = asyncio.create_task(self._revive())
+            self._reviving.begin()
             return
         self._say("the mover ended, and its arenas with it; a new one is started")
         if self._station.current is not None:
             self._station.current.decide(Lost("mover_lost", "the mover ended"))
 
-    async def _revive(self) -> None:
-        """Until one serves the running generation: what keeps it from starting may pass, as a run
-        folder that is out of reach does."""
-        said = ""
-        while not self._now:
-            try:
-                await self._mover.revive(self._line, self._mover_gone)
-                return
-            except FencedError:
-                return  # it has been told of a newer one meanwhile
-            except (HoldfastError, OSError) as error:
-                if str(error) != said:
-                    said = str(error)
-                    self._say(f"there is no new mover yet, and no checkpoint: {said}")
-            await asyncio.sleep(REVIVE_SECONDS)
+    def _mover_back(self) -> None:
+        peer = self._mover.peer  # others are told where it is
+        self._follower.told["peer"] = None if peer is None else peer.to_json()
 
     def _of_mover(self, event: Event) -> None:
         if isinstance(event, CheckpointCommitted):

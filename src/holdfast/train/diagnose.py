@@ -14,7 +14,9 @@ was not finite, which every rank says too.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from operator import or_
 from typing import Any
@@ -95,6 +97,14 @@ def _name_at(table: Sequence[Parameter], index: int) -> list[int]:
     return list(name.ljust(_NAME, b"\0"))
 
 
+def _nothing_compiled() -> AbstractContextManager[Any]:
+    """Compiled code does not call hooks that are newer than itself. Where the compiler has not been
+    imported there is none, and the others would wait for seconds until it is."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
 class _Nobody:
     """Takes no gradients: they stay where autograd leaves them."""
 
@@ -129,8 +139,7 @@ def _first_bad(
 
     hooks = [m.register_forward_hook(look) for m in objective.modules() if owners[id(m)]]
     try:
-        # Compiled code does not call hooks that are newer than itself.
-        with torch.compiler.set_stance("force_eager"):
+        with _nothing_compiled():
             losses = executor.train([leaf], [batch], _Nobody())
     finally:
         for hook in hooks:
