@@ -130,14 +130,17 @@ def main() -> int:
         for case in ours.CASES:
             if wanted and not case.name.startswith(wanted):
                 continue
+            found = rows.setdefault(case.name, [])
             try:
-                rows[case.name] = list(ours.measured(
+                for each in ours.measured(
                     case, run_file, settings.step, settings.seconds, settings.rounds
-                ))  # fmt: skip
-                print(row(case.name, rows[case.name]), flush=True)
+                ):  # fmt: skip
+                    found.append(each)
             except SilentError as error:
                 failed = True
-                print(f"{case.name:<24} {error}", flush=True)
+                print(f"{case.name:<24} {error}; {len(found)} before that", flush=True)
+            if found:
+                print(row(case.name, found), flush=True)
         for peer in others.PEERS if settings.peers_python else ():
             if wanted and not peer.name.startswith(wanted):
                 continue

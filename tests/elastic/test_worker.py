@@ -97,12 +97,16 @@ def test_a_saver_in_the_making_has_no_room_and_is_waited_for_at_the_end() -> Non
             cast(Capturer, capturer), cast(Reporter, Heard()), 0, load(None, []).config
         )
 
-    saver = LateSaver(make, skipped.append)
+    heard = Heard()
+    saver = LateSaver(make, skipped.append, cast(Reporter, heard))
     assert saver.fence() == 0.0
     assert not saver.capture(3, [], 0.0, True)
     assert [each.step for each in skipped] == [3]
     saver.announce(3, {}, Into(True))
-    assert saver.settle(3, 0.0) is not None
+    assert saver.settle(3, 60.0) == "the mover has made no arena"
+    assert saver.settle(3, 60.0, durable=False) is None
+    heard.deaf, heard.fenced = 2, True
+    assert saver.settle(3, 60.0, durable=False) == "the agent could not store the last reports"
     go.set()
     assert saver.ready()
     assert not saver.capture(4, [], 0.0, True)
@@ -115,7 +119,7 @@ def test_what_a_saver_in_the_making_fails_with_is_raised_where_room_is_asked_for
     def fails() -> ArenaSaver:
         raise FencedError("over")
 
-    saver = LateSaver(fails, lambda skipped: None)
+    saver = LateSaver(fails, lambda skipped: None, cast(Reporter, Heard()))
     with pytest.raises(FencedError):
         saver.ready()
     assert saver.fence() == 0.0

@@ -74,7 +74,8 @@ def chaos(
     """
     if known:
         for fault in FAULTS.values():
-            print(f"{fault.name:<18} {fault.text}")
+            rare = "" if fault.weight else " (only where it is named)"
+            print(f"{fault.name:<18} {fault.text}{rare}")
         return 0
     number, names = names_of(faults)
     shapes = _shapes(layout, nodes)
@@ -90,12 +91,15 @@ def chaos(
     )  # fmt: skip
     campaign = Campaign(settings, say)
     campaign.check(shapes)
-    _prepare(out, run_file is None)
     if draws is None:
         work = tasks(shapes, number or 25)
     else:
         last = max(draw.step for draw in draws)
         work = [Task(shape, index, len(draws), last) for index, shape in enumerate(shapes, 1)]
+    if index > len(work):
+        raise UserError(f"there is nothing in part {index}: of {len(work)} runs in all",
+                        where="--shard", remedy=f"use {len(work)} parts at most")  # fmt: skip
+    _prepare(out, run_file is None)
     return _told(campaign.run(work[index - 1 :: parts]), out / f"result{settings.part}.json")
 
 

@@ -44,7 +44,7 @@ async def answer(address: str, seconds: float) -> Answer:
         return Answer.REFUSED
     except TimeoutError:
         return Answer.SILENT
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         return Answer.SILENT if getattr(error, "errno", None) in SILENCE else Answer.UNKNOWN
     writer.close()
     return Answer.LISTENS

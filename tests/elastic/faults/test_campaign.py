@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from holdfast.elastic.faults import campaign
 from holdfast.elastic.faults.campaign import Campaign, Settings, Task, tasks
 from holdfast.elastic.faults.disturb import Story
 from holdfast.elastic.faults.own import OVERRIDES, write_run_file
@@ -41,16 +42,16 @@ def _made(settings: Settings) -> tuple[list[dict[str, Any]], list[str]]:
     for steps in {task.steps for task in WORK}:
         folder = settings.out / f"undisturbed-{steps}{settings.part}"
         folder.mkdir(exist_ok=True)
-    campaign = _Quick(settings, said.append)
-    campaign._undisturbed = _undisturbed(campaign)  # type: ignore[method-assign]
-    return campaign.run(WORK), said
+    quick = _Quick(settings, said.append)
+    quick._undisturbed = _undisturbed(quick)  # type: ignore[method-assign]
+    return quick.run(WORK), said
 
 
-def _undisturbed(campaign: Campaign) -> Any:
+def _undisturbed(quick: Campaign) -> Any:
     def made(steps: int) -> Path:
-        whole = campaign._whole(steps)
+        whole = quick._whole(steps)
         whole.parent.mkdir(exist_ok=True)
-        whole.write_text(campaign._trains(steps))
+        whole.write_text(quick._trains(steps))
         return whole.parent
 
     return made
@@ -74,6 +75,15 @@ def test_what_another_campaign_made_is_refused(settings: Settings, change: dict[
 def test_a_run_file_that_was_changed_is_another_campaign(settings: Settings) -> None:
     settings.run_file.write_text(settings.run_file.read_text().replace("dim: 16", "dim: 32"))
     with pytest.raises(RunFolderError, match="another campaign"):
+        _made(settings)
+
+
+def test_what_other_code_made_is_another_campaign(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert campaign.code() == campaign.code()
+    monkeypatch.setattr(campaign, "code", lambda: "changed")
+    with pytest.raises(RunFolderError, match="other code"):
         _made(settings)
 
 

@@ -64,6 +64,7 @@ def test_what_makes_no_sense_is_refused_in_a_sentence() -> None:
     apart("chaos", "--layout", "diagonal").refuses("no layout", "--layout", "replicated")
     apart("chaos", "--layout", "tp", "--nodes", "3").refuses("spread evenly", "--nodes")
     apart("chaos", "--shard", "3/2").refuses("--shard", "1/2")
+    apart("chaos", "--faults", "1", "--shard", "2/2").refuses("--shard", "of 1 runs in all")
     apart("chaos", "--trace", "nowhere.jsonl").refuses("nowhere.jsonl")
 
 

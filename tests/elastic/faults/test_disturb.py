@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 
 from holdfast.elastic.faults import disturb
-from holdfast.elastic.faults.armed import Armoury
+from holdfast.elastic.faults.armed import Armoury, Hit
 from holdfast.elastic.faults.deeds import Deed
 from holdfast.elastic.faults.disturb import IN_VAIN, LOST, Disturbance, Done, StuckError
 from holdfast.elastic.faults.library import FAULTS
 from holdfast.elastic.faults.schedule import Draw
 from holdfast.elastic.faults.shapes import SHAPES
+from holdfast.events import NonFinite, WorkerLost
 
 KILL = Draw(FAULTS["kill"], ("forward",), 1, gap=1)
 PIPELINE = Draw(FAULTS["pipeline"], ("sending",), 1)
@@ -58,6 +60,40 @@ def test_a_run_whose_time_is_over_says_so(said: _Said) -> None:
 def test_a_run_that_had_all_its_faults_was_not_cut_short(said: _Said) -> None:
     said.it._disturb(repeat(PIPELINE), 0, time.monotonic() - 1)
     assert said.it.story.cut == ""
+
+
+def test_a_run_whose_steps_are_used_up_says_so(said: _Said) -> None:
+    said.it._disturb(repeat(replace(KILL, step=98)), 5, time.monotonic() + 60)
+    assert said.it.story.cut == "its steps were used up"
+    assert said.it.story.cut in said.lines[-1]
+
+
+def test_a_trace_that_ends_with_faults_missing_says_so(said: _Said) -> None:
+    said.it._disturb(iter([PIPELINE]), 1, time.monotonic() + 60)
+    assert said.it.story.cut == "nothing was left to draw"
+
+
+def test_a_nan_is_named_where_the_journal_has_its_rank_and_step(
+    said: _Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = [
+        NonFinite(2, "w", step=7),
+        NonFinite(1, "w", step=8),
+        WorkerLost(0, 44, "SIGKILL", "exit", step=9),
+    ]
+    seen = SimpleNamespace(records=[SimpleNamespace(event=event) for event in events])
+    monkeypatch.setattr(said.it._watcher, "look", lambda: seen)
+    hits = {
+        10: Hit(10, 1, 7, 2, 5, "a"),
+        20: Hit(20, 1, 8, 2, 5, "a"),
+        30: Hit(30, 1, 9, 0, 44, "a"),
+    }
+    monkeypatch.setattr(said.it._armoury, "hit", hits.get)
+    names = ("gradient", "gradient", "kill", "agent")
+    story = said.it.story
+    story.faults += [Done(n, name, "backward", 7, "", 1) for n, name in enumerate(names, 1)]
+    said.it._look_who_was_named()
+    assert [done.named for done in story.faults] == [True, False, True, None]
 
 
 def test_the_fault_that_a_run_does_not_survive_is_told(

@@ -23,10 +23,17 @@ from holdfast.errors import UserError
 
 
 def test_a_seed_gives_the_same_draws_every_time() -> None:
-    first = list(islice(drawn("7 tp 1", list(FAULTS)), 50))
-    assert first == list(islice(drawn("7 tp 1", list(FAULTS)), 50))
-    assert first != list(islice(drawn("8 tp 1", list(FAULTS)), 50))
+    first = list(islice(drawn("7 tp 1", []), 50))
+    assert first == list(islice(drawn("7 tp 1", []), 50))
+    assert first != list(islice(drawn("8 tp 1", []), 50))
     assert sum(draw.gap for draw in first) / 50 == pytest.approx(3, abs=0.5)
+
+
+def test_what_is_named_is_drawn_evenly_and_what_has_no_weight_only_then() -> None:
+    assert FAULTS["commit"].weight == 0
+    assert all(draw.fault.name != "commit" for draw in islice(drawn("1", []), 2000))
+    named = [draw.fault.name for draw in islice(drawn("1", list(FAULTS)), 2000)]
+    assert 10 < named.count("commit") < 200
 
 
 def test_every_fault_has_points_that_exist_and_deeds_that_somebody_does() -> None:
@@ -50,6 +57,8 @@ def test_degrees_name_a_layout() -> None:
     assert (shape.ranks, shape.nodes, shape.places, shape.exact) == (4, 2, 2, False)
     assert shape_of("replicated", 2).settings == ["layout.workers=4", "cluster.places=2"]
     assert shape_of("replicated", 2).exact
+    whole = shape_of("workers=4,pp=1,dp_shard=1")
+    assert (whole.pipelined, whole.shared, whole.exact) == (False, False, True)
     with pytest.raises(UserError, match="no layout"):
         shape_of("diagonal")
     with pytest.raises(UserError, match="spread evenly"):
@@ -63,8 +72,9 @@ def test_a_file_says_which_fault_comes_when() -> None:
     assert (second.step, second.fault.name, second.target) == (9, "agent", "b")
     with pytest.raises(UserError, match=r"f.jsonl:1: there is no fault 'earthquake'"):
         read_trace('{"step": 9, "fault": "earthquake"}', "f.jsonl", "1")
-    with pytest.raises(UserError, match="not a fault at a step"):
-        read_trace("step 9", "f.jsonl", "1")
+    for text in ("step 9", '{"step": 9, "fault": "agent"', '{"step": ' + "[" * 100_000):
+        with pytest.raises(UserError, match=r"f.jsonl:1: this is not a fault at a step"):
+            read_trace(text, "f.jsonl", "1")
     with pytest.raises(UserError, match="cannot be at 'lunch'"):
         read_trace('{"step": 9, "fault": "kill", "point": "lunch"}', "f.jsonl", "1")
 
@@ -72,6 +82,7 @@ def test_a_file_says_which_fault_comes_when() -> None:
 def test_a_file_of_faults_is_known_by_its_keys() -> None:
     assert is_trace_of_faults('\n  { "fault": "agent", "step": 9 }')
     assert is_trace_of_faults('{ "step": 9}')
+    assert is_trace_of_faults('{"step": 12, "fault": "agent"'), "a slip is told where it is"
     assert not is_trace_of_faults('{"data": [1, 2], "metadata": {"gap_seconds": 5}}')
     assert not is_trace_of_faults("{\n 0,add,n1")
 
@@ -98,7 +109,7 @@ def test_a_trace_of_machines_takes_as_large_a_part_of_ours() -> None:
 
 def test_faults_are_a_number_or_names_or_both() -> None:
     assert names_of("30 kill,agent") == (30, ["kill", "agent"])
-    assert names_of("30") == (30, list(FAULTS))
+    assert names_of("30") == (30, [])
     assert names_of("kill") == (0, ["kill"])
     with pytest.raises(UserError, match="there is no fault 'rust'"):
         names_of("rust")

@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import holdfast
 from holdfast.config.load import load
 from holdfast.elastic.faults.armed import Armoury
 from holdfast.elastic.faults.deeds import Scene
@@ -51,7 +51,8 @@ QUICK = (
 @dataclass(frozen=True)
 class Settings:
     """command: how `holdfast` is called. run_file and overrides: what is trained. draws: a trace;
-    None: from the seed, out of `names`. shard: which part of how many this is."""
+    None: from the seed, out of `names`, or of all where there are none. shard: which part of how
+    many this is."""
 
     command: tuple[str, ...]
     run_file: Path
@@ -109,10 +110,11 @@ class Campaign:
         if not settings.networks:
             self._no_network = "networks of the nodes are switched off"
         self._trained: dict[int, str] = {}
+        self._code = code()
 
     def check(self, shapes: Sequence[Shape]) -> None:
         """Raises UserError for faults that can never happen in one of these layouts."""
-        faults = [FAULTS[name] for name in self._it.names]
+        faults = [FAULTS[name] for name in self._it.names or FAULTS]
         for shape in shapes:
             refuse_hopeless(faults, self._it.draws or (), shape, self._no_network)
 
@@ -150,15 +152,15 @@ class Campaign:
         if other or (whole.exists() and whole.read_text() != self._trains(task.steps)):
             folder = stored.parent if other else whole.parent
             raise RunFolderError(
-                "this holds what another campaign made, of other faults, settings or another "
-                "version", where=str(folder), remedy="name another --out, or remove it",
+                "this holds what another campaign made, of other faults or settings, or by other "
+                "code", where=str(folder), remedy="name another --out, or remove it",
             )  # fmt: skip
 
     def _trains(self, steps: int) -> str:
-        """A digest of what is trained, by which version. Raises ConfigError."""
+        """A digest of what is trained, by which code. Raises ConfigError."""
         if steps not in self._trained:
             loaded = load(self._it.run_file, self._settings(steps))
-            self._trained[steps] = _digest(loaded.config.model_dump(mode="json"))
+            self._trained[steps] = _digest([self._code, loaded.config.model_dump(mode="json")])
         return self._trained[steps]
 
     def _made_from(self, task: Task) -> str:
@@ -276,6 +278,15 @@ class Campaign:
         return folder
 
 
+def code() -> str:
+    """A digest of Holdfast's own sources: what an older state of them has shown says nothing of
+    this one."""
+    package, found = Path(holdfast.__file__).parent, sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(f"{path.relative_to(package)} {path.stat().st_size} ".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
 def _digest(what: object) -> str:
-    text = json.dumps([version("holdfast"), what], sort_keys=True)
-    return sha256(text.encode()).hexdigest()
+    return sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()

@@ -26,7 +26,7 @@ from holdfast.elastic.faults.schedule import Draw, unfit
 from holdfast.elastic.faults.shapes import Shape
 from holdfast.elastic.faults.view import View, Watcher
 from holdfast.errors import HoldfastError
-from holdfast.events import FaultInjected, WorkerLost
+from holdfast.events import FaultInjected, NonFinite, WorkerLost
 from holdfast.wire.journal import JournalWriter
 from holdfast.wire.runstore import FolderStore
 
@@ -58,7 +58,8 @@ class StuckError(HoldfastError):
 @dataclass
 class Done:
     """One fault that hit, and what came of it. seconds: until a step was done after it. named:
-    whether the journal has the very process among the lost; None: it was not to be."""
+    whether the journal has the very process among the lost, or the very rank as where a NaN came
+    from; None: it was not to be."""
 
     number: int
     fault: str
@@ -136,26 +137,32 @@ class Disturbance:
         for number, draw in enumerate(draws, 1):
             if len(story.faults) >= wanted:
                 return
+            rejected = len(story.rejected)
             if time.monotonic() > deadline:
                 story.cut = "its time was over"
             elif vain >= IN_VAIN:
                 story.cut = f"{vain} draws in a row were rejected"
+            elif not self._one(number, draw):
+                story.cut = "its steps were used up"
             if story.cut:
                 self._say(f"     no more faults: {story.cut}")
                 return
-            rejected = len(story.rejected)
-            if not self._one(number, draw):
-                return
             vain = vain + 1 if len(story.rejected) > rejected else 0
+        if len(story.faults) < wanted:
+            story.cut = "nothing was left to draw"
 
     def _look_who_was_named(self) -> None:
         """At the end: who lost a worker tells of it when it comes to that."""
         records = self._watcher.look().records
         lost = {r.event.pid for r in records if isinstance(r.event, WorkerLost)}
+        bad = {(r.event.step, r.event.rank) for r in records if isinstance(r.event, NonFinite)}
         for done in self.story.faults:
             hit = self._armoury.hit(done.number * _PARTS)
-            if hit is not None and FAULTS[done.fault].parts[0].deed in _ENDS:
+            deed = FAULTS[done.fault].parts[0].deed
+            if hit is not None and deed in _ENDS:
                 done.named = hit.pid in lost
+            elif hit is not None and deed == "not finite":
+                done.named = (hit.step, hit.rank) in bad
 
     def _over(self) -> bool:
         return self.view.finished and not self._scene.fleet.alive

@@ -94,8 +94,8 @@ _ALL = (
     Fault("two-agents", "the agents of two nodes are killed at once",
           (Part("agent", QUIET, True), Part("agent", QUIET, True)), nodes=3, weight=2),
     _outside("coordinator", "as agent, the node that leads", nodes=2, weight=4),
-    _outside("commit", "as coordinator, while a step is committed: of the ranks, some have applied "
-             "it and some have not", COMMIT, deed="coordinator", nodes=2, weight=0),
+    _outside("commit", "as coordinator, while a step is committed: its gradient is whole, voted "
+             "on, or applied by some", COMMIT, deed="coordinator", nodes=2, weight=0),
     _outside("mover", "the mover of a node is killed", again=False),
     _outside("mover-stop", "the mover of a node stands still for a while", again=False),
     _outside("template", "the template of a node is killed", again=False),

@@ -70,7 +70,8 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
     lines.append(f"{'all':<18}{total['hit']:>5}{total['good']:>11}{total['missed']:>8}")
     named = [d["named"] for row in rows.values() for d in row if d["named"] is not None]
     if named:
-        lines.append(f"workers that were to be lost, and were named: {sum(named)} of {len(named)}")
+        told = f"{sum(named)} of {len(named)}"
+        lines.append(f"workers that were to be lost, or to give a NaN, and were named: {told}")
     rejected = Counter(
         (row["fault"], row["why"].split(" in step")[0]) for r in results for row in r["rejected"]
     )
@@ -99,7 +100,8 @@ def _odd(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What the file of all results holds."""
     return {
-        "runs": list(results), "recovered": all(r["recovered"] for r in results),
+        "runs": list(results),
+        "recovered": bool(results) and all(r["recovered"] for r in results),
         "faults": sum(len(counted(r)) for r in results),
         "cut_short": [r["run"] for r in results if r["cut"]], "last_step": TAIL,
     }  # fmt: skip

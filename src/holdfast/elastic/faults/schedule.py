@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.elastic.faults.library import FAULTS, Fault
@@ -38,12 +37,11 @@ class Draw:
 
 
 def drawn(seed: str, names: Sequence[str]) -> Iterator[Draw]:
-    """Without end. names: of which faults; some of them are drawn evenly, all of them by weight.
+    """Without end. names: of which faults, evenly; where none is named, of all by their weights.
     The same seed gives the same draws."""
     chance = random.Random(f"chaos {seed}")
-    faults = [FAULTS[name] for name in names]
-    even = len(faults) < len(FAULTS)
-    weights = [1 if even else fault.weight for fault in faults]
+    faults = [FAULTS[name] for name in names] or list(FAULTS.values())
+    weights = [1 if names else fault.weight for fault in faults]
     while True:
         (fault,) = chance.choices(faults, weights)
         points = tuple(chance.choice(part.points) for part in fault.parts)
@@ -111,7 +109,7 @@ def read_trace(text: str, source: str, seed: str) -> list[Draw]:
             target, point = str(row.get("target") or ""), str(row.get("point") or "")
             if type(step) is not int or not 1 <= step <= LAST_STEP:
                 raise ValueError(step)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(
                 "this is not a fault at a step", where=where,
                 remedy='write {"step": 12, "fault": "agent", "target": "b"}',
@@ -145,18 +143,16 @@ def _row(
 
 
 def is_trace_of_faults(text: str) -> bool:
-    """Whether any line looks like one that `read_trace` reads."""
-    for line in text.splitlines():
-        if line.lstrip().startswith("{"):
-            with suppress(ValueError, RecursionError):
-                row = json.loads(line)
-                if "step" in row or "fault" in row:
-                    return True
-    return False
+    """Whether any line looks like one that `read_trace` reads, be it with a slip."""
+    return any(
+        line.lstrip().startswith("{") and ('"step"' in line or '"fault"' in line)
+        for line in text.splitlines()
+    )
 
 
 def names_of(text: str) -> tuple[int, list[str]]:
-    """What `--faults` says: a number, names, or both ("30 kill,agent"). 0: no number given.
+    """What `--faults` says: a number, names, or both ("30 kill,agent"). 0: no number given; no
+    names: all faults, by their weights.
 
     Raises UserError."""
     number, names = 0, list[str]()
@@ -168,4 +164,4 @@ def names_of(text: str) -> tuple[int, list[str]]:
         else:
             raise UserError(f"there is no fault {word!r}", where="--faults",
                             remedy=f"use a number, or some of {', '.join(FAULTS)}")  # fmt: skip
-    return number, names or list(FAULTS)
+    return number, names

@@ -35,10 +35,10 @@ class Shape:
 
 
 def _shape(name: str, nodes: int, places: int, *degrees: str) -> Shape:
-    plain = not degrees
+    split = [each for each in degrees if not each.endswith("=1")]  # 1 splits nothing
     return Shape(
-        name, (f"workers={nodes * places}", *degrees), nodes, places, exact=plain,
-        pipelined=any("pp" in each for each in degrees), shared=not plain,
+        name, (f"workers={nodes * places}", *degrees), nodes, places, exact=not split,
+        pipelined=any("pp" in each for each in split), shared=bool(split),
     )  # fmt: skip
 
 

@@ -454,7 +454,7 @@ class Worker:
 
         self._equipped = True
         if behind and self._orders is not None:
-            self._saver = LateSaver(equipped, self._not_handed_over)
+            self._saver = LateSaver(equipped, self._not_handed_over, reporter, self._check)
         else:
             self._saver = equipped()
 

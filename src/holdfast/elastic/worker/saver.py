@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from holdfast.checkpoint.capture import Capturer, Skipped
@@ -125,28 +126,42 @@ class ArenaSaver:
         """A slow disk is not a hang: progress is reported for as long as this waits."""
         deadline = time.monotonic() + seconds
         self._capturer.fence()
-
-        def alive() -> None:
-            self._check()
-            self._reporter.progress(step, "save")
-
-        while not self._reporter.flush(min(SETTLE_SLICE, deadline - time.monotonic())):
-            if self._reporter.fenced or time.monotonic() >= deadline:
-                return "the agent could not store the last reports"
-            alive()
-        if not durable:
-            return None  # the mover has it: what becomes of it the agent hears
+        unsaved = until_stored(self._reporter, step, deadline, self._check)
+        if unsaved is not None or not durable:
+            return unsaved  # else the mover has it: what becomes of it the agent hears
+        alive = partial(_alive, self._reporter, step, self._check)
         return self._capturer.settle(step, max(0.0, deadline - time.monotonic()), alive)
+
+
+def until_stored(
+    reporter: Reporter, step: int, deadline: float, check: Callable[[], None]
+) -> str | None:
+    """Wait until the agent has stored the last reports, or why it has not by `deadline`, of
+    time.monotonic(). Raises what `check` raises."""
+    while not reporter.flush(min(SETTLE_SLICE, deadline - time.monotonic())):
+        if reporter.fenced or time.monotonic() >= deadline:
+            return "the agent could not store the last reports"
+        _alive(reporter, step, check)
+    return None
+
+
+def _alive(reporter: Reporter, step: int, check: Callable[[], None]) -> None:
+    check()
+    reporter.progress(step, "save")
 
 
 class LateSaver:
     """An `ArenaSaver` that is made on a thread of its own. Until it is there this rank has no room,
     as with a mover that is away: so nobody captures anything."""
 
-    def __init__(self, make: Callable[[], ArenaSaver], skipped: Callable[[Skipped], None]) -> None:
+    def __init__(
+        self, make: Callable[[], ArenaSaver], skipped: Callable[[Skipped], None],
+        reporter: Reporter, check: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         """What `make` raises is raised by the next question for room. skipped: told of a capture
-        that was asked for all the same."""
+        that was asked for all the same. `check` raises when what waits is to stop."""
         self._make, self._skipped = make, skipped
+        self._reporter, self._check = reporter, check
         self._saver: ArenaSaver | None = None
         self._error: BaseException | None = None
         self._done = threading.Event()
@@ -189,7 +204,8 @@ class LateSaver:
 
     def settle(self, step: int, seconds: float, durable: bool = True) -> str | None:
         if self._saver is None:
-            return "the mover has made no arena" if durable else None
+            unsaved = until_stored(self._reporter, step, time.monotonic() + seconds, self._check)
+            return unsaved or ("the mover has made no arena" if durable else None)
         return self._saver.settle(step, seconds, durable)
 
     def close(self) -> None:
