@@ -12,6 +12,7 @@ import pytest
 
 from holdfast.elastic import reaching
 from holdfast.elastic.coordinator import Coordinator
+from holdfast.elastic.probing import Answer, answer
 from holdfast.elastic.reaching import Reaching
 from holdfast.policy import membership
 from holdfast.policy.membership import Node, Phase, Rules, Stage
@@ -119,3 +120,8 @@ def test_who_is_missed_and_heard_is_kept_apart(
     assert (phase, reason == "link_cut") == (
         (Phase.HALTING, True) if apart else (Phase.TRAINING, False)
     )
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:", "127.0.0.1:70000", "127.0.0.1:-5", "?:1"])
+def test_nothing_is_known_of_what_is_no_address(address: str) -> None:
+    assert asyncio.run(answer(address, 1.0)) is Answer.UNKNOWN
