@@ -10,7 +10,8 @@ socket into warm memory and a hash there. So neither neighbours nor the age of t
     step ms      off, on and floor: the median step, first steps of a stretch left out
     blocked ms   of a step's time, in the training thread, for tiers: median, and the worst rank's
     least        the same work as two nodes must divide it, with signed messages and nothing else
-                 (`steadying.least`), over the floor
+                 (`steadying.least`), over the floor; decided: with Holdfast's messages, manifests and
+                 checks, an agent that is told, and nothing else (`steadying.decided`)
     added        wall of on over off, paired by rounds; CPU ms a step of all processes (workers,
                  movers, agents) more than off, of the bare work likewise, and their ratio
     request      what one costs that does nothing; a step needs eight of them at least: on each node
@@ -161,12 +162,12 @@ class Run:
 
 
 class Bare:
-    """Processes that do a step's work when they are told to: `steadying.floor`, or `least`."""
+    """Processes that do a step's work when they are told to: `steadying.floor` and others."""
 
-    def __init__(self, name: str, *nbytes: int) -> None:
+    def __init__(self, name: str, *about: object) -> None:
         self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"benchmarks.steadying.{name}", *map(str, nbytes)],
+            [sys.executable, "-m", f"benchmarks.steadying.{name}", *map(str, about)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT,
         )  # fmt: skip
         assert self._process.stdout is not None
@@ -249,11 +250,11 @@ def by_kind(stretches: list[Stretch]) -> str:
     pairs = {name: (spent(name, "off"), spent(name, "on")) for name in OURS}
     told = ", ".join(f"{name} {off:.1f} and {on:.1f}" for name, (off, on) in pairs.items())
     added = sum(on - off for name, (off, on) in pairs.items() if name != "workers")
-    floor, least = spent("floor", "floor"), spent("least", "floor")
+    floor, least, decided = (spent(name, "floor") for name in ("floor", "least", "decided"))
     return (
         f"{'':<12} CPU ms a step, off and on: {told}\n"
         f"{'':<12} movers and agents alone: {added:.1f} ms, {added / floor:.2f} of the floor; "
-        f"two nodes' least: {least:.1f} ms, {least / floor:.2f}"
+        f"least {least / floor:.2f}, as decided {decided / floor:.2f}"
     )
 
 
@@ -263,35 +264,43 @@ def _over(added: list[float], bare: list[float]) -> Estimate:
     return estimate([each / floor for each in added])
 
 
-def state_bytes(run_file: Path) -> int:
+def state_bytes(run_file: Path, changes: list[str]) -> int:
     from holdfast.config.load import load
     from holdfast.spec.state import state_table
 
-    config = load(run_file, ["model.vocab_size=512"]).config
+    config = load(run_file, ["model.vocab_size=512", *changes]).config
     return sum(spec.nbytes for spec in state_table(config.model, config.train.precision))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"beginnings of {', '.join(CASES)}")
+    parser.add_argument(
+        "names", nargs="*", help=f"beginnings of {', '.join(CASES)}; key=value changes the run file"
+    )
     parser.add_argument("--rounds", type=int, default=12, help="of off, on and floor")
     parser.add_argument("--stretch", type=int, default=6, help="steps of one kind in a row")
     parser.add_argument("--seconds", type=float, default=90.0, help="deadline of each step")
     settings = parser.parse_args()
+    changes = [word for word in settings.names if "=" in word]
+    names = tuple(word for word in settings.names if "=" not in word)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends with it
     failed = False
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_file = prepare(folder, RUN_FILE)
-        nbytes = state_bytes(run_file)
+        nbytes = state_bytes(run_file, changes)
         print(f"state: {nbytes / 1e6:.1f} MB in all, each half of it to the other node\n{HEAD}")
         for case, given in CASES.items():
-            if settings.names and not case.startswith(tuple(settings.names)):
+            if names and not case.startswith(names):
                 continue
             place = folder / case.replace(" ", "-")
-            bare = Bare("floor", nbytes, nbytes), Bare("least", nbytes)
+            bare = (
+                Bare("floor", nbytes, nbytes), Bare("least", nbytes),
+                Bare("decided", run_file, *changes),
+            )  # fmt: skip
             try:
-                with Run(run_file, place, given, settings.stretch, settings.seconds) as run:
+                told = (*given, *changes)
+                with Run(run_file, place, told, settings.stretch, settings.seconds) as run:
                     stretches = measure(run, bare, settings.rounds)
                 print(row(case, stretches), by_kind(stretches), sep="\n", flush=True)
                 kept = sum(

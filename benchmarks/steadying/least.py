@@ -21,6 +21,8 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 from xxhash import xxh3_128_hexdigest
@@ -86,12 +88,17 @@ def mover(
             send(inwards, step)
 
     for each in (copies, keeps):
-        threading.Thread(target=each, daemon=True).start()
+        threading.Thread(target=_until_over, args=(each,), daemon=True).start()
     while True:
         step, _ = receive(worker)
         if step != CPU:
             steps.put(step)
         send(worker, step, time.process_time())
+
+
+def _until_over(work: Callable[[], None]) -> None:
+    with suppress(EOFError, ConnectionError):  # the others have gone
+        work()
 
 
 def node(

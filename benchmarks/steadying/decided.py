@@ -1,0 +1,256 @@
+"""What `least` does, with what the architecture has decided on beside it, and nothing more.
+
+Requests of a node travel as signed JSON lines over a unix socket, those between nodes as signed
+HTTP. A part's sealed manifest, with a checksum for each extent, goes with its bytes; whoever
+receives them checks every extent, and writes the slot's header last. An agent a node asks its mover
+what has happened, is told once a step, and writes that into a journal. The parts are Holdfast's own
+(`framing`, `wire.auth`, `exchange`, `manifest`, `arena`); there is no shelf, no placement, no
+budget, no retry, no generation that changes, and each message is answered by the thread that reads
+it.
+
+    python -m benchmarks.steadying.decided RUN_FILE [key=value ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_128_hexdigest
+
+from holdfast.checkpoint import framing
+from holdfast.checkpoint.arena import Arena, digest, slot_capacity
+from holdfast.checkpoint.blob import header, total_size
+from holdfast.checkpoint.save import Plan, fitting_extent, seal_part
+from holdfast.config.load import load
+from holdfast.layout import Layout, Topology, place
+from holdfast.spec.manifest import Part, Placed, placed
+from holdfast.spec.ownership import owned_boxes
+from holdfast.spec.state import StateTable, state_table
+from holdfast.wire.auth import (
+    BODY,
+    Aim,
+    Proof,
+    Verifier,
+    check_answer,
+    headers_of,
+    sha256,
+    sign_answer,
+    stated,
+)
+from holdfast.wire.exchange import Answer, Incoming, parse_request
+from holdfast.wire.secret import Secret
+
+SECRET = Secret(bytes(range(32)))
+PUSH = "/push?run=r"
+META = {"position": 0, "ledger": "0" * 32}
+
+
+class Node:
+    """What both ends of a node know of its part."""
+
+    def __init__(self, rank: int, topology: Topology, table: StateTable) -> None:
+        self.rank = rank
+        self.tensors: tuple[Placed, ...] = placed(owned_boxes(topology, table, rank), table)
+        self.head = header(self.tensors)
+        self.size = total_size(self.head, self.tensors)
+        state = sum(spec.nbytes for spec in table)
+        self.plan = Plan(1, topology, table, "c", "d", fitting_extent(16 << 20, state))
+        self.fd = Arena.create(f"captured-{rank}", 1, slot_capacity(self.size))
+        self.arena = Arena(self.fd)
+        self.arena.data(0, len(self.head))[:] = self.head
+
+
+class Asking:
+    """One connection over which JSON lines are asked."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link, self._lines = link, framing.LineReader(link)
+
+    def ask(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Raises EOFError when the other end has gone."""
+        line, nonce = framing.request_line(SECRET, verb, body, 1, time.time())
+        framing.send(self._link, line)
+        received = self._lines.line()
+        if received is None:
+            raise EOFError
+        return framing.parse_answer(SECRET, nonce, received[0])
+
+
+def answering(link: socket.socket, do: Callable[[str, dict[str, Any]], dict[str, Any]]) -> None:
+    """Until the other end goes."""
+    lines, verifier = framing.LineReader(link), Verifier(SECRET, time.time, name="")
+    while (received := lines.line()) is not None:
+        asked = framing.parse_request(received[0])
+        verifier.check(framing.METHOD, asked.verb, asked.raw, asked.proof)
+        answer = do(asked.verb, asked.body)
+        framing.send(link, framing.answer_line(SECRET, asked.proof.nonce, framing.OK, answer))
+
+
+class Mover:
+    """One node's, with its threads."""
+
+    def __init__(self, node: Node, outwards: socket.socket, inwards: socket.socket) -> None:
+        self._node, self._outwards, self._inwards = node, outwards, inwards
+        self._steps: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._told: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._listener = Verifier(SECRET, time.time)
+        self._to = ""  # the other listener's name
+        self._slot = Arena(Arena.create("kept", 1, node.arena.capacity))
+
+    def start(self) -> None:
+        framing.send(self._inwards, self._listener.name.encode())
+        self._to = self._outwards.recv(len(self._listener.name), socket.MSG_WAITALL).decode()
+        for each in (self._copies, self._keeps):
+            threading.Thread(target=each, daemon=True).start()
+
+    def do(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+        if verb == "captured":
+            self._steps.put(int(body["step"]))
+        elif verb == "events":
+            return {"step": self._told.get()}
+        return {"seconds": time.process_time()}
+
+    def _copies(self) -> None:
+        node, aim, incoming = self._node, Aim(time.time), Incoming(self._outwards)
+        aim.learn({"to": self._to, "now": time.time()})
+        while True:
+            step = self._steps.get()
+            due = node.arena.header(0)
+            assert due is not None
+            with node.arena.reading(0, due) as data:
+                part = seal_part(
+                    node.plan, step, node.rank, data, len(node.head), node.tensors, META
+                )
+            body = json.dumps({"part": part.to_bytes().decode(), "run": "r"}).encode()
+            proof = aim.sign(SECRET, "POST", PUSH, body, 1)
+            lines = "".join(f"{k}: {v}\r\n" for k, v in headers_of(proof, body).items())
+            length = f"content-length: {len(body)}\r\nholdfast-bytes: {node.size}\r\n"
+            head = f"POST {PUSH} HTTP/1.1\r\nhost: other\r\n{lines}{length}\r\n".encode()
+            self._outwards.sendall(head + body)
+            at, end = node.arena.data_offset(0), node.arena.data_offset(0) + node.size
+            while at < end:
+                at += os.sendfile(self._outwards.fileno(), node.fd, at, end - at)
+            answer = Answer(incoming, incoming.head())
+            content = answer.read(1 << 20)
+            check_answer(SECRET, proof.nonce, 200, content, answer.header("holdfast-hmac"))
+            self._told.put(step)
+
+    def _keeps(self) -> None:
+        incoming, slot = Incoming(self._inwards), self._slot
+        while head := incoming.head():
+            asked = parse_request(head)
+            proof = Proof.from_headers(asked.headers)
+            length, said = int(asked.headers["content-length"]), asked.headers[BODY]
+            self._listener.check("POST", asked.target, stated(length, said), proof)
+            body = incoming.read(length)
+            assert sha256(body) == said
+            part = Part.from_bytes(json.loads(body)["part"].encode(), "a part")
+            slot.begin(0)
+            view = slot.data(0, part.blob.size)
+            _fill(incoming, view)
+            for extent in part.blob.extents():
+                found = view[extent.offset : extent.offset + extent.length]
+                assert xxh3_128_hexdigest(found) == extent.xxh3
+            slot.finish(0, digest("r"), 1, part.step, part.blob.size, digest(b"head"))
+            slot.release(0)
+            content = b'{"state":"held"}'
+            signed = sign_answer(SECRET, proof.nonce, 200, content)
+            about = f"content-length: {len(content)}\r\nholdfast-hmac: {signed}\r\n\r\n"
+            self._inwards.sendall(f"HTTP/1.1 200 OK\r\n{about}".encode() + content)
+
+
+def _fill(incoming: Incoming, out: memoryview) -> None:
+    while out:
+        count = incoming.readinto(out)
+        if not count:
+            os._exit(0)
+        out = out[count:]
+
+
+def agent(mover: socket.socket, seconds: socket.socket, journal: Path) -> None:
+    """Asks its mover what has happened, and writes it down; tells its CPU seconds where it is
+    asked for them."""
+
+    def listens() -> None:
+        asking = Asking(mover)
+        file = os.open(journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        while True:
+            step = asking.ask("events", {"since": 0, "wait": 5.0})["step"]
+            said = {"kind": "snapshot_kept", "time": time.time(), "event": {"step": step}}
+            os.write(file, json.dumps(said).encode() + b"\n")
+
+    threading.Thread(target=listens, daemon=True).start()
+    answering(seconds, lambda verb, body: {"seconds": time.process_time()})
+
+
+def started(
+    node: Node, listening: socket.socket, other: tuple[str, int], journal: Path
+) -> tuple[Asking, Asking]:
+    """A node's mover and agent: what each is asked over."""
+    ours, theirs = socket.socketpair()
+    events, asked = socket.socketpair()
+    seconds, told = socket.socketpair()
+    if not os.fork():
+        for link in (ours, events, seconds, told):
+            link.close()
+        outwards = socket.create_connection(other)
+        inwards, _ = listening.accept()
+        for link in (outwards, inwards):
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        mover = Mover(node, outwards, inwards)
+        mover.start()
+        threading.Thread(target=answering, args=(asked, mover.do), daemon=True).start()
+        answering(theirs, mover.do)
+        os._exit(0)
+    if not os.fork():
+        for link in (ours, theirs, asked, seconds):
+            link.close()
+        agent(events, told, journal)
+        os._exit(0)
+    for link in (theirs, events, asked, told):
+        link.close()
+    return Asking(ours), Asking(seconds)
+
+
+def main() -> None:
+    run_file = Path(sys.argv[1])
+    config = load(run_file, ["model.vocab_size=512", *sys.argv[2:]]).config
+    table = state_table(config.model, config.train.precision)
+    topology = place(Layout(dp_replicate=2), 1, ("n0", "n1"))
+    nodes = [Node(rank, topology, table) for rank in range(2)]
+    listening = [socket.create_server(("127.0.0.1", 0)) for _ in nodes]
+    asked = [
+        started(node, listening[n], listening[1 - n].getsockname(), run_file.with_suffix(f".j{n}"))
+        for n, node in enumerate(nodes)
+    ]
+    states = [np.ones(node.size - len(node.head), np.uint8) for node in nodes]
+    print("ready", flush=True)
+    for step, _ in enumerate(sys.stdin, 1):
+        for node, state, (mover, _agent) in zip(nodes, states, asked, strict=True):
+            node.arena.begin(0)
+            target = node.arena.data(0, node.size)[len(node.head) :]
+            np.copyto(np.frombuffer(target, np.uint8), state)
+            made = node.arena.finish(0, digest("r"), 1, step, node.size, digest(node.head))
+            about = {"rank": node.rank, "step": step, "slot": 0, "sequence": made.sequence}
+            mover.ask("captured", {**about, "meta": META, "durable": False})
+        seconds = time.process_time()
+        time.sleep(0.05)  # as in `least`
+        for node, (mover, telling) in zip(nodes, asked, strict=True):
+            node.arena.release(0)
+            for each in (mover, telling):
+                seconds += float(each.ask("seconds", {})["seconds"])
+        print(seconds, flush=True)
+
+
+if __name__ == "__main__":
+    main()
