@@ -10,7 +10,7 @@ socket into warm memory and a hash there. So neither neighbours nor the age of t
     step ms      off, on and floor: the median step, first steps of a stretch left out
     blocked ms   of a step's time, in the training thread, for tiers: median, and the worst rank's
     least        the same work as two nodes must divide it, with signed messages and nothing else
-                 (`steadying.least`), over the floor; decided: with Holdfast's messages, manifests and
+                 (`steadying.least`), over the floor; decided: with Holdfast's messages, manifests,
                  checks, an agent that is told, and nothing else (`steadying.decided`)
     added        wall of on over off, paired by rounds; CPU ms a step of all processes (workers,
                  movers, agents) more than off, of the bare work likewise, and their ratio
