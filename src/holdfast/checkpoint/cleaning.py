@@ -98,15 +98,23 @@ def sweep(store: RunStore, generation: int, spare: Collection[tuple[int, int]] =
     """Remove what older generations began and never committed, objects and halves of objects, but
     for `spare` (step, generation); the number removed.
 
-    They are fenced, so nobody can complete it any more.
+    They are fenced, so nobody can complete it any more; but whoever had looked at the fence just
+    before the present generation was opened may make a commit object meanwhile. It goes with what
+    it names. One that is made later still is taken back by who made it (`save.try_commit`).
     """
     count = store.sweep("commits/")
     for prefix in ("parts/", "data/"):
         count += store.sweep(prefix, keep=f"{prefix}{generation:010d}/")
     committed = {parse_commit_key(key) for key in listing(store)} | set(spare)
+    gone = set()
     for key in (*store.list("parts/"), *store.list("data/")):
         found = parse_save_key(key)
         if found and found[1] < generation and found not in committed:
+            store.delete(key)
+            gone.add(found)
+            count += 1
+    for key in listing(store) if gone else ():
+        if parse_commit_key(key) in gone:
             store.delete(key)
             count += 1
     return count

@@ -95,6 +95,12 @@ class Outcomes:
             self._reasons.pop(save, None)
             self._started.setdefault(save, self._clock())
 
+    def made_anew(self, save: Save) -> bool:
+        """Whether `again` was said, and the end of that is to come: what the first attempt left is
+        used for it."""
+        with self._change:
+            return save in self._again
+
     def gave_up(self, save: Save, reason: str, tell: bool = True) -> None:
         """The end of `again` that is none."""
         with self._change:

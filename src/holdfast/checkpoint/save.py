@@ -33,7 +33,7 @@ from holdfast.spec.manifest import (
     writer_name,
 )
 from holdfast.spec.state import StateTable
-from holdfast.wire.runstore import NEAR, AlreadyExistsError, Reads, RunStore
+from holdfast.wire.runstore import NEAR, AlreadyExistsError, MissingKeyError, Reads, RunStore
 from holdfast.wire.term import newest_generation
 
 CHUNK_BYTES = 64 * 2**20
@@ -137,6 +137,7 @@ def commit_sealed(store: RunStore, authority: int, commit: Commit) -> None:
     check_fence(store, authority)
     with suppress(AlreadyExistsError):
         store.create(commit.key, commit.to_bytes())
+        _still_whole(store, authority, commit)
 
 
 def write_part(
@@ -180,7 +181,24 @@ def try_commit(store: RunStore, plan: Plan, step: int) -> Commit | None:
         store.create(commit_key(plan.generation, step), commit.to_bytes())
     except AlreadyExistsError:
         return Commit.from_bytes(store.get(commit.key), commit.key)  # another node was first
+    _still_whole(store, plan.generation, commit)
     return commit
+
+
+def _still_whole(store: RunStore, authority: int, commit: Commit) -> None:
+    """Look at the fence once more, behind a commit object. Whoever opened a newer generation after
+    the last look may have swept what the object names before it was there: it goes too then, and
+    FencedError is raised."""
+    try:
+        check_fence(store, authority)
+    except FencedError:
+        try:
+            for writer in commit.writers:
+                store.size(part_key(commit.generation, commit.step, writer_name(writer.rank)))
+                store.size(writer.blob.key)
+        except MissingKeyError:
+            store.delete(commit.key)
+            raise FencedError(f"step {commit.step} was swept by a newer generation") from None
 
 
 def _merged(store: RunStore, keys: Sequence[str], plan: Plan) -> Commit:

@@ -86,17 +86,18 @@ class Saves:
         """Remove what older generations left unfinished, behind the answer: a store may take long
         to be swept. What the generation writes waits for that. Of several movers the one that leads
         does so, behind which nobody else waits: what they write is of a newer generation."""
-        generation = plan.generation
+        generation, before = plan.generation, self._begun[0]
         if self.together.leads and not self.together.alone:  # else nobody asks for their end
-            for step in self._outcomes.open_steps(self._begun[0]):
-                if not self.pending[self._begun[0], step]:
+            for step in self._outcomes.open_steps(before):
+                if not self.pending[before, step]:
                     reason = f"generation {generation} began before every part was there"
-                    self._outcomes.fail((self._begun[0], step), reason)
+                    self._outcomes.fail((before, step), reason)
+        swept = threading.Event()
+        # What is told of older saves from here on removes nothing: who led them may be committing.
+        self._begun, self._swept = (generation, start), swept
         self.together.begin(plan, cohort)
         with self._change:
             self._plan = plan
-        swept = threading.Event()
-        self._begun, self._swept = (generation, start), swept
         self._threads.submit(self._look_around, plan, swept)
 
     def expect(self, save: Save) -> None:
@@ -201,7 +202,7 @@ class Saves:
         known = isinstance(error, HoldfastError)
         self._outcomes.fail(save, str(error) if known else f"{type(error).__name__}: {error}")
         with self._committing:
-            if not self._outcomes.committed(save):
+            if not (self._outcomes.committed(save) or self._outcomes.made_anew(save)):
                 self._discard(save)
 
     # --- with other movers --------------------------------------------------------------------
