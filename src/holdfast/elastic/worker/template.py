@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from holdfast.elastic import exits
 from holdfast.elastic.boot import DEFAULT_ENTRY, WorkerBoot
@@ -118,11 +118,7 @@ class Template:
         except BaseException:
             traceback.print_exc()
         finally:
-            with suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            # No interpreter shutdown: it could wait for threads of a group that is broken.
-            os._exit(code)
+            _end(code)  # an interpreter's shutdown could wait for threads of a broken group
 
     def _kill(self, pid: int) -> None:
         """Kill a worker and what it started. A child that is not reaped yet keeps its number, so
@@ -147,6 +143,14 @@ class Template:
     def _tell(self, message: dict[str, Any]) -> None:
         with suppress(BrokenPipeError, ConnectionResetError):  # the lifeline ends us next
             self._control.sendall(encode(message))
+
+
+def _end(code: int) -> NoReturn:
+    """End this process without the interpreter's shutdown."""
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _reset_signals() -> None:
@@ -197,6 +201,7 @@ def main() -> None:
     for number in lifeline.OF_THE_AGENT:  # from here on it ends when its control socket does
         signal.signal(number, signal.SIG_IGN)
     Template(socket.socket(fileno=arguments.control), arguments.lifeline, entry).run()
+    _end(exits.DONE)  # taking apart all that imports made lasts half a second: the agent waits
 
 
 if __name__ == "__main__":
