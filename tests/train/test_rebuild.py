@@ -29,8 +29,9 @@ from tests.train.layouts import case, model_flags, topology_of
 from tests.train.recovering import Survivor, config_for
 from tests.train.worlds import digest
 
-REBUILT, ALIKE, LAST, MORE = 2, 4, 5, 2
-"""Rebuilt after step 2, once more after step 5; the undisturbed run goes as far as step 4."""
+REBUILT, ALIKE, MORE = 1, 3, 2
+"""Rebuilt after step 1, when there are moments to move; the undisturbed run goes as far as step 3,
+and so does the rebuilt one, which is rebuilt once more for the last two."""
 CURVE = 14  # steps of the process that is alone
 
 LAYOUTS = {
@@ -114,8 +115,8 @@ class Rewind:
 
 
 def _rebuilt(rank: RankContext, name: str, other: str) -> dict[str, Any]:
-    """One process: 4 steps undisturbed; back to step 2, rebuilt with every rank elsewhere, and on
-    to step 5; rebuilt as `other`, two more."""
+    """One process: 3 steps undisturbed; back to step 1, rebuilt with every rank elsewhere, and on
+    to step 3; rebuilt as `other`, two more."""
     made = begin(name, rank)
     made.train(REBUILT)
     before = Rewind(made)
@@ -129,9 +130,8 @@ def _rebuilt(rank: RankContext, name: str, other: str) -> dict[str, Any]:
     go_on(made, name, world(name, 2, ranks), list(reversed(range(size))))
     made.train(ALIKE)
     out |= {"undisturbed": undisturbed, "rebuilt": dict(made.curve), "after": _where(made)}
-    made.train(LAST)
     go_on(made, other, world(other, 3), [(r - 1) % size for r in range(size)])
-    made.train(LAST + MORE)
+    made.train(ALIKE + MORE)
     return out | {"curve": made.result()["curve"]}
 
 
@@ -141,7 +141,7 @@ def test_rebuild(name: str) -> None:
     arguments = {"name": name, "other": LAYOUTS[name]}
     values = rank_values(_rebuilt, size, arguments, deadline=120)
     for value in values:
-        _close(value["curve"], 1, LAST + MORE, name)
+        _close(value["curve"], 1, ALIKE + MORE, name)
         assert value["rebuilt"] == value["undisturbed"]  # bit by bit
         assert value["before"][0] != value["after"][0]
     before, after = (dict(value[when] for value in values) for when in ("before", "after"))
@@ -150,17 +150,17 @@ def test_rebuild(name: str) -> None:
 
 
 def _rebuilt_lower(rank: RankContext, name: str) -> list[dict[int, list[float]]]:
-    """Steps 3 to 5 undisturbed, and again after a rebuild with every rank elsewhere."""
+    """Steps 2 and 3 undisturbed, and again after a rebuild with every rank elsewhere."""
     made = begin(name, rank)
-    made.train(2)
+    made.train(REBUILT)
     before = Rewind(made)
-    made.train(5)
+    made.train(ALIKE)
     undisturbed = dict(made.curve)
     before.back(made)
     del before
     size = rank.world_size
     go_on(made, name, world(name, 2), [(r - 1) % size for r in range(size)])
-    made.train(5)
+    made.train(ALIKE)
     return [undisturbed, made.result()["curve"]]
 
 
@@ -200,16 +200,16 @@ def test_a_process_joins_and_another_leaves() -> None:
 
 
 def _killed(rank: RankContext, name: str, dead: int, after: str) -> dict[int, list[float]]:
-    """Rank `dead` is killed in the backward of step 4; the others go on as `after`."""
+    """Rank `dead` is killed in the backward of step 2; the others go on as `after`."""
     made = begin(name, rank)
-    made.train(3)
+    made.train(1)
     if rank.rank == dead:
         decoder = cast(NextToken, made.engine.objective).decoder
         block = next(iter(decoder.layers))
         block.register_full_backward_pre_hook(lambda *_: rank.kill(dead))
-    made.lose(4)
+    made.lose(2)
     go_on(made, after, world(after, 2), [r for r in range(rank.world_size) if r != dead])
-    made.train(6)
+    made.train(4)
     return dict(made.result()["curve"])
 
 
@@ -225,7 +225,7 @@ def test_survivors_of_a_loss_go_on_from_what_they_hold(name: str, dead: int, aft
     for result in run_ranks(_killed, case(name).world_size, arguments, dies={dead: "SIGKILL"}):
         if result.rank != dead:
             assert result.exit == 0, result.log
-            _close(result.value, 1, 6)
+            _close(result.value, 1, 4)
 
 
 # --- what is left behind --------------------------------------------------------------------
