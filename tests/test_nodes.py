@@ -22,6 +22,7 @@ SETTINGS = (
     "checkpoint.every_steps=20",
 )  # fmt: skip
 THREE = (*SETTINGS, "layout.workers=3", "cluster.min_nodes=2")
+FOUR = (*SETTINGS, "layout.workers=4", "cluster.min_nodes=2")
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +44,11 @@ def gate(tmp_path: Path) -> Armoury:
     return found
 
 
-def _twenty_steps(nodes: Nodes, gate: Armoury) -> None:
-    """Of all three, whichever of them came late."""
-    nodes.wait_generation({"a", "b", "c"})
+def _twenty_steps(nodes: Nodes, gate: Armoury, names: str = "abc") -> None:
+    """Of all of them, whichever came late."""
+    nodes.wait_generation({*names})
     gate.open_gate(20)
-    nodes.wait_step(20, nodes={"a", "b", "c"})
+    nodes.wait_step(20, nodes={*names})
 
 
 def _behind(gate: Armoury) -> str:
@@ -61,19 +62,26 @@ def _same_run(nodes: Nodes, undisturbed: dict[int, float]) -> None:
     assert "none missing, none twice" in audit.out
 
 
-def test_a_node_is_killed_and_the_others_go_on(
+def test_nodes_are_killed_and_the_others_go_on(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
 ) -> None:
-    with nodes_of(run_file, tmp_path / "run", *THREE, _behind(gate)) as nodes:
-        nodes.start("a", "b", "c")
-        _twenty_steps(nodes, gate)
-        lost = next(name for name in "abc" if name != nodes.leader)
-        gate.open_gate(LATE)
+    """One that follows, then the one that leads."""
+    with nodes_of(run_file, tmp_path / "run", *FOUR, _behind(gate)) as nodes:
+        nodes.start(*"abcd")
+        _twenty_steps(nodes, gate, "abcd")
+        first = nodes.leader
+        lost = next(name for name in "abcd" if name != first)
+        gate.open_gate(40)
         nodes.kill(lost)
+        nodes.wait_generation({*"abcd"} - {lost})
+        assert nodes.leader == first
+        assert _live(nodes)[-1] is True
+        gate.open_gate(LATE)
+        nodes.kill(first)
         gate.open_gate(STEPS)
         assert set(nodes.end().values()) == {0}, nodes.story()
-        assert nodes.nodes(nodes.newest) == {"a", "b", "c"} - {lost}
-        assert _live(nodes)[-1] is True
+        assert nodes.leader != first
+        assert nodes.nodes(nodes.newest) == {*"abcd"} - {lost, first}
         _same_run(nodes, undisturbed)
 
 
@@ -92,22 +100,6 @@ def test_too_few_nodes_wait_with_what_they_hold(
         nodes.wait_step(30, nodes.newest, {"a", "b", "c", "d"} - {lost})
         assert set(nodes.end().values()) == {0}, nodes.story()
         assert _live(nodes) == [False, True]  # two of three held the state meanwhile
-        _same_run(nodes, undisturbed)
-
-
-def test_the_leading_node_is_killed(
-    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
-) -> None:
-    with nodes_of(run_file, tmp_path / "run", *THREE, _behind(gate)) as nodes:
-        nodes.start("a", "b", "c")
-        _twenty_steps(nodes, gate)
-        first = nodes.leader
-        gate.open_gate(LATE)
-        nodes.kill(first)
-        gate.open_gate(STEPS)
-        assert set(nodes.end().values()) == {0}, nodes.story()
-        assert nodes.leader != first
-        assert nodes.nodes(nodes.newest) == {"a", "b", "c"} - {first}
         _same_run(nodes, undisturbed)
 
 
@@ -136,26 +128,26 @@ def test_all_nodes_are_lost_and_the_newest_checkpoint_is_rotten(
         _same_run(nodes, undisturbed)
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "notice"])
-def test_a_node_that_is_told_to_go_leaves_and_the_others_go_on(
-    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury, how: str
+def test_nodes_that_are_told_to_go_leave_and_the_others_go_on(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
 ) -> None:
-    """By the signal to the one that leads, or by its cloud to one that follows."""
+    """By its cloud one that follows, then by the signal the one that leads."""
     notice = ("cluster.notices=file", "cluster.notices_every_seconds=0.1")
-    with nodes_of(run_file, tmp_path / "run", *THREE, *notice, _behind(gate)) as nodes:
-        for name in "abc":
+    with nodes_of(run_file, tmp_path / "run", *FOUR, *notice, _behind(gate)) as nodes:
+        for name in "abcd":
             nodes.start(name, settings=[f"cluster.notices_at={tmp_path / name}"])
-        _twenty_steps(nodes, gate)
-        goes = nodes.leader if how == "SIGTERM" else min({"a", "b", "c"} - {nodes.leader})
+        _twenty_steps(nodes, gate, "abcd")
+        leads = nodes.leader
+        warned = min({*"abcd"} - {leads})
+        gate.open_gate(40)
+        (tmp_path / warned).write_text("60")
+        nodes.wait_generation({*"abcd"} - {warned})
         gate.open_gate(LATE)
-        if how == "SIGTERM":
-            nodes.signal(goes, signal.SIGTERM)
-        else:
-            (tmp_path / goes).write_text("60")
+        nodes.signal(leads, signal.SIGTERM)
         gate.open_gate(STEPS)
         assert set(nodes.end().values()) == {0}, nodes.story()
-        assert nodes.nodes(nodes.newest) == {"a", "b", "c"} - {goes}
-        assert [e.nodes for e in nodes.events(NoticeReceived)] == [[goes]] * (how == "notice")
+        assert nodes.nodes(nodes.newest) == {*"abcd"} - {warned, leads}
+        assert [e.nodes for e in nodes.events(NoticeReceived)] == [[warned]]
         _same_run(nodes, undisturbed)
         done = [step.step for step in nodes.events(StepDone)]
         assert len(done) == len(set(done)), "a step was done twice"
