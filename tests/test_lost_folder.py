@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from holdfast.elastic.faults.armed import Armoury
 from holdfast.events import (
     CheckpointRestored,
     GenerationStarted,
@@ -28,7 +29,7 @@ from holdfast.wire.journal import Record, follow, read
 from holdfast.wire.runstore import FolderStore
 from tests.cli.support import apart, secret_file, staging, start, write_run_file
 
-STEPS = 400
+STEPS, GATE = 40, 25  # further than the gate nobody goes before all is lost
 KILL_AT = 10
 VARIABLE = "HOLDFAST_SECRET_FILE"
 
@@ -48,8 +49,10 @@ def test_a_lost_run_folder_goes_on_from_the_staging_machine(
         "checkpoint:\n  every_steps: 0\n  memory_every_steps: 1\n  slots: 3\n"
         f"  peers: [{{name: stage, address: '{stage}', stable: true}}]\n"
     )))  # fmt: skip
+    gate = Armoury(tmp_path / "gate")
+    gate.prepare()
     settings = (f"train.steps={STEPS}", "train.evaluate.every=0", "layout.workers=1",
-                "cluster.threads_per_worker=1")  # fmt: skip
+                "cluster.threads_per_worker=1", f"cluster.faults={gate.folder}")  # fmt: skip
     lost, alone = tmp_path / "lost", tmp_path / "alone"
     undisturbed = apart(
         "train", path, f"folder={alone}", *settings, "checkpoint.peers=[]", deadline=200
@@ -57,7 +60,9 @@ def test_a_lost_run_folder_goes_on_from_the_staging_machine(
     assert undisturbed.code == 0, undisturbed.err
 
     command = ("train", path, f"folder={lost}", *settings)
+    gate.open_gate(GATE)
     _lose(start(*command), lost)
+    gate.open_gate(STEPS)
 
     # The secret of the run is not that of a new folder: said, rather than begun from nothing.
     with monkeypatch.context() as without:
@@ -71,7 +76,7 @@ def test_a_lost_run_folder_goes_on_from_the_staging_machine(
     records = read(FolderStore(lost))
     (begun,) = [r for r in records if isinstance(r.event, GenerationStarted)]
     assert begun.generation == 2
-    assert KILL_AT <= begun.event.step < STEPS
+    assert KILL_AT <= begun.event.step <= GATE
     restored = [r.event for r in records if isinstance(r.event, CheckpointRestored)]
     assert restored
     assert all(event.sources.get("peer stage", 0) > 0 for event in restored)
