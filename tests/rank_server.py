@@ -30,7 +30,8 @@ from tests.ranks import MAX_RANKS, RankContext, decode, encode
 PRELOAD = (
     "numpy", "pytest", "pydantic", "torch", "torch.distributed", "torch.distributed.fsdp",
     "torch.distributed.tensor", "torch.distributed.device_mesh", "torch._dynamo",
-    "torch.nn.parallel", "hypothesis", "holdfast.train.recover", "holdfast.train.runner",
+    "torch.distributed.tensor.debug", "torch.nn.parallel", "numpy.random", "hypothesis",
+    "holdfast.train.recover", "holdfast.train.runner",
     "holdfast.checkpoint.capture", "holdfast.model.huggingface", "holdfast.elastic.worker.main",
     "tests.train.layouts", "tests.checkpoint.support",
 )  # fmt: skip

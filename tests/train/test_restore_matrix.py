@@ -48,7 +48,7 @@ MIXED = [("pp2-tp2", "shard4"), ("shard4", "pp2-tp2"), ("tp4", "pp4"), ("pp4", "
          ("pp2-dp2-tp2", "one"), ("one", "pp3+pp2"), ("pp3+pp2", "shard2-tp2"),
          ("pp2-shard2", "tp2"), ("tp2", "pp2-shard2")]  # fmt: skip
 CHOSEN = {*NEAR, *MIXED}
-STEPS = 6
+STEPS = 4
 SAVED = STEPS // 2
 BATCH = 16  # four microbatches, one for each stage of the deepest pipeline
 
