@@ -22,9 +22,10 @@ from holdfast.report.metrics import Metrics
 from holdfast.wire.auth import Verifier
 from holdfast.wire.client import Client
 from holdfast.wire.doors import Doors
+from holdfast.wire.listening import address_of, bind
 from holdfast.wire.refusals import CONTROL, MOVER, PEERS, Refusals, sentence
 from holdfast.wire.secret import Secret
-from holdfast.wire.server import Guard, Listener, address_of, bind
+from holdfast.wire.server import Guard, Listener
 from tests.ranks import wait_until
 
 SECRET = Secret(b"c" * 32)
@@ -192,7 +193,8 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
 from holdfast.elastic import health
 from holdfast.wire.auth import Verifier
 from holdfast.wire.secret import Secret
-from holdfast.wire.server import Guard, Listener, address_of, bind
+from holdfast.wire.listening import address_of, bind
+from holdfast.wire.server import Guard, Listener
 
 async def echo(generation, body):
     return body

@@ -11,8 +11,9 @@ from typing import Any
 
 from holdfast.elastic.rendezvous import Rendezvous
 from holdfast.wire.auth import Verifier
+from holdfast.wire.listening import address_of, bind
 from holdfast.wire.secret import Secret
-from holdfast.wire.server import MAX_BODY, Guard, Handler, Listener, address_of, bind
+from holdfast.wire.server import MAX_BODY, Guard, Handler, Listener
 
 SECRET = Secret(b"e" * 32)
 

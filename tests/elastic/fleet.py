@@ -20,9 +20,10 @@ from holdfast.elastic.reigning import reign_over
 from holdfast.policy.membership import Reign, Rules, Stage
 from holdfast.policy.succession import Patience
 from holdfast.wire.auth import Verifier
+from holdfast.wire.listening import address_of, bind
 from holdfast.wire.runstore import FolderStore, RunStore
 from holdfast.wire.secret import Secret
-from holdfast.wire.server import Guard, Handler, Listener, address_of, bind
+from holdfast.wire.server import Guard, Handler, Listener
 from holdfast.wire.term import Term
 
 SECRET = Secret(b"f" * 32)

@@ -14,9 +14,10 @@ from holdfast.errors import HoldfastError
 from holdfast.policy.succession import Peer
 from holdfast.wire.auth import Verifier
 from holdfast.wire.journal import segment_key
+from holdfast.wire.listening import address_of, bind
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
-from holdfast.wire.server import Guard, Handler, Listener, address_of, bind
+from holdfast.wire.server import Guard, Handler, Listener
 from holdfast.wire.term import QUESTION, open_generation
 
 SECRET = Secret(b"s" * 32)

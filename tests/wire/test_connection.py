@@ -13,8 +13,9 @@ import pytest
 from holdfast.wire import connection
 from holdfast.wire.connection import HEAD_BYTES, Answer, Head, Reader
 from holdfast.wire.doors import Doors
+from holdfast.wire.listening import address_of, bind
 from holdfast.wire.refusals import CONTROL, Refusals
-from holdfast.wire.server import Listener, address_of, bind
+from holdfast.wire.server import Listener
 
 
 class Echo:

@@ -17,9 +17,9 @@ from holdfast.checkpoint.snapshots import Shelf, Snapshot
 from holdfast.events import Event
 from holdfast.layout import Topology
 from holdfast.spec.state import StateTable
+from holdfast.wire.listening import address_of, bind
 from holdfast.wire.refusals import Refusals
 from holdfast.wire.secret import Secret
-from holdfast.wire.server import address_of, bind
 
 
 class Peers:

@@ -44,8 +44,8 @@ def stage(
     from holdfast.checkpoint.memory import available
     from holdfast.checkpoint.peer_wire import split_address
     from holdfast.checkpoint.stage import Stage
+    from holdfast.wire.listening import bind
     from holdfast.wire.secret import read_secret
-    from holdfast.wire.server import bind
 
     try:
         host, port = split_address(listen, least=0)

@@ -37,8 +37,8 @@ from holdfast.events import (
 )
 from holdfast.layout import Topology
 from holdfast.spec.state import state_table
+from holdfast.wire.listening import bind
 from holdfast.wire.secret import Secret
-from holdfast.wire.server import bind
 
 POLL_SECONDS = 5.0
 DURABLE_SECONDS = 600.0

@@ -60,7 +60,8 @@ from holdfast.policy.survivors import Held
 from holdfast.wire import lifeline
 from holdfast.wire.auth import Verifier
 from holdfast.wire.journal import read
-from holdfast.wire.server import Guard, Listener, address_of, bind
+from holdfast.wire.listening import address_of, bind
+from holdfast.wire.server import Guard, Listener
 from holdfast.wire.term import newest_generation
 
 TERM_SECONDS = 2.0

@@ -31,9 +31,9 @@ from holdfast.elastic.opening import here
 from holdfast.elastic.peering import peer_settings
 from holdfast.errors import HoldfastError, RunFolderError
 from holdfast.plan.places import plan
+from holdfast.wire.listening import address_of, bind
 from holdfast.wire.runstore import FolderStore, RunStore
 from holdfast.wire.secret import Secret, open_secret
-from holdfast.wire.server import address_of, bind
 from holdfast.wire.term import open_term
 
 
