@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
+from numpy.random import SFC64, Generator  # with this module: a template's, not each worker's
 from torch import Tensor
 
 from holdfast.model.decoder import Decoder
@@ -41,7 +41,7 @@ def initial_tensor(parameter: Parameter, seed: int) -> Tensor:
 
 
 def _fill_normal(value: Tensor, std: float, seed: int) -> None:
-    generator = np.random.Generator(np.random.SFC64(seed))
+    generator = Generator(SFC64(seed))
     flat = value.view(-1).numpy()
     for start in range(0, flat.size, _CHUNK):  # chunks continue one stream: their size is free
         part = flat[start : start + _CHUNK]
