@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
-import numpy as np
-
 from holdfast.checkpoint.sources import Mixed
 from holdfast.checkpoint.stretches import Stretch
 
@@ -49,6 +47,8 @@ class Reader:
         self._mixed.confirm()
 
     def _work(self, left: deque[Stretch], room: int) -> None:
+        import numpy as np  # here, because movers import this and read by other ways
+
         # A bytearray would be written over with zeros; these pages come when they are first used,
         # and most reads go past the buffer.
         buffer = np.empty(room, np.uint8).data

@@ -30,8 +30,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from holdfast.checkpoint.arena import Arena, SlotHeader
 from holdfast.errors import CorruptError
 from holdfast.layout import Topology
@@ -309,6 +307,8 @@ class Shelf:
         Raises MissingKeyError when the snapshot is not here or was overwritten meanwhile, and
         CorruptError when the blob ends before. Checksums are the caller's to check.
         """
+        import numpy as np  # a mover starts in a third less without it
+
         found = self.get(generation, step, rank)
         target = out.cast("B")
         data = found.memory.arena.data(found.slot, found.header.length)

@@ -17,19 +17,20 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from holdfast.spec.boxes import Box, runs
 from holdfast.spec.manifest import Blob, Placed
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 FEW, PLACE_BYTES = 8, 32 * 2**10
 """A stretch is read straight into its places when they are few, or hold so many bytes on average:
 every place costs some of a request, every byte that is read elsewhere first costs a copy."""
 
-Bytes = npt.NDArray[np.uint8]
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 
 class Move(NamedTuple):
@@ -176,6 +177,8 @@ def within(move: Move, start: int, stop: int) -> Move:
 
 def copy_out(offset: int, view: memoryview, moves: Sequence[Move]) -> None:
     """Copy what moves want of `view`, which holds a blob's bytes from `offset` on."""
+    import numpy as np  # a mover starts in a third less without it, and few ever copy
+
     source = np.frombuffer(view, np.uint8)
     stop = offset + len(source)
     for move in moves:
@@ -198,4 +201,6 @@ def copy_into(places: Sequence[memoryview], at: int, view: memoryview) -> None:
 
 def flat(out: Any) -> Bytes:
     """A writable buffer as bytes, without copying."""
+    import numpy as np
+
     return np.frombuffer(memoryview(out).cast("B"), np.uint8)
