@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.events import FaultInjected, GenerationStarted
 from holdfast.wire.journal import read
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import apart
+from tests.cli.support import apart, within
 
 DEADLINE = 900
 KINDS = "kill raise memory exit hang capture two two-kinds recovery mover template agent"
@@ -60,48 +60,48 @@ def _each_hit_where_it_says(run: dict[str, Any], folder: Path) -> None:
 
 
 def test_what_makes_no_sense_is_refused_in_a_sentence() -> None:
-    apart("chaos", "--faults", "earthquake").refuses("no fault 'earthquake'", "--faults", "kill")
-    apart("chaos", "--layout", "diagonal").refuses("no layout", "--layout", "replicated")
-    apart("chaos", "--layout", "tp", "--nodes", "3").refuses("spread evenly", "--nodes")
-    apart("chaos", "--shard", "3/2").refuses("--shard", "1/2")
-    apart("chaos", "--faults", "1", "--shard", "2/2").refuses("--shard", "of 1 runs in all")
-    apart("chaos", "--trace", "nowhere.jsonl").refuses("nowhere.jsonl")
+    within("chaos", "--faults", "earthquake").refuses("no fault 'earthquake'", "--faults", "kill")
+    within("chaos", "--layout", "diagonal").refuses("no layout", "--layout", "replicated")
+    within("chaos", "--layout", "tp", "--nodes", "3").refuses("spread evenly", "--nodes")
+    within("chaos", "--shard", "3/2").refuses("--shard", "1/2")
+    within("chaos", "--faults", "1", "--shard", "2/2").refuses("--shard", "of 1 runs in all")
+    within("chaos", "--trace", "nowhere.jsonl").refuses("nowhere.jsonl")
 
 
 def test_faults_that_can_never_happen_are_refused_before_anything_starts(tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ("chaos", "--no-network", "--out", out)
-    apart(*arguments, "--layout", "two", "--faults", "1 pipeline").refuses(
+    within(*arguments, "--layout", "two", "--faults", "1 pipeline").refuses(
         "pipeline (the layout has no pipeline)", "two", "--faults")  # fmt: skip
-    apart(*arguments, "--layout", "pp,replicated", "--faults", "pipeline").refuses("replicated")
-    apart(*arguments, "--faults", "partition,delay").refuses("partition (", "delay (", "off")
+    within(*arguments, "--layout", "pp,replicated", "--faults", "pipeline").refuses("replicated")
+    within(*arguments, "--faults", "partition,delay").refuses("partition (", "delay (", "off")
     trace = tmp_path / "faults.jsonl"
     trace.write_text('{"fault": "agent", "step": 5, "target": "zebra"}')
-    apart(*arguments, "--trace", trace).refuses("faults.jsonl:1", "no node 'zebra'", "a, b, c, d")
+    within(*arguments, "--trace", trace).refuses("faults.jsonl:1", "no node 'zebra'", "a, b, c, d")
     trace.write_text('{"step": 5, "fault": "kill", "target": "b"}')
-    apart(*arguments, "--trace", trace).refuses("faults.jsonl:1", "kill cannot be aimed")
+    within(*arguments, "--trace", trace).refuses("faults.jsonl:1", "kill cannot be aimed")
     for step in ("Infinity", "1e400", "NaN", "0", "2.5"):
         trace.write_text(f'{{"step": {step}, "fault": "kill"}}')
-        apart(*arguments, "--trace", trace).refuses("faults.jsonl:1", "not a fault at a step")
+        within(*arguments, "--trace", trace).refuses("faults.jsonl:1", "not a fault at a step")
     assert not out.exists()
 
 
 def test_arguments_that_are_no_numbers_files_or_folders_are_refused(tmp_path: Path) -> None:
-    apart("chaos", "--faults", "\u00b2").refuses("--faults", "no fault")
-    apart("chaos", "--shard", "\u00b2/3").refuses("--shard")
-    apart("chaos", "--layout", "tp=\u00b2,workers=4").refuses("--layout", "'tp=\u00b2'")
-    apart("chaos", "--nodes", "-3").refuses("--nodes")
+    within("chaos", "--faults", "\u00b2").refuses("--faults", "no fault")
+    within("chaos", "--shard", "\u00b2/3").refuses("--shard")
+    within("chaos", "--layout", "tp=\u00b2,workers=4").refuses("--layout", "'tp=\u00b2'")
+    within("chaos", "--nodes", "-3").refuses("--nodes")
     file = tmp_path / "file"
     file.touch()
-    apart("chaos", "--out", file).refuses("--out", str(file))
+    within("chaos", "--out", file).refuses("--out", str(file))
     out = tmp_path / "out"
-    apart("chaos", "train.optimizer.learning_rate=0.5", "--out", out).refuses(
+    within("chaos", "train.optimizer.learning_rate=0.5", "--out", out).refuses(
         "train.optimizer.learning_rate=0.5", "no such run file")  # fmt: skip
     assert not out.exists()
 
 
 def test_the_faults_are_listed_with_what_they_do() -> None:
-    found = apart("chaos", "--list")
+    found = within("chaos", "--list")
     assert found.code == 0
     assert "kill               a worker is killed (SIGKILL)" in found.out
     assert "zombie" in found.out
