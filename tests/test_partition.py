@@ -26,11 +26,19 @@ SETTINGS = (
 ALL = {"a", "b", "c"}
 
 
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("run-file"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run_file: Path) -> dict[int, float]:
+    return losses_of_one_worker(run_file, *SETTINGS)
+
+
 @contextmanager
-def _three(folder: Path) -> Iterator[tuple[Network, Nodes, dict[int, float]]]:
-    """At step 20, with the losses of the run that nobody disturbs."""
-    run_file = prepared(folder / "run-file")
-    undisturbed = losses_of_one_worker(run_file, *SETTINGS)
+def _three(run_file: Path, folder: Path) -> Iterator[tuple[Network, Nodes]]:
+    """At step 20."""
     with (
         Network() as network,
         nodes_of(run_file, folder / "run", *SETTINGS, "layout.workers=3") as nodes,
@@ -39,12 +47,14 @@ def _three(folder: Path) -> Iterator[tuple[Network, Nodes, dict[int, float]]]:
         for name in "abc":
             nodes.start(name, settings=network.settings(name), before=network.command(name))
         nodes.wait_step(20, nodes=ALL)
-        yield network, nodes, undisturbed
+        yield network, nodes
 
 
-def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(tmp_path: Path) -> None:
+def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
     """One that follows, then the one that leads; bit by bit the run that nobody disturbed."""
-    with _three(tmp_path) as (network, nodes, undisturbed):
+    with _three(run_file, tmp_path) as (network, nodes):
         first = nodes.leader
         network.delay(max(ALL - {first}), 5)  # no step is quicker than that, on any machine
         _cut_and_heal(network, nodes, min(ALL - {first}))
@@ -62,9 +72,11 @@ def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(tmp_path: Pat
         assert "none missing, none twice" in audit.out
 
 
-def test_two_that_do_not_reach_each_other_are_not_in_one_generation(tmp_path: Path) -> None:
+def test_two_that_do_not_reach_each_other_are_not_in_one_generation(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
     """Both are heard by the one that leads, so neither is lost: one of them is done without."""
-    with _three(tmp_path) as (network, nodes, undisturbed):
+    with _three(run_file, tmp_path) as (network, nodes):
         first = nodes.leader
         one, other = sorted(ALL - {first})
         network.delay(first, 20)  # so slow that the other is tried again before the last step

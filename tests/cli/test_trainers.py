@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.elastic.faults.armed import Armoury
 from tests.cli.support import Outcome, apart, start, within, write_run_file
 
 LONG = ("train.steps=100000", "checkpoint.every_steps=0", "train.evaluate.every=0")
@@ -28,9 +29,12 @@ def wait_for_step(process: subprocess.Popen[str], kind: str = "step_done") -> No
 
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
-    """A run file, and a trainer that is somewhere in its steps."""
+    """A run file, and a trainer that is somewhere in its steps, and has time."""
     run_file = write_run_file(tmp_path)
-    process = start("train", run_file, *LONG, "--json")
+    slow = Armoury(tmp_path / "slow")
+    slow.prepare()
+    slow.make_slow({0: 0.05})
+    process = start("train", run_file, *LONG, f"cluster.faults={slow.folder}", "--json")
     try:
         wait_for_step(process)
         yield run_file, process
