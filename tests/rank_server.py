@@ -52,12 +52,12 @@ class Job:
 
 
 class RankServer:
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, bare: bool = False) -> None:
         self.listener = listener
         self.queue: list[Job] = []
         self.running: list[Job] = []
         self.buffers: dict[socket.socket, bytes] = {}
-        self.preloaded = False
+        self.preloaded = bare
         self.selector = selectors.DefaultSelector()
         self.wake, self.wake_writer = socket.socketpair()
         for each in (self.wake, self.wake_writer, listener):
@@ -270,4 +270,4 @@ def _kill_group(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    RankServer(socket.socket(fileno=int(sys.argv[1]))).serve()
+    RankServer(socket.socket(fileno=int(sys.argv[1])), bare="bare" in sys.argv[3:]).serve()

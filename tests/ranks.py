@@ -129,10 +129,11 @@ class Server:
     """The fork server, started at once and torch-free until the first request comes.
 
     Its socket listens before this constructor returns. It lives as long as the pipe whose
-    write end this object holds, so it ends with this process however that ends.
+    write end this object holds, so it ends with this process however that ends. `bare`: it imports
+    nothing beforehand, for ranks that need nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bare: bool = False) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))  # mode 0700
         self.address = str(self.folder / "socket")
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -143,7 +144,8 @@ class Server:
                        "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}  # fmt: skip
         environment.pop("PYTEST_CURRENT_TEST", None)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.rank_server", str(listener.fileno()), str(self.folder)],
+            [sys.executable, "-m", "tests.rank_server", str(listener.fileno()), str(self.folder),
+             *["bare"] * bare],
             stdin=subprocess.PIPE, pass_fds=[listener.fileno()], cwd=ROOT, env=environment,
             start_new_session=True,  # Ctrl-C at the terminal is pytest's to handle
         )  # fmt: skip

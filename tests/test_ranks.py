@@ -202,7 +202,7 @@ import sys
 from pathlib import Path
 from tests.ranks import Server, run_ranks
 from tests.test_ranks import stay
-server = Server()
+server = Server(bare=True)
 Path(sys.argv[1], "server").write_text(f"{server.process.pid} {server.folder}")
 run_ranks(stay, 1, folder=Path(sys.argv[1]), deadline=1000, address=server.address)
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast.elastic.faults.armed import Armoury
 from holdfast.events import BatchFed, GenerationStarted, WorkerLost, WorkerPaced, WorkerStarted
-from tests.cli.support import apart
+from tests.cli.support import within
 from tests.nodes import losses_of_one_worker, nodes_of, prepared
 
 STEPS = 120  # five times what it takes to be sure of it, as one is compared at each step
@@ -46,7 +46,7 @@ def test_a_slow_worker_gets_fewer_microbatches_of_the_same_steps(tmp_path: Path)
         assert set(run.end().values()) == {0}, run.story()
         assert run.events(WorkerLost) == [], "nobody is lost by it"
         assert run.losses() == undisturbed, run.story()
-    audit = apart("data", "audit", run.folder)
+    audit = within("data", "audit", run.folder)
     assert audit.code == 0, audit.out
 
 
