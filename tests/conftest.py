@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,17 @@ def pytest_configure(config: pytest.Config) -> None:
         server = Server()
         config.stash[_SERVER] = server
         os.environ[ADDRESS] = server.address
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    gc.disable()  # what imports make stays, and it would go through that again and again
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The collector of the tests' own objects has nothing to look for in all that was imported."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
