@@ -13,7 +13,7 @@ from holdfast.wire.runstore import FolderStore
 from tests.cli.support import apart, start, within, write_run_file
 
 SETTINGS = (
-    "train.steps=360", "train.batch_size=6", "train.evaluate.every=0", "checkpoint.keep_last=60",
+    "train.steps=160", "train.batch_size=6", "train.evaluate.every=0", "checkpoint.keep_last=60",
     "checkpoint.interval=adaptive", "checkpoint.min_seconds=0.05", "layout.workers=2",
     "checkpoint.node_mtbf_hours=0.01", "cluster.threads_per_worker=1",
 )  # fmt: skip
