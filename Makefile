@@ -11,7 +11,8 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 SIZE ?= small
 TORCH ?= 2.11
-JOBS ?= auto
+# Tests wait, for each other and for deadlines: one more than there are processors keeps these busy.
+JOBS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 SHARD ?= 1/1
 CHAOS ?= chaos
 # A worker gets the cores that the agent gives it; tests get one each.
