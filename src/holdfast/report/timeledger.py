@@ -204,7 +204,8 @@ class TimeLedger:
         keep = bisect_right(self._steps, step)
         for column, name in enumerate(_COLUMNS):
             lost = sum(self._rows[keep * _WIDTH + column :: _WIDTH])
-            lost = min(lost, self._closed[name])  # sums in two orders differ in the last digit
+            # Sums in two orders differ in the last digit: nothing falls below zero by that.
+            lost = max(0.0, min(lost, self._closed[name]))
             self._closed[name] -= lost
             self._closed["rework"] += lost
         del self._rows[keep * _WIDTH :], self._steps[keep:]
@@ -222,7 +223,7 @@ class TimeLedger:
         out["evaluation"] = self._evaluation
         scale = _scale(sum(out.values()), length)
         out = {name: seconds * scale for name, seconds in out.items()}
-        out["other"] += length - sum(out.values())
+        out["other"] = max(0.0, out["other"] + length - sum(out.values()))
         return out
 
     def _close(self, until: float) -> None:
