@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -68,6 +69,22 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if server is not None:
         os.environ.pop(ADDRESS, None)
         server.close()
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run file for a tiny model, its dataset made."""
+    from tests.nodes import prepared
+
+    return prepared(tmp_path_factory.mktemp("run-file"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run_file: Path, request: pytest.FixtureRequest) -> dict[int, float]:
+    """The losses of one worker whom nobody disturbs, under the SETTINGS of the tests' module."""
+    from tests.nodes import losses_of_one_worker
+
+    return losses_of_one_worker(run_file, *request.module.SETTINGS)
 
 
 @pytest.fixture

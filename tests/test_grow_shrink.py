@@ -14,7 +14,7 @@ import pytest
 from holdfast.elastic.faults.armed import Armoury
 from holdfast.events import GenerationStarted
 from tests.cli.support import within
-from tests.nodes import Nodes, losses_of_one_worker, nodes_of, prepared
+from tests.nodes import Nodes, nodes_of
 
 STEPS = 40
 SETTINGS = (
@@ -23,16 +23,6 @@ SETTINGS = (
     "checkpoint.every_steps=20", "checkpoint.memory_every_steps=1",
 )  # fmt: skip
 NODES = ("cluster.min_nodes=2", "cluster.gather_seconds=3", "layout.workers=6")
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("run-file"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(run_file: Path) -> dict[int, float]:
-    return losses_of_one_worker(run_file, *SETTINGS)
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])

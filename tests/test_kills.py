@@ -16,8 +16,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from holdfast.checkpoint.restore import Checkpoint, listing
 from holdfast.events import (
     Event,
@@ -33,7 +31,7 @@ from holdfast.spec.boxes import Box
 from holdfast.spec.state import ITEM_BYTES
 from holdfast.wire.journal import follow, read
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import Outcome, apart, start, within, write_run_file
+from tests.cli.support import Outcome, apart, start, within
 
 STEPS = 260
 KILLS = 10
@@ -42,14 +40,6 @@ SETTINGS = (
     "train.optimizer.clip_norm=0.05", "checkpoint.every_steps=5",
     "cluster.threads_per_worker=1",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_run_file(tmp_path_factory.mktemp("kills"))
-    prepared = within("data", "prepare", path)
-    assert prepared.code == 0, prepared.err
-    return path
 
 
 def test_ten_kills_and_another_number_of_workers_change_no_bit(run_file: Path) -> None:

@@ -12,8 +12,6 @@ import signal
 import threading
 from pathlib import Path
 
-import pytest
-
 from holdfast.checkpoint.restore import Checkpoint, listing
 from holdfast.events import (
     CheckpointCaptured,
@@ -31,7 +29,7 @@ from holdfast.spec.boxes import whole
 from holdfast.spec.state import ITEM_BYTES
 from holdfast.wire.journal import follow, read
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import Outcome, apart, start, within, write_run_file
+from tests.cli.support import Outcome, apart, start, within
 
 STEPS = 120
 KILLS = (15, 35)
@@ -40,14 +38,6 @@ SETTINGS = (
     "checkpoint.every_steps=1000", "checkpoint.memory_every_steps=1",
     "cluster.threads_per_worker=1", "cluster.recovery=restart", "layout.workers=2",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_run_file(tmp_path_factory.mktemp("memory"))
-    prepared = within("data", "prepare", path)
-    assert prepared.code == 0, prepared.err
-    return path
 
 
 def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Path) -> None:

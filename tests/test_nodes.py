@@ -13,7 +13,7 @@ from holdfast.elastic.faults.armed import Armoury
 from holdfast.events import GenerationStarted, NoticeReceived, StepDone
 from holdfast.wire.runstore import FolderStore
 from tests.cli.support import within
-from tests.nodes import DEADLINE, Nodes, losses_of_one_worker, nodes_of, prepared
+from tests.nodes import DEADLINE, Nodes, nodes_of
 from tests.ranks import wait_until
 
 STEPS, LATE = 70, 60
@@ -23,16 +23,6 @@ SETTINGS = (
 )  # fmt: skip
 THREE = (*SETTINGS, "layout.workers=3", "cluster.min_nodes=2")
 FOUR = (*SETTINGS, "layout.workers=4", "cluster.min_nodes=2")
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("run-file"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(run_file: Path) -> dict[int, float]:
-    return losses_of_one_worker(run_file, *SETTINGS)
 
 
 @pytest.fixture

@@ -5,24 +5,17 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
-
 from holdfast.checkpoint.restore import listing, step_of
 from holdfast.events import GenerationStarted, NoticeReceived, RunStopped, StepDone
 from holdfast.wire.runstore import FolderStore
 from tests.cli.support import apart, start
-from tests.nodes import DEADLINE, Nodes, nodes_of, prepared
+from tests.nodes import DEADLINE, Nodes, nodes_of
 
 SETTINGS = (
     "train.steps=100000", "train.batch_size=6", "train.evaluate.every=0",
     "checkpoint.every_steps=0", "layout.workers=2",
 )  # fmt: skip
 LEAVE = ("cluster.min_nodes=2", "cluster.below_minimum=leave", "cluster.below_minimum_seconds=0.5")
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("run-file"))
 
 
 def _stops(nodes: Nodes) -> list[str]:

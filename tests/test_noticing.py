@@ -14,18 +14,13 @@ import pytest
 from holdfast.elastic.faults.armed import Armoury, Order
 from holdfast.events import GenerationStarted, StateDiffers, WorkerLost, WorkerStarted
 from tests.cli.support import start
-from tests.nodes import Nodes, nodes_of, prepared
+from tests.nodes import Nodes, nodes_of
 
 STEPS = 90
 SETTINGS = (
     f"train.steps={STEPS}", "train.batch_size=8", "train.evaluate.every=25",
     "checkpoint.every_steps=25", "layout.workers=4",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("run-file"))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from holdfast.events import GenerationStarted
 from holdfast.report import history
 from holdfast.wire.runstore import FolderStore
 from tests.cli.support import apart
-from tests.nodes import Nodes, losses_of_one_worker, nodes_of, prepared
+from tests.nodes import Nodes, nodes_of
 
 WHY_NOT = available()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -24,16 +24,6 @@ SETTINGS = (
     "checkpoint.every_steps=50", "cluster.min_nodes=2",
 )  # fmt: skip
 ALL = {"a", "b", "c"}
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("run-file"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(run_file: Path) -> dict[int, float]:
-    return losses_of_one_worker(run_file, *SETTINGS)
 
 
 @contextmanager

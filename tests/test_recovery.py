@@ -39,7 +39,7 @@ from holdfast.spec.boxes import whole
 from holdfast.spec.lineage import split
 from holdfast.wire.journal import follow, read
 from holdfast.wire.runstore import FolderStore
-from tests.cli.support import apart, start, within, write_run_file
+from tests.cli.support import apart, start, within
 from tests.elastic.faulty import DEEDS
 from tests.ranks import ROOT
 
@@ -55,14 +55,6 @@ ALONE = "cluster.settle_seconds=1000"
 """Whoever is ready to join the others waits until all is over."""
 
 Kind = TypeVar("Kind", bound=Event)
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_run_file(tmp_path_factory.mktemp("recovery"))
-    prepared = within("data", "prepare", path)
-    assert prepared.code == 0, prepared.err
-    return path
 
 
 @pytest.fixture(scope="module")

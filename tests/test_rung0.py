@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.events import GenerationStarted, WorkerStarted
 from tests.cli.support import within
-from tests.nodes import losses_of_one_worker, nodes_of, prepared
+from tests.nodes import nodes_of
 
 STEPS = 400
 SETTINGS = (
@@ -19,16 +19,6 @@ SETTINGS = (
     "train.precision=float64", "train.microbatch_size=2", "checkpoint.every_steps=1000",
     "cluster.threads_per_worker=1",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return prepared(tmp_path_factory.mktemp("run-file"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(run_file: Path) -> dict[int, float]:
-    return losses_of_one_worker(run_file, *SETTINGS)
 
 
 @pytest.mark.parametrize(("shards", "rel"), [(1, 0.0), (2, 1e-10)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,9 +74,7 @@ def chaos(
       holdfast chaos --trace faults.jsonl                   {"step": 12, "fault": "agent"} a line
     """
     if known:
-        for fault in FAULTS.values():
-            rare = "" if fault.weight else " (only where it is named)"
-            print(f"{fault.name:<18} {fault.text}{rare}")
+        print("\n".join(_listed()))
         return 0
     number, names = names_of(faults)
     shapes = _shapes(layout, nodes)
@@ -91,16 +90,31 @@ def chaos(
     )  # fmt: skip
     campaign = Campaign(settings, say)
     campaign.check(shapes)
+    work = _part_of(_work(shapes, number, draws), index, parts)
+    _prepare(out, run_file is None)
+    return _told(campaign.run(work), out / f"result{settings.part}.json")
+
+
+def _listed() -> list[str]:
+    """Every fault, a line each."""
+    rare = " (only where it is named)"
+    return [f"{f.name:<18} {f.text}{'' if f.weight else rare}" for f in FAULTS.values()]
+
+
+def _work(shapes: Sequence[Shape], number: int, draws: Sequence[Draw] | None) -> list[Task]:
+    """The runs of the whole campaign. number: of faults; 0: 25. draws: of a trace, in each."""
     if draws is None:
-        work = tasks(shapes, number or 25)
-    else:
-        last = max(draw.step for draw in draws)
-        work = [Task(shape, index, len(draws), last) for index, shape in enumerate(shapes, 1)]
+        return tasks(shapes, number or 25)
+    last = max(draw.step for draw in draws)
+    return [Task(shape, index, len(draws), last) for index, shape in enumerate(shapes, 1)]
+
+
+def _part_of(work: list[Task], index: int, parts: int) -> list[Task]:
+    """Raises UserError for a part in which nothing would be done."""
     if index > len(work):
         raise UserError(f"there is nothing in part {index}: of {len(work)} runs in all",
                         where="--shard", remedy=f"use {len(work)} parts at most")  # fmt: skip
-    _prepare(out, run_file is None)
-    return _told(campaign.run(work[index - 1 :: parts]), out / f"result{settings.part}.json")
+    return work[index - 1 :: parts]
 
 
 def _prepare(out: Path, own: bool) -> None:
