@@ -8,13 +8,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
+from holdfast.elastic import exits
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.worker.orders import Begin, End, HaltedError, Held, Orders
+from holdfast.elastic.worker.stuck import stuck
 from holdfast.layout import Layout, place
+from holdfast.parallel.torch_compat import Work
+from holdfast.parallel.transport import Peers, exchange
 from holdfast.wire.client import Client, UnreachableError
 from tests.elastic.control import SECRET, Desk, controlling
-from tests.ranks import wait_until
+from tests.ranks import RankContext, ranks, wait_until
 
 SECONDS = 60.0
 
@@ -116,3 +121,48 @@ def test_a_client_that_is_aborted_ends_what_waits() -> None:
         assert len(errors) == 1
         with pytest.raises(UnreachableError):
             client.post("/orders", {"process": 9, "seen": 0, "held": None}, SECONDS)
+
+
+@ranks(2, dies={0: exits.PEER_LOST, 1: "SIGKILL"})
+def test_who_waits_for_the_rest_of_a_message_that_never_comes_ends(rank: RankContext) -> None:
+    peers = Peers(rank.store(), "inside", rank.rank, 2, seconds=600)
+    receive, come = peers.receive, list[torch.Tensor]()
+    lengths = [1, 16 << 20]  # 128 MB
+
+    def seen(tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        come.append(tensor.zero_())
+        return receive(tensor, peer, tag)
+
+    def broken_off(desk: Desk) -> None:
+        wait_until(lambda: come and bool(come[0][0] != 0), SECONDS, "the first bytes")
+        rank.kill(1)
+        assert come[0][-1] == 0, "it came whole: no test"
+        desk.give(7, _halt(2))
+
+    peers.receive = seen  # type: ignore[method-assign]
+    record = torch.ones(lengths[rank.rank], dtype=torch.int64)
+    if rank.rank == 1:
+        exchange(peers, record, lengths, 1)
+        rank.wait_mark("never", 0)
+
+    with asking() as (orders, desk), orders.interruptible(2, lambda _: peers.abort()):
+        threading.Thread(target=broken_off, args=(desk,)).start()
+        exchange(peers, record, lengths, 1)
+
+
+def test_who_computes_or_waits_elsewhere_is_not_stuck() -> None:
+    own, wake = threading.get_ident(), threading.Event()
+    found: list[bool] = []
+
+    def look() -> None:
+        found.append(stuck(own, 1.0))
+        wake.set()
+
+    threading.Thread(target=look).start()
+    assert wake.wait(SECONDS)  # outside of what communicates
+    wake.clear()
+    threading.Thread(target=look).start()
+    square = torch.ones(1500, 1500)
+    while not wake.is_set():
+        torch.special.expit(square).sum()
+    assert found == [False, False]

@@ -46,6 +46,7 @@ from torch import Tensor
 from holdfast.errors import PeerLostError
 from holdfast.parallel.addition import Plan, add_up, make_plan
 from holdfast.parallel.buckets import Bucket, FlatLayout
+from holdfast.parallel.errand import Errand, LeftError
 from holdfast.parallel.timeline import REDUCE, Recorder
 from holdfast.parallel.torch_compat import Work, is_peer_loss
 from holdfast.parallel.transport import Peers
@@ -319,14 +320,14 @@ class Round:
         self._stopped = False
         self._pieces: list[list[tuple[int, Tensor, Work]]] = [[] for _ in self._buckets]
         self._results: list[Work] = []
-        self._thread: threading.Thread | None = None
+        self._errand: Errand | None = None
         if not self._team.own.receives:
             return
         if not reducer.fast:
             self._post_receives()
         work = self._all_reduce if reducer.fast else self._own
-        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True, name="reducer")
-        self._thread.start()
+        self._errand = Errand(lambda errand: self._run(work, errand), "reducer")
+        self._peers.send_out(self._errand)
 
     def piece_ready(self, index: int, ordinal: int) -> None:
         """Own piece number `ordinal` of a bucket is final: send it to the owners of its chunks."""
@@ -342,9 +343,12 @@ class Round:
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait for the thread of this step; every wait inside it is bounded."""
-        if self._thread is not None:
-            self._thread.join()
+        """Wait for the thread of this step, or leave it to a message that never comes whole."""
+        if self._errand is not None:
+            try:
+                self._peers.fetch(self._errand)
+            except RuntimeError as error:
+                self._reducer.fail(error)
 
     def stop(self) -> None:
         """Let the thread end at its next look."""
@@ -390,9 +394,11 @@ class Round:
                 peer, tag = self._team.positions[member], self._tag(index, self._plan.stride - 1)
                 self._results.append(self._peers.receive(into, peer, tag))
 
-    def _run(self, work: object) -> None:
+    def _run(self, work: Callable[[Errand], None], errand: Errand) -> None:
         try:
-            work()  # type: ignore[operator]
+            work(errand)
+        except LeftError:
+            raise
         except Exception as error:  # stored, and raised by finish()
             self._reducer.fail(error)
 
@@ -402,7 +408,7 @@ class Round:
             self._changed.wait_for(lambda: self._stopped or self._ready[index] >= count)
             return not self._stopped
 
-    def _own(self) -> None:
+    def _own(self, errand: Errand) -> None:
         """Add up my chunk of every bucket and give it to all; then collect the others' chunks."""
         team, plan = self._team, self._plan
         own, first = len(plan.pieces[team.me]), sum(len(p) for p in plan.pieces[: team.me])
@@ -418,7 +424,7 @@ class Round:
             with self._span(f"bucket {index}"):
                 sources: dict[int, Tensor] = {}
                 for source, tensor, work in self._pieces[index]:
-                    work.wait()
+                    errand.wait(work)
                     sources[source] = tensor
                 self._expect(index)
                 for ordinal in range(own):
@@ -431,13 +437,13 @@ class Round:
             self._expect(index)
         with self._span("sums of the others"):
             for work in self._results:
-                work.wait()
+                errand.wait(work)
 
     def _span(self, name: str) -> AbstractContextManager[None]:
         recorder = self._team.recorder
         return recorder.span(REDUCE, name) if recorder else nullcontext()
 
-    def _all_reduce(self) -> None:
+    def _all_reduce(self, errand: Errand) -> None:
         """`reduction: fast`: the backend's own sum of the same buckets, in bucket order."""
         works: list[Work] = []
         expected = 1 if self._plan.turns else 0
@@ -447,4 +453,4 @@ class Round:
             self._reducer.summed = True
             works.append(self._peers.all_reduce(_part(self._reducer.gradient, bucket)))
         for work in works:
-            work.wait()
+            errand.wait(work)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import LayoutError, PeerLostError
+from holdfast.parallel.errand import Errand
 from holdfast.parallel.transport import Peers, exchange
 from holdfast.spec.boxes import Box
 from holdfast.spec.moves import Moves, Transfer
@@ -101,10 +102,18 @@ def _carry(
         piece = part(old[transfer.box.name], transfer.box)
         packed = piece if _travels(piece) else piece.cpu().contiguous()
         peers.send(packed, positions[transfer.target], _FIRST_TAG + transfer.number)
-    for work, into, place in coming:
-        work.wait()
-        if into is not place:
-            place.copy_(into)
+
+    def arrive(errand: Errand) -> None:
+        for work, into, place in coming:
+            errand.wait(work)
+            if into is not place:
+                with torch.no_grad():  # which is a thread's own
+                    place.copy_(into)
+
+    if coming:
+        errand = Errand(arrive, "moves")
+        peers.send_out(errand)
+        peers.fetch(errand)
 
 
 def part(held: Held, box: Box) -> Tensor:

@@ -11,11 +11,13 @@ gloo shape this file (all observed with torch 2.13):
   group's own, and `abort` is a deliberate short wait for a message that never comes: it wakes
   every thread blocked in this group, here and, through closed connections, elsewhere. That takes
   10 ms a peer; so the connections are shut down before, where they are known (`cutting.py`).
-- A receive posted before its message arrives lets the data go straight into its buffer.
+- A receive posted before its message arrives lets the data go straight into its buffer. One of
+  which a part has come is never woken: what may be large is waited for by an errand (`errand.py`).
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from holdfast.errors import PeerLostError
 from holdfast.parallel.cutting import Address, cut, from_text, listening, to_text
+from holdfast.parallel.errand import Errand
 from holdfast.parallel.gathered import gathered
 from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_device, gloo_group
 from holdfast.parallel.traffic import Traffic
@@ -56,6 +59,9 @@ class Peers:
         self.rank, self.size, self.traffic = rank, size, traffic
         self._sends: list[object] = []
         self._said: list[object] = []  # the sends of the last exchange
+        self._errands: set[Errand] = set()
+        self._aborted = False
+        self._lock = threading.Lock()  # of the two
         self._group: GlooGroup | None = None
         self._known: tuple[Address, tuple[Address, ...]] | None = None
         if size == 1:
@@ -120,13 +126,36 @@ class Peers:
         """An exchange has ended, so everybody had ended the one before: forget its sends."""
         del self._said[: len(self._said) - len(self.others)]
 
+    def send_out(self, errand: Errand) -> None:
+        """Start an errand that waits for messages of this group: it is given up with it."""
+        with self._lock:
+            self._errands.add(errand)
+            aborted = self._aborted
+        if aborted:
+            errand.give_up()
+        errand.start()
+
+    def fetch(self, errand: Errand) -> None:
+        """Return when it is over. Raises what `Errand.join` raises."""
+        try:
+            errand.join()
+        finally:
+            with self._lock:
+                self._errands.discard(errand)
+
     def abort(self) -> None:
-        """Close every connection: all waits in this group raise, here and at the peers."""
+        """Close every connection: all waits in this group raise, here and at the peers; but for
+        those of messages of which a part has come, unless an errand waits for them."""
         if self._group is None:
             return
         if self._known is not None:
             cut(*self._known)
         hang_up(self._group, self.others, SHUT_SECONDS if self._known is not None else SECONDS)
+        with self._lock:
+            self._aborted = True
+            errands = list(self._errands)
+        for errand in errands:
+            errand.give_up()
 
     def close(self) -> None:
         """Give the group up after an orderly end."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -44,6 +44,8 @@ from holdfast.train.engine import Dealer, StepEngine
 from holdfast.train.missing import Past, missing_events
 from holdfast.train.vote import Verdict
 
+Met = Callable[[Peers], None]
+
 
 @dataclass(frozen=True)
 class Recovered:
@@ -69,7 +71,7 @@ class Recovered:
 def recover(
     session: Session, topology: Topology, rank: int, store: Store,
     came_from: Sequence[int | None], *, step: int, before: Topology | None = None,
-    dealer: Dealer = deal, seconds: float = 1800.0,
+    dealer: Dealer = deal, seconds: float = 1800.0, met: Met = lambda control: None,
 ) -> Recovered:  # fmt: skip
     """Go on as `rank` of `topology`, with all that `session` still holds.
 
@@ -77,6 +79,7 @@ def recover(
     `spec.moves.transfers`, in ranks of `before`; that is the session's own topology by default. A
     session of another generation than `before` counts as without state.
     step: of the state, where this session's engine has not applied any step itself.
+    met: told of the group of all, once they have come together: who gives that up ends all waits.
 
     Raises PeerLostError when a peer is lost meanwhile, and LayoutError when part of the state is
     lost or the layout cannot be run. The session is as good as before then, unless the replica was
@@ -86,7 +89,7 @@ def recover(
     old = engine.groups
     before = before or old.topology
     joining = _joining(session.config, store, seconds, old.traffic)
-    entry = _Entry(session.config, session.device, topology, rank, joining, before, dealer)
+    entry = _Entry(session.config, session.device, topology, rank, joining, before, dealer, met)
     old.abort_between()  # whoever still waits there waits for nobody
     entry.lap("abort")
     here = before.generation == old.topology.generation
@@ -128,11 +131,11 @@ def recover(
 def join(
     config: RunConfig, batches: Batches, topology: Topology, rank: int, store: Store,
     device: torch.device, before: Topology, came_from: Sequence[int | None], *,
-    dealer: Dealer = deal, seconds: float = 1800.0,
+    dealer: Dealer = deal, seconds: float = 1800.0, met: Met = lambda control: None,
 ) -> Recovered:  # fmt: skip
     """As `recover`, for a process that holds nothing: it is sent its part of the state."""
     joining = _joining(config, store, seconds, None)
-    entry = _Entry(config, device, topology, rank, joining, before, dealer)
+    entry = _Entry(config, device, topology, rank, joining, before, dealer, met)
     control, found = entry.meet(NOTHING, came_from)
     engine: StepEngine | None = None
     try:
@@ -188,6 +191,7 @@ class _Entry:
     joining: Joining
     before: Topology
     dealer: Dealer
+    met: Met
     phases: dict[str, float] = field(default_factory=dict)
     moves: Moves | None = None
     _since: float = field(default_factory=time.monotonic)
@@ -201,6 +205,7 @@ class _Entry:
         """Come together, agree, and plan who sends what to whom."""
         control = join_control(self.joining, self.topology, self.rank, self.device)
         self.lap("control")
+        self.met(control)
         train = self.config.train
         largest = max([train.batch_size, *(stage.batch_size for stage in train.batch_warmup)])
         most = largest // train.microbatch_size

@@ -47,6 +47,7 @@ from holdfast.elastic.worker.warmth import warm_up
 from holdfast.errors import FencedError, HoldfastError, NonFiniteError, PeerLostError
 from holdfast.events import BatchFed, CheckpointSkipped, Evaluated, SettingIgnored, WorkerReady
 from holdfast.layout import Topology
+from holdfast.parallel.transport import Peers
 from holdfast.plan.places import dealer_of
 from holdfast.policy.classes import Classes
 from holdfast.policy.hazard import Hazard
@@ -148,6 +149,7 @@ class Worker:
         self._equipped = False  # whether there has been one
         self._voice: Reporter | None = None
         self._meeting: Client | None = None  # for the store through which groups meet
+        self._control: Peers | None = None  # of a generation into which state is moved
 
     @property
     def reporter(self) -> Reporter:
@@ -307,12 +309,12 @@ class Worker:
             if self._session is not None:
                 found = recover(
                     self._session, topology, rank, self._store, order.came_from, step=self.step,
-                    before=before, dealer=self._dealer(topology),
+                    before=before, dealer=self._dealer(topology), met=self._met,
                 )  # fmt: skip
             else:
                 found = join(
                     self._config, self._read(), topology, rank, self._store, self._device, before,
-                    order.came_from, dealer=self._dealer(topology),
+                    order.came_from, dealer=self._dealer(topology), met=self._met,
                 )  # fmt: skip
             self._found(found)
             self._equip(begun, behind=True)
@@ -418,7 +420,7 @@ class Worker:
             self._meeting.close()  # the groups that needed it are closed
         self._topology, self._rank = topology, rank
         self._meeting = Client(boot.meet or boot.agent, self._secret, topology.generation)
-        self._store = HttpStore(self._meeting)
+        self._store, self._control = HttpStore(self._meeting), None
         self._voice = Reporter(
             Client(boot.agent, self._secret, topology.generation), rank,
             heartbeat=boot.heartbeat_seconds, on_error=_complain, untold=untold,
@@ -480,8 +482,16 @@ class Worker:
             return nullcontext()
         return self._orders.interruptible(self.generation, interrupt)
 
+    def _met(self, control: Peers) -> None:
+        self._control = control
+        if self._orders is not None and self._orders.halted(self.generation):
+            control.abort()  # it was not there yet when the others were woken
+
     def _wake_joining(self, inside: bool) -> None:
-        """First whoever waits for others to come; then, whoever is stuck with those who came."""
+        """First whoever waits for others to come, or for state; then, whoever is stuck with those
+        who came."""
+        if self._control is not None:
+            self._control.abort()
         if not self._store.aborted:
             self._store.abort()
             return

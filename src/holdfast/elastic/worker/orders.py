@@ -4,7 +4,7 @@ One thread asks, again and again. `begin` and `end` wait for the training thread
 when it has stopped (`next`); `halt` does not wait: it is carried out on this thread, which wakes
 the other one from whatever it blocks in. What is told is remembered as a generation ("all up to
 this one are over"), so nothing has to be reset when the next one begins, and a halt that comes late
-is one of the past.
+is one of the past. Who cannot be woken (`stuck.py`) ends with its process.
 
 An agent out of reach is asked again: when it is gone for good, the lifeline ends this process.
 """
@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
+from holdfast.elastic import exits
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.rendezvous import LONGEST_POLL
+from holdfast.elastic.worker.stuck import stuck
 from holdfast.errors import HoldfastError
 from holdfast.layout import Topology
 from holdfast.wire.client import Client
@@ -29,6 +32,8 @@ from holdfast.wire.secret import Secret
 PATH = "/orders"
 _AGAIN_SECONDS = 2.0
 """Who has not come back from where it was woken after so long is woken once more, by all means."""
+_VAIN_SECONDS = 1.0
+"""Who stands still for so long after all connections were closed waits in vain."""
 _PAUSE = 0.1  # seconds before an agent that did not answer is asked again
 
 Interrupt = Callable[[bool], None]
@@ -95,6 +100,7 @@ class Orders:
         self._waking = threading.Lock()  # held while an interrupt runs
         self._interrupt: Interrupt | None = None
         self._generation = 0  # that the interrupt is of
+        self._trains = 0  # the identity of the thread that is woken
         self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
 
     def start(self) -> None:
@@ -132,6 +138,7 @@ class Orders:
         with self._waking:
             self.check(generation)
             self._interrupt, self._generation = interrupt, generation
+            self._trains = threading.get_ident()
         try:
             yield
         finally:
@@ -186,10 +193,30 @@ class Orders:
             self._changed.notify_all()
         if told is None:
             return
-        self._wake(over, bool(told.get("inside", True)))
-        again = threading.Timer(_AGAIN_SECONDS, self._wake, (over, True))
-        again.daemon = True
-        again.start()
+        inside = bool(told.get("inside", True))
+        self._wake(over, inside)
+        threading.Thread(
+            target=self._see_through, args=(over, inside), name="halt", daemon=True
+        ).start()
+
+    def _see_through(self, over: float, inside: bool) -> None:
+        """Who was woken comes back by itself; or is woken by all means; or never comes."""
+        begun = time.monotonic()
+        if inside:
+            self._end_in_vain(over)
+        threading.Event().wait(max(0.0, begun + _AGAIN_SECONDS - time.monotonic()))
+        self._wake(over, True)
+        while self._blocks(over):
+            self._end_in_vain(over)
+
+    def _end_in_vain(self, over: float) -> None:
+        if stuck(self._trains, _VAIN_SECONDS) and self._blocks(over):
+            print("waits for a message that never comes whole: ends", flush=True)
+            os._exit(exits.PEER_LOST)
+
+    def _blocks(self, over: float) -> bool:
+        with self._waking:
+            return self._interrupt is not None and self._generation <= over
 
     def _wake(self, over: float, inside: bool) -> None:
         """Wake who is in a generation up to `over`; it may have left it long ago."""
