@@ -33,7 +33,7 @@ from holdfast.errors import (
     RunFolderError,
     StoreError,
 )
-from holdfast.events import CheckpointCommitted
+from holdfast.events import CheckpointCommitted, GenerationStarted
 from holdfast.layout import Topology
 from holdfast.spec.manifest import COMMITS, Commit, Part, commit_key, merge, parse_commit_key
 from holdfast.spec.parsing import parsed
@@ -120,23 +120,27 @@ def starts(store: RunStore, after: int) -> dict[int, int]:
 
 
 def newest_past(store: RunStore) -> int | None:
-    """The newest step that the run had once committed or begun from, by its notes of starts and its
-    journal; None when it never had any, or has begun again from nothing since.
+    """The newest step that the run had once committed or restored, by its journal and, where there
+    is none, its notes of starts; None when it never had any, or has begun again from nothing since.
 
-    Asked where nothing is left: a run that lost its checkpoints would look like a new one.
+    Asked where nothing is left: a run that lost its checkpoints would look like a new one. A
+    generation that went on live notes from which step, and has none for all that.
     """
-    begun = newest_start(store)
-    past = 0
-    with suppress(MissingKeyError, CorruptError):
-        past = _start_of(store, begun) if begun else 0
+    noted = starts(store, 0)
+    nothing = max((generation for generation, step in noted.items() if step == 0), default=0)
+    found, told = [0], False
     for key in store.list(JOURNAL):
         generation = key.removeprefix(JOURNAL).partition("/")[0]
-        if not generation.isdecimal() or int(generation) >= begun:
+        if not generation.isdecimal() or int(generation) >= nothing:
             with suppress(CorruptError):  # what can be read of a journal says enough
-                records, _ = parse(key, store.get(key))
-                committed = [r.event for r in records if isinstance(r.event, CheckpointCommitted)]
-                past = max([past, *(event.step for event in committed)])
-    return past or None
+                events = [record.event for record in parse(key, store.get(key))[0]]
+                begun = [event for event in events if isinstance(event, GenerationStarted)]
+                found += [event.step for event in begun if event.restored_from is not None]
+                found += [event.step for event in events if isinstance(event, CheckpointCommitted)]
+                told = told or bool(begun)
+    if not told:
+        found += [step for generation, step in noted.items() if generation >= nothing]
+    return max(found) or None
 
 
 def given_up(store: RunStore, present: int, generation: int, step: int) -> bool:
