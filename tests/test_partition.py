@@ -46,7 +46,7 @@ def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(
     """One that follows, then the one that leads; bit by bit the run that nobody disturbed."""
     with _three(run_file, tmp_path) as (network, nodes):
         first = nodes.leader
-        network.delay(max(ALL - {first}), 5)  # no step is quicker than that, on any machine
+        network.delay(max(ALL - {first}), 10)  # no step is quicker than that, on any machine
         _cut_and_heal(network, nodes, min(ALL - {first}))
         assert nodes.leader == first
         _cut_and_heal(network, nodes, first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 from typing import Any
 
 import pytest
@@ -167,6 +168,23 @@ def test_what_two_nodes_tell_of_themselves_names_the_one_that_is_behind() -> Non
     (blame,) = comparing.hear("b", 1, told, hangs.now)
     assert (blame.rank, blame.step, blame.sign) == (1, 2, "behind")
     assert comparing.hear("b", 2, told, hangs.now) == [], "a generation that is over counts not"
+
+
+def test_who_waits_for_a_node_that_is_not_heard_is_not_behind() -> None:
+    """A leader is cut off: of the others one waits for its part, the other has it already."""
+    further, waits, comparing = World(1, 3), World(1, 3), Comparing()
+    cut = waits.now
+    waits.says(0, 2, "reduce", 2)
+    further.says(0, 2, "vote", 3)
+    for world in (further, waits):
+        world.passes(2.2, 0)
+    assert comparing.hear("a", 1, further.lookout.told(further.now), further.now, cut) == []
+    told = waits.lookout.told(waits.now)
+    told["ranks"][0][0] = 1  # its rank in the generation
+    assert comparing.hear("b", 1, told, waits.now, cut) == []
+    assert comparing.hear("b", 1, told, waits.now, -inf) == [], "not in this term at all"
+    (blame,) = comparing.hear("b", 1, told, waits.now, waits.now)
+    assert (blame.rank, blame.sign) == (1, "behind")
 
 
 def test_who_has_ended_its_step_for_a_pause_waits_for_those_who_have_not() -> None:

@@ -18,6 +18,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Protocol
 
 from holdfast.elastic.ending import EndedError
@@ -334,7 +335,9 @@ class Coordinator:
         going = self.reign.phase is not Phase.HALTING  # else the next generation sees to the slow
         if going and "paces" in body and (changes := self.pacing.hear(name, at, body["paces"])):
             self.paced(changes)
-        if blamed := self._comparing.hear(name, at, still, self._now):
+        nodes = [node for one in self.reign.members - {name} if (node := self.reign.node(one))]
+        heard = min((-inf if node.expected else node.heard for node in nodes), default=inf)
+        if blamed := self._comparing.hear(name, at, still, self._now, heard):
             self._blamed[name] = blamed
         if still and (self._looking is None or self._looking.done()):
             self._looking = asyncio.create_task(self._look_for_silent())

@@ -17,6 +17,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -318,9 +319,13 @@ class Comparing:
         self._generation = self._furthest = 0
         self._told: dict[str, _Told] = {}
 
-    def hear(self, name: str, generation: int, still: Mapping[str, Any], now: float) -> list[Blame]:
-        """What a node says with a question; who of its workers is to be given up. Raises KeyError,
-        TypeError and ValueError for what makes no sense."""
+    def hear(
+        self, name: str, generation: int, still: Mapping[str, Any], now: float, heard: float = inf
+    ) -> list[Blame]:
+        """What a node says with a question; who of its workers is to be given up. heard: when that
+        member was heard from which the last word is oldest: whoever waits since then, or longer,
+        may wait for it, and is not behind. Raises KeyError, TypeError and ValueError for what makes
+        no sense."""
         if generation != self._generation:
             self._generation, self._told, self._furthest = generation, {}, 0
         if not still:
@@ -337,7 +342,8 @@ class Comparing:
         named = judge(self._marks, self.normal, now, lag=told.late)
         return [
             Blame(rank, *told.places[rank], named[rank].sign, named[rank].seconds)
-            for rank in told.marks if rank in named
+            for rank, mark in told.marks.items() if rank in named
+            if named[rank].sign != "behind" or not mark.waits or heard > mark.at
         ]  # fmt: skip
 
     @property
