@@ -11,13 +11,7 @@ from holdfast.checkpoint.restore import Checkpoint, listing
 from holdfast.checkpoint.second import BUCKET, Second
 from holdfast.checkpoint.sources import Mixed, StoreSource
 from holdfast.errors import CheckpointError, StoreError
-from holdfast.events import (
-    CheckpointCommitted,
-    CheckpointUploaded,
-    Event,
-    GenerationStarted,
-    SourceRejected,
-)
+from holdfast.events import CheckpointCommitted, CheckpointUploaded, Event, SourceRejected
 from holdfast.spec.manifest import Commit, commit_key
 from holdfast.wire.journal import JournalWriter
 from holdfast.wire.runstore import RunStore
@@ -155,18 +149,21 @@ def test_a_run_folder_without_its_checkpoints_is_no_new_run(start: Start, noted:
 def test_a_run_that_went_on_live_and_never_had_a_checkpoint_begins_anew(start: Start) -> None:
     """All who held its state are gone. What it has noted is from where they went on."""
     mover = start()
-    journal = JournalWriter(mover.store, "agent", 1)
     for generation, step in ((1, 0), (2, 4), (3, 9)):
         open_generation(mover.store, generation, {})
-        mover.client(generation).expect(topology(generation=generation), TABLE, step)
-        came_from = [0, None] if step else None
-        begun = GenerationStarted({}, "worker_joined", came_from=came_from, step=step)
-        journal.emit(begun)
-    journal.flush(True)
+        place = topology(generation=generation)
+        mover.client(generation).expect(place, TABLE, step, stored=False)
     open_generation(mover.store, 4, {})
     assert mover.client(4).newest().key is None
+    journal = JournalWriter(mover.store, "agent", 1)
     journal.emit(CheckpointCommitted("commits/4", 1, 0.0, step=4))
     journal.flush(True)
     open_generation(mover.store, 5, {})
     with pytest.raises(CheckpointError, match=r"a checkpoint of step 4, and none is left.*--fr"):
         mover.client(5).newest()
+    (key,) = mover.store.list("journal/")
+    mover.store.delete(key)
+    mover.store.create(key, b"no journal\n" * 3)
+    open_generation(mover.store, 6, {})
+    with pytest.raises(CheckpointError, match="a checkpoint of step 9, and none is left"):
+        mover.client(6).newest()  # nobody knows what it had

@@ -183,6 +183,7 @@ def test_who_waits_for_a_node_that_is_not_heard_is_not_behind() -> None:
     told["ranks"][0][0] = 1  # its rank in the generation
     assert comparing.hear("b", 1, told, waits.now, cut) == []
     assert comparing.hear("b", 1, told, waits.now, -inf) == [], "not in this term at all"
+    assert comparing.hear("b", 1, told, waits.now, cut + 0.5) == [], "cut off a little later"
     (blame,) = comparing.hear("b", 1, told, waits.now, waits.now)
     assert (blame.rank, blame.sign) == (1, "behind")
 

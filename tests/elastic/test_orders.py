@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from holdfast.elastic import exits
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.worker.orders import Begin, End, HaltedError, Held, Orders
-from holdfast.elastic.worker.stuck import stuck
+from holdfast.elastic.worker.stuck import Who, stuck
 from holdfast.layout import Layout, place
 from holdfast.parallel.torch_compat import Work
 from holdfast.parallel.transport import Peers, exchange
@@ -145,24 +147,54 @@ def test_who_waits_for_the_rest_of_a_message_that_never_comes_ends(rank: RankCon
         exchange(peers, record, lengths, 1)
         rank.wait_mark("never", 0)
 
-    with asking() as (orders, desk), orders.interruptible(2, lambda _: peers.abort()):
+    with (
+        asking() as (orders, desk),
+        orders.interruptible(2, lambda _: peers.abort(), mortal=True),
+    ):
         threading.Thread(target=broken_off, args=(desk,)).start()
         exchange(peers, record, lengths, 1)
 
 
-def test_who_computes_or_waits_elsewhere_is_not_stuck() -> None:
-    own, wake = threading.get_ident(), threading.Event()
+def _found_in_a_backward(meanwhile: Callable[[], object] = lambda: None) -> list[bool]:
+    """What is found of a thread that is in one place of torch all the while. meanwhile: called when
+    it begins."""
     found: list[bool] = []
+    weight = torch.rand(1200, 1200, requires_grad=True)
+    out = weight
+    for _ in range(40):
+        out = (out @ weight).tanh()
+    _looking(found).start()
+    meanwhile()
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    wait_until(lambda: found, SECONDS, "a finding")
+    return found
 
-    def look() -> None:
-        found.append(stuck(own, 1.0))
-        wake.set()
 
-    threading.Thread(target=look).start()
-    assert wake.wait(SECONDS)  # outside of what communicates
-    wake.clear()
-    threading.Thread(target=look).start()
-    square = torch.ones(1500, 1500)
-    while not wake.is_set():
-        torch.special.expit(square).sum()
-    assert found == [False, False]
+def _looking(found: list[bool]) -> threading.Thread:
+    """From soon on."""
+    own = Who.me()
+    return threading.Timer(0.3, lambda: found.append(stuck(own, 0.5)))
+
+
+def test_who_waits_elsewhere_is_not_stuck() -> None:
+    found: list[bool] = []
+    looking = _looking(found)
+    looking.start()
+    looking.join(SECONDS)
+    assert found == [False]
+
+
+def test_who_computes_is_not_stuck() -> None:
+    assert _found_in_a_backward() == [False]
+
+
+@ranks(1)
+def test_who_was_stopped_for_a_while_is_not_stuck(rank: RankContext) -> None:
+    """It has used no processor, and stands where it stood, as whoever waits in vain."""
+
+    def stop() -> None:
+        own = os.getpid()
+        script = f"sleep 0.32; kill -STOP {own}; sleep 2; kill -CONT {own}"
+        subprocess.Popen(["sh", "-c", script])
+
+    assert _found_in_a_backward(stop) == [False]

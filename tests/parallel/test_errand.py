@@ -25,8 +25,9 @@ SIZE = 32 << 20  # elements: 64 MB a message, of which sockets hold a few
 def test_a_sum_is_given_up_in_the_midst_of_a_piece_and_the_next_one_is_right(
     rank: RankContext,
 ) -> None:
+    """Also when gloo gives the old one up at last, while the new one is under way."""
     layout = FlatLayout.build([[(SIZE,)]])
-    peers = Peers(rank.store(), "g1/reduce", rank.rank, 2, seconds=600)
+    peers = Peers(rank.store(), "g1/reduce", rank.rank, 2, seconds=2)  # after which gloo fails
     reducer = Reducer(layout, peers, dtype=torch.float32, device=torch.device("cpu"))
     reducer.begin(2, ((0,), (1,)))
     reducer.start_leaf(rank.rank)
@@ -43,12 +44,14 @@ def test_a_sum_is_given_up_in_the_midst_of_a_piece_and_the_next_one_is_right(
         with pytest.raises(PeerLostError):
             reducer.finish()
         ending.join()
+        (left,) = (thread for thread in threading.enumerate() if thread.name == "reducer")
         alone = Team.of(Peers(rank.store(), "g2/reduce", 0, 1))
         reducer.regroup(alone, fast=False)
         reducer.begin(1, ((0,),))
         reducer.start_leaf(0)
         reducer.slot((0, 0)).fill_(3.0)
         reducer.done(0)
+        wait_until(lambda: not left.is_alive(), 60, "gloo's own time to be over")
         reducer.finish()
         assert torch.equal(reducer.gradient, torch.full((SIZE,), 3.0))
         return
@@ -72,12 +75,16 @@ class Message(Work):
         return True
 
 
-def test_an_errand_that_is_left_does_nothing_more() -> None:
-    message, did = Message(), list[str]()
+@pytest.mark.parametrize("broken", [False, True])  # as when gloo's own time is over
+def test_an_errand_that_is_left_does_nothing_more(broken: bool) -> None:
+    message, did = Message(broken), list[str]()
 
     def job(errand: Errand) -> None:
-        errand.wait(message)
-        did.append("read")
+        try:
+            errand.wait(message)
+            did.append("read")
+        except RuntimeError:
+            did.append("failed")
 
     errand = Errand(job, "job")
     errand.start()
@@ -86,7 +93,7 @@ def test_an_errand_that_is_left_does_nothing_more() -> None:
     with pytest.raises(RuntimeError, match=CUT_SHORT) as error:
         errand.join()
     assert is_peer_loss(error.value)
-    message.ended.set()  # as when gloo's own time is over
+    message.ended.set()
     errand._thread.join(60)
     assert not did
 

@@ -33,7 +33,7 @@ from holdfast.errors import (
     RunFolderError,
     StoreError,
 )
-from holdfast.events import CheckpointCommitted, GenerationStarted
+from holdfast.events import CheckpointCommitted
 from holdfast.layout import Topology
 from holdfast.spec.manifest import COMMITS, Commit, Part, commit_key, merge, parse_commit_key
 from holdfast.spec.parsing import parsed
@@ -64,15 +64,17 @@ class Choice:
         return self.commit.key
 
 
-def note_start(store: RunStore, generation: int, step: int) -> None:
-    """Write down from which step a generation begins; said once. Raises FencedError where a newer
-    one has been opened: a note that comes late would give up what that one began from."""
+def note_start(store: RunStore, generation: int, step: int, stored: bool = True) -> None:
+    """Write down from which step a generation begins; said once. stored: from a checkpoint in the
+    run store, not from what somebody still holds. Raises FencedError where a newer one has been
+    opened: a note that comes late would give up what that one began from."""
     newest = newest_generation(store)
     if newest > generation:
         raise FencedError(f"generation {newest} has been opened: {generation} begins too late")
     settle(store, generation)
     try:
-        store.create(_start_key(generation), json.dumps({"step": step}).encode() + b"\n")
+        note = {"step": step} if stored else {"step": step, "stored": False}
+        store.create(_start_key(generation), json.dumps(note).encode() + b"\n")
     except AlreadyExistsError:  # said before, or by another mover; or its place was taken
         try:
             with suppress(CorruptError):
@@ -120,27 +122,30 @@ def starts(store: RunStore, after: int) -> dict[int, int]:
 
 
 def newest_past(store: RunStore) -> int | None:
-    """The newest step that the run had once committed or restored, by its journal and, where there
-    is none, its notes of starts; None when it never had any, or has begun again from nothing since.
+    """The newest step that the run had once committed, or begun from in the run store, by its
+    journal and its notes of starts; None when it never had any, or has begun again from nothing
+    since.
 
-    Asked where nothing is left: a run that lost its checkpoints would look like a new one. A
-    generation that went on live notes from which step, and has none for all that.
+    Asked where nothing is left: a run that lost its checkpoints would look like a new one.
     """
     noted = starts(store, 0)
     nothing = max((generation for generation, step in noted.items() if step == 0), default=0)
-    found, told = [0], False
+    past, whole = 0, True
     for key in store.list(JOURNAL):
         generation = key.removeprefix(JOURNAL).partition("/")[0]
         if not generation.isdecimal() or int(generation) >= nothing:
-            with suppress(CorruptError):  # what can be read of a journal says enough
-                events = [record.event for record in parse(key, store.get(key))[0]]
-                begun = [event for event in events if isinstance(event, GenerationStarted)]
-                found += [event.step for event in begun if event.restored_from is not None]
-                found += [event.step for event in events if isinstance(event, CheckpointCommitted)]
-                told = told or bool(begun)
-    if not told:
-        found += [step for generation, step in noted.items() if generation >= nothing]
-    return max(found) or None
+            try:
+                records, _ = parse(key, store.get(key))
+            except CorruptError:
+                whole = False
+                continue
+            committed = [r.event for r in records if isinstance(r.event, CheckpointCommitted)]
+            past = max([past, *(event.step for event in committed)])
+    for number, step in noted.items():
+        # Where a journal cannot be read, a generation that went on live may have had one too.
+        if number >= nothing and (not whole or _from_store(store, number)):
+            past = max(past, step)
+    return past or None
 
 
 def given_up(store: RunStore, present: int, generation: int, step: int) -> bool:
@@ -163,6 +168,14 @@ def _start_of(store: RunStore, generation: int) -> int:
         return int(parsed(data)["step"])
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise CorruptError(f"{key}: does not say from which step it began") from error
+
+
+def _from_store(store: RunStore, generation: int) -> bool:
+    """Of a generation that has noted its start. Nobody knows better where that cannot be read."""
+    with suppress(MissingKeyError, ValueError):
+        note = parsed(store.get(_start_key(generation)))
+        return not (isinstance(note, dict) and note.get("stored") is False)
+    return True
 
 
 @dataclass

@@ -173,7 +173,10 @@ class Server:
                     about = self._peers.cohort(topology, body)
                     self._peers.follow(about)
                 key = body.get("key")
-                service.expect(generation, topology, table, body["start"], about, key)
+                service.expect(
+                    generation, topology, table, body["start"], about, key,
+                    bool(body.get("stored", True)),
+                )  # fmt: skip
                 if self._peers is not None:
                     self._peers.expect(topology, table, about)
             case "arena":

@@ -108,7 +108,7 @@ class MoverClient:
         self, topology: Topology, table: StateTable, start: int | None = None,
         machines: Iterable[Peer] | None = None, sources: Iterable[Peer] = (),
         placement: Mapping[str, Sequence[str]] | None = None,
-        begun: Newest | None = None,
+        begun: Newest | None = None, stored: bool = True,
     ) -> None:  # fmt: skip
         """Begin this client's generation: who will write, and what, from the state after which
         step. Unfinished saves of older generations are refused; of their snapshots, those of the
@@ -117,11 +117,12 @@ class MoverClient:
         machines: of a run on several nodes, those that take part, each named as its node is in the
         topology; the mover's own may be among them. sources: other machines that may hold what is
         begun from. placement: of copies, as the one who chose has it. begun: what was chosen, where
-        another mover chose it. Asked again of the same generation, the newest list counts.
+        another mover chose it. stored: that is a checkpoint in the run store. Asked again of the
+        same generation, the newest list counts.
         """
         body: dict[str, Any] = {
             "topology": topology.to_json(), "table": [spec.to_json() for spec in table],
-            "start": start,
+            "start": start, "stored": stored,
         }  # fmt: skip
         if machines is not None:
             body["machines"] = [peer.to_json() for peer in machines]

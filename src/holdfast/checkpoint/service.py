@@ -141,15 +141,15 @@ class Service:
     # --- generations ------------------------------------------------------------------------
     def expect(
         self, generation: int, topology: Topology, table: StateTable, start: int | None = None,
-        cohort: Cohort | None = None, begun: str | None = None,
+        cohort: Cohort | None = None, begun: str | None = None, stored: bool = True,
     ) -> None:  # fmt: skip
         """Begin a generation, from the state after `start` where that is said: then snapshots of
         later steps are given up. cohort: the movers that take part, where there are several; asked
         again of the same generation, the newest list counts. begun: what only memory holds of what
-        another mover chose. Raises FencedError for a generation
-        that is not newer than the present."""
+        another mover chose. stored: as in `note_start`. Raises FencedError for a generation that
+        is not newer than the present."""
         if start is not None:
-            note_start(self._store, generation, start)
+            note_start(self._store, generation, start, stored)
         with self._change:
             if self._plan is not None and generation <= self._plan.generation:
                 if self._plan.generation == generation and self._plan.topology == topology:

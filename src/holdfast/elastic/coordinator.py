@@ -363,8 +363,11 @@ class Coordinator:
         if not silent or not await self._sleep(max(SOON, since + limit - asked)):
             return
         silent, checked = self._silent(asked), self._now
-        self._ask(self._comparing.names)
-        if not silent or not await self._sleep(SOON):
+        self._ask(self.reign.members)
+        if not await self._sleep(SOON):
+            return
+        self._ask(self._comparing.names)  # they are weighed again now that all have spoken
+        if not silent:
             return
         now, waiting = self._now, self._comparing.waiting(checked)
         going = self.reign.at_work and self.reign.phase is not Phase.STARTING

@@ -148,14 +148,16 @@ class MoverLink:
         newest: Newest | None = None,
         machines: Sequence[Peer] | None = None,
         sources: Sequence[Peer] = (),
+        stored: bool = True,
     ) -> None:
         """A generation begins from the state after step `start`. Of several nodes: `machines` are
         those that take part, `sources` others whose memory may hold what is begun from, `newest`
-        what was chosen, on whichever node; None where the workers have the state.
+        what was chosen, on whichever node; None where the workers have the state. stored: as in
+        `choosing.note_start`.
 
         Raises MoverGoneError, FencedError.
         """
-        self._said = _Said(topology, start, newest, machines, tuple(sources))
+        self._said = _Said(topology, start, newest, machines, tuple(sources), stored)
         if self._pump is None or self._pump.done():
             self._heard = time.monotonic()  # nobody has listened for a while
         try:
@@ -176,7 +178,9 @@ class MoverLink:
         await self.ensure(lifeline, gone)
         said = self._said
         if said is not None:  # what was begun from has been read
-            await self.expect(said.topology, said.start, None, said.machines, said.sources)
+            await self.expect(
+                said.topology, said.start, None, said.machines, said.sources, said.stored
+            )
 
     async def _tell(self, said: _Said) -> None:
         client = MoverClient(self.socket_path, self._secret, said.topology.generation)
@@ -184,7 +188,7 @@ class MoverLink:
         placement = None if said.newest is None else said.newest.placement
         await asyncio.to_thread(
             client.expect, said.topology, table, said.start, said.machines, said.sources,
-            placement, said.newest,
+            placement, said.newest, said.stored,
         )  # fmt: skip
 
     async def made_durable(self, newest: Newest) -> str | None:
@@ -258,6 +262,7 @@ class _Said:
     newest: Newest | None
     machines: Sequence[Peer] | None
     sources: tuple[Peer, ...]
+    stored: bool
 
 
 class Safe:

@@ -323,9 +323,9 @@ class Comparing:
         self, name: str, generation: int, still: Mapping[str, Any], now: float, heard: float = inf
     ) -> list[Blame]:
         """What a node says with a question; who of its workers is to be given up. heard: when that
-        member was heard from which the last word is oldest: whoever waits since then, or longer,
-        may wait for it, and is not behind. Raises KeyError, TypeError and ValueError for what makes
-        no sense."""
+        member was heard from which the last word is oldest: nobody is behind before all have been
+        heard again, for he may wait for one that is cut off. Raises KeyError, TypeError and
+        ValueError for what makes no sense."""
         if generation != self._generation:
             self._generation, self._told, self._furthest = generation, {}, 0
         if not still:
@@ -343,7 +343,7 @@ class Comparing:
         return [
             Blame(rank, *told.places[rank], named[rank].sign, named[rank].seconds)
             for rank, mark in told.marks.items() if rank in named
-            if named[rank].sign != "behind" or not mark.waits or heard > mark.at
+            if named[rank].sign != "behind" or heard > mark.at + limit
         ]  # fmt: skip
 
     @property

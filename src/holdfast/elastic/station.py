@@ -215,8 +215,9 @@ class Station:
         await self._host.prepare(len(ranks))
         newest = None if begin.get("newest") is None else Newest.from_json(begin["newest"])
         step = int(begin["step"])
-        tell_mover = partial(self._tell_mover, topology, step, newest, begin)
         came_from = value.get("came_from")
+        stored = came_from is None and newest is not None and newest.durable
+        tell_mover = partial(self._tell_mover, topology, step, newest, begin, stored)
         if came_from is None:  # the workers ask the mover for their state first
             await tell_mover()
         self.current = current = Generation(
@@ -253,14 +254,15 @@ class Station:
         await self._judge(await current.verdict)
 
     async def _tell_mover(
-        self, topology: Topology, step: int, newest: Newest | None, begin: Mapping[str, Any]
-    ) -> None:
+        self, topology: Topology, step: int, newest: Newest | None, begin: Mapping[str, Any],
+        stored: bool,
+    ) -> None:  # fmt: skip
         if begin["machines"] is None:  # this node is the run's only one
-            await self._mover.expect(topology, step)
+            await self._mover.expect(topology, step, stored=stored)
             return
         machines = [Peer.from_json(row) for row in begin["machines"]]
         sources = [Peer.from_json(row) for row in begin["sources"]]
-        await self._mover.expect(topology, step, newest, machines, sources)
+        await self._mover.expect(topology, step, newest, machines, sources, stored)
 
     async def _tell_behind(self, generation: int, tell: Callable[[], Awaitable[None]]) -> None:
         """Workers that have their state train without a mover that stands still; one that is

@@ -52,9 +52,8 @@ class Errand:
         finally:
             with self._changed:
                 self._waits = False
-                left = self._left
-        if left:
-            raise LeftError
+                if self._left:  # however it ended: when gloo's own time is over it is an error
+                    raise LeftError
 
     def give_up(self) -> None:
         """The connections are closed: wait for no message from now on."""
@@ -78,8 +77,11 @@ class Errand:
     def _run(self) -> None:
         try:
             self._job(self)
+        except LeftError:
+            pass
         except Exception as error:
             self._error = error
-        with self._changed:
-            self._over = True
-            self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()

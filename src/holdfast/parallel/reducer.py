@@ -349,6 +349,7 @@ class Round:
                 self._peers.fetch(self._errand)
             except RuntimeError as error:
                 self._reducer.fail(error)
+                del self._reducer, self._pieces, self._results  # that thread is not to keep them
 
     def stop(self) -> None:
         """Let the thread end at its next look."""

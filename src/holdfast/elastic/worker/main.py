@@ -220,7 +220,9 @@ class Worker:
         self.reporter.share = lambda: len(engine.dealt[replica])
         self.training = True
         try:
-            with self._interruptible(self._wake_training), session.loader(self.step) as loader:
+            inside = len(session.groups.replica.ranks) > 1  # where nothing else ends a wait
+            waking = self._interruptible(self._wake_training, mortal=inside)
+            with waking, session.loader(self.step) as loader:
                 return train(
                     session.engine, loader, membership, self.reporter, saver,
                     session.evaluator, self._config, rank=self._rank, start_step=self.step,
@@ -477,10 +479,12 @@ class Worker:
         assert self._orders is not None
         self._orders.wait(self.generation, seconds)
 
-    def _interruptible(self, interrupt: Interrupt) -> AbstractContextManager[None]:
+    def _interruptible(
+        self, interrupt: Interrupt, *, mortal: bool = False
+    ) -> AbstractContextManager[None]:
         if self._orders is None:
             return nullcontext()
-        return self._orders.interruptible(self.generation, interrupt)
+        return self._orders.interruptible(self.generation, interrupt, mortal=mortal)
 
     def _met(self, control: Peers) -> None:
         self._control = control

@@ -23,7 +23,7 @@ from typing import Any
 from holdfast.elastic import exits
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.rendezvous import LONGEST_POLL
-from holdfast.elastic.worker.stuck import stuck
+from holdfast.elastic.worker.stuck import Who, stuck
 from holdfast.errors import HoldfastError
 from holdfast.layout import Topology
 from holdfast.wire.client import Client
@@ -100,7 +100,8 @@ class Orders:
         self._waking = threading.Lock()  # held while an interrupt runs
         self._interrupt: Interrupt | None = None
         self._generation = 0  # that the interrupt is of
-        self._trains = 0  # the identity of the thread that is woken
+        self._mortal = False
+        self._trains = Who.me()  # the thread that is woken
         self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
 
     def start(self) -> None:
@@ -132,13 +133,17 @@ class Orders:
         self.check(generation)
 
     @contextmanager
-    def interruptible(self, generation: int, interrupt: Interrupt) -> Iterator[None]:
+    def interruptible(
+        self, generation: int, interrupt: Interrupt, *, mortal: bool = False
+    ) -> Iterator[None]:
         """While this is open, a halt of `generation` calls `interrupt` on the other thread. When it
-        is left, none is running any more. Raises HaltedError when there was a halt before."""
+        is left, none is running any more. mortal: who can be woken by nothing ends with its
+        process. Raises HaltedError when there was a halt before."""
         with self._waking:
             self.check(generation)
+            self._mortal = mortal
             self._interrupt, self._generation = interrupt, generation
-            self._trains = threading.get_ident()
+            self._trains = Who.me()
         try:
             yield
         finally:
@@ -202,21 +207,21 @@ class Orders:
     def _see_through(self, over: float, inside: bool) -> None:
         """Who was woken comes back by itself; or is woken by all means; or never comes."""
         begun = time.monotonic()
-        if inside:
-            self._end_in_vain(over)
+        if inside and self._mortal:
+            self._end_if_stuck(over)
         threading.Event().wait(max(0.0, begun + _AGAIN_SECONDS - time.monotonic()))
         self._wake(over, True)
-        while self._blocks(over):
-            self._end_in_vain(over)
+        while self._may_be_stuck(over):
+            self._end_if_stuck(over)
 
-    def _end_in_vain(self, over: float) -> None:
-        if stuck(self._trains, _VAIN_SECONDS) and self._blocks(over):
+    def _end_if_stuck(self, over: float) -> None:
+        if stuck(self._trains, _VAIN_SECONDS) and self._may_be_stuck(over):
             print("waits for a message that never comes whole: ends", flush=True)
             os._exit(exits.PEER_LOST)
 
-    def _blocks(self, over: float) -> bool:
+    def _may_be_stuck(self, over: float) -> bool:
         with self._waking:
-            return self._interrupt is not None and self._generation <= over
+            return self._mortal and self._interrupt is not None and self._generation <= over
 
     def _wake(self, over: float, inside: bool) -> None:
         """Wake who is in a generation up to `over`; it may have left it long ago."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,20 +20,39 @@ import holdfast.train
 
 BUSY = 0.1
 """Of a core: who uses more of it than its own small threads do computes, and comes back."""
+_LOOKS = 10
+_LATE = 0.2  # seconds: who looks so late was kept from running, and so was whom he looks at
 _ROOMS = tuple(
     f"{Path(str(module.__file__)).parent}/" for module in (torch, holdfast.parallel, holdfast.train)
 )
 
 
-def stuck(thread: int, seconds: float) -> bool:
-    """Whether the thread of that identity stands in one operation of torch or between ranks for so
-    long, and the process computes nothing meanwhile. A device computes unseen: False there."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return False
-    place, used = _place(thread), time.process_time()
-    threading.Event().wait(seconds)
+@dataclass(frozen=True)
+class Who:
+    """A thread, as the interpreter calls it and as the operating system does. (What `threading`
+    says of the latter is the parent's after a fork.)"""
+
+    identity: int
+    native: int
+
+    @staticmethod
+    def me() -> Who:
+        return Who(threading.get_ident(), threading.get_native_id())
+
+
+def stuck(thread: Who, seconds: float) -> bool:
+    """Whether that thread sleeps in one operation of torch or between ranks for so
+    long, and the process computes nothing meanwhile. False where nobody can say: a device computes
+    unseen, and one that was stopped, or waits for a core or a disk, does not sleep."""
+    known = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    place, used = _place(thread.identity), time.process_time()
+    for _ in range(_LOOKS):
+        due = time.monotonic() + seconds / _LOOKS
+        threading.Event().wait(seconds / _LOOKS)
+        late = time.monotonic() - due > _LATE
+        known = known and not late and _sleeps(thread.native)
     busy = time.process_time() - used > BUSY * seconds
-    return place is not None and place == _place(thread) and not busy
+    return known and place is not None and place == _place(thread.identity) and not busy
 
 
 def _place(thread: int) -> tuple[int, int] | None:
@@ -41,3 +61,12 @@ def _place(thread: int) -> tuple[int, int] | None:
     if frame is None or not frame.f_code.co_filename.startswith(_ROOMS):
         return None
     return id(frame), frame.f_lasti
+
+
+def _sleeps(native: int) -> bool:
+    """What the operating system says of it."""
+    try:
+        line = Path(f"/proc/self/task/{native}/stat").read_bytes()
+    except OSError:
+        return False
+    return line.rpartition(b") ")[2].startswith(b"S")
