@@ -30,6 +30,7 @@ from holdfast.report import history
 from holdfast.wire.journal import follow
 from holdfast.wire.runstore import FolderStore
 from tests.cli.support import apart, start, write_run_file
+from tests.processes import runs
 from tests.ranks import wait_until
 from tests.report.test_metrics import as_tensorboard_shows
 
@@ -106,7 +107,7 @@ def _killed_twice(command: list[str], folder: Path, port: int) -> tuple[dict[str
             break
     collector.join(DEADLINE)
     assert process.returncode == -signal.SIGKILL, output
-    wait_until(lambda: not any(map(_alive, pids.values())), 10, "the workers' end")
+    wait_until(lambda: not any(map(runs, pids.values())), 10, "the workers' end")
     return metrics, output[0]
 
 
@@ -155,13 +156,6 @@ def _on_a_terminal(*command: str) -> str:
     text = seen.decode(errors="replace")
     assert code == 0, text
     return text
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def _one_curve_both_incidents_and_every_second(ran: Ran) -> None:

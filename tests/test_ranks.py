@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import runs
 from tests.ranks import (
     MAX_RANKS,
     ROOT,
@@ -24,14 +25,6 @@ from tests.ranks import (
     run_ranks,
     wait_until,
 )
-
-
-def gone(pid: int) -> bool:
-    """Whether no such process runs; a zombie has ended too."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 @ranks(2)
@@ -105,9 +98,9 @@ def test_past_the_deadline_stacks_are_shown_and_whole_groups_are_killed(tmp_path
     assert [r.ended for r in results] == ["SIGKILL (deadline)"] * 2
     assert all("in hang_in_a_named_place" in r.log for r in results)
     for rank in range(2):
-        assert gone(int((tmp_path / f"rank{rank}.pid").read_text()))
+        assert not runs(int((tmp_path / f"rank{rank}.pid").read_text()))
         child = int((tmp_path / f"child{rank}").read_text())
-        wait_until(lambda pid=child: gone(pid), 5, "the grandchild's end")  # type: ignore[misc]
+        wait_until(lambda pid=child: not runs(pid), 5, "the grandchild's end")  # type: ignore[misc]
 
 
 def leave_a_child_behind(rank: RankContext) -> int:
@@ -116,7 +109,7 @@ def leave_a_child_behind(rank: RankContext) -> int:
 
 def test_what_a_finished_rank_left_running_is_ended() -> None:
     (child,) = rank_values(leave_a_child_behind, 1)
-    wait_until(lambda: gone(child), 5, "the grandchild's end")
+    wait_until(lambda: not runs(child), 5, "the grandchild's end")
 
 
 def wait_for_a_peer_that_fails(rank: RankContext) -> None:
@@ -194,7 +187,7 @@ def test_ranks_end_with_the_test_process_that_asked(tmp_path: Path) -> None:
     pids = pids_of(tmp_path, 2)
     client.kill()
     client.wait()
-    wait_until(lambda: all(map(gone, pids)), 10, "the ranks' end")
+    wait_until(lambda: not any(map(runs, pids)), 10, "the ranks' end")
 
 
 OWNER = """
@@ -216,7 +209,7 @@ def test_server_and_ranks_end_with_their_owner(tmp_path: Path, victim: str) -> N
     pids = pids_of(tmp_path, 1)
     server, _, folder = (tmp_path / "server").read_text().partition(" ")
     os.kill(owner.pid if victim == "owner" else int(server), signal.SIGKILL)
-    wait_until(lambda: gone(int(server)) and all(map(gone, pids)), 10, "their end")
+    wait_until(lambda: not any(map(runs, [int(server), *pids])), 10, "their end")
     owner.wait(20)  # a client whose server is gone does not wait either
     subprocess.run(["rm", "-rf", folder], check=True)
 

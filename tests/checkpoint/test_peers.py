@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from tests.checkpoint.peers import (
     topology,
     until,
 )
+from tests.processes import stop
 
 Start = Callable[..., Node]
 
@@ -219,7 +219,7 @@ def test_a_receiver_that_is_killed_costs_a_copy_and_nothing_else(start: Start) -
     owner.begin(topology())
     owner.put(1)
     until(lambda: owner.kept("keeper") == (1, 1))
-    keeper.process.send_signal(signal.SIGSTOP)
+    stop(keeper.process.pid)
     assert owner.put(2) == []  # the pull hangs, the capture does not
     keeper.kill()
     until(lambda: owner.do("status")["sends"]["keeper"]["counts"]["failed"])

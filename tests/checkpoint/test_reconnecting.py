@@ -29,6 +29,7 @@ from tests.checkpoint.support import (
     state,
     topology,
 )
+from tests.processes import stop
 
 Start = Callable[..., Mover]
 
@@ -106,7 +107,7 @@ def test_training_goes_on_beside_a_mover_that_stands_still(
     trainers.append(trainer)
     assert trainer.take(1)
     assert trainer.saver.flush(60)
-    os.kill(mover.process.pid, signal.SIGSTOP)
+    stop(mover.process.pid)
     try:
         for step in range(2, 20):
             trainer.take(step)
@@ -126,7 +127,7 @@ def test_a_mover_that_is_killed_while_no_slot_is_free_is_missed(
     mover, topo = start(), topology()
     trainer = Trainer(mover.begin(topo), topo)
     trainers.append(trainer)
-    os.kill(mover.process.pid, signal.SIGSTOP)
+    stop(mover.process.pid)
     assert trainer.take(1)
     assert trainer.take(2)
     assert not trainer.saver.ready()

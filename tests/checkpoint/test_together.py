@@ -14,6 +14,7 @@ from holdfast.spec.manifest import commit_key
 from tests.checkpoint.peers import until
 from tests.checkpoint.several import Nodes
 from tests.checkpoint.support import TABLE, Mover, assert_holds
+from tests.processes import stop
 
 Start = Callable[..., Mover]
 
@@ -67,7 +68,7 @@ def test_a_node_that_is_slow_to_store_an_older_step_is_waited_for(start: Start) 
     """c is stopped before it has stored step 1, and goes on when step 2 has been handed over: both
     are committed, and no part of either is removed by those that were quicker."""
     nodes = begun(start, "abc")
-    os.kill(nodes.movers["c"].process.pid, signal.SIGSTOP)
+    stop(nodes.movers["c"].process.pid)
     nodes.capture(1, durable=True, only=[0, 1])
     until(lambda: len(_files(nodes.folder, 1, "parts")) == 2)
     os.kill(nodes.movers["c"].process.pid, signal.SIGCONT)
@@ -114,7 +115,7 @@ def test_a_leader_that_dies_with_everything_stored_is_replaced_by_one_that_commi
     nodes = begun(start, "ab")
     nodes.capture(1, durable=True, only=[0])
     until(lambda: len(_files(nodes.folder, 1, "parts")) == 1)
-    os.kill(nodes.movers["a"].process.pid, signal.SIGSTOP)
+    stop(nodes.movers["a"].process.pid)
     nodes.capture(1, durable=True, only=[1])
     until(lambda: len(_files(nodes.folder, 1, "parts")) == 2)
     nodes.movers.pop("a").kill()

@@ -112,8 +112,10 @@ class Journal:
     records: list[Record] = field(default_factory=list)
     voices: dict[str, int] = field(default_factory=dict)
     pause: int = 0
+    speaking: set[tuple[int, int]] = field(default_factory=set)  # generation, rank
 
     async def report(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        self.speaking.add((generation, int(body["rank"])))
         for number, each in enumerate(body["events"], int(body["first"])):
             if number >= self.voices.get(body["voice"], 0):
                 event = event_from_json(each["kind"], each["event"])

@@ -35,6 +35,7 @@ from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.term import newest_term
 from tests.elastic.trainer import Trainer, gone, parent_of, training
+from tests.processes import STOPPED, state, stop
 from tests.ranks import wait_until
 
 RESTARTS = 6
@@ -272,7 +273,7 @@ def test_what_is_not_finite_stops_the_run_and_is_named(tmp_path: Path) -> None:
 def test_a_stopped_trainer_is_succeeded_and_leaves_when_it_wakes(tmp_path: Path) -> None:
     with training(tmp_path / "run", ENDLESS, "layout.workers=1") as old:
         old.wait_step(2, 1)
-        os.kill(old.process.pid, signal.SIGSTOP)
+        stop(old.process.pid)
         with training(tmp_path / "run", {"steps": 3}, "layout.workers=1") as new:
             assert new.end() == 0, new.said
         assert [e.reason for e in new.events(GenerationStarted)] == ["start", "resume"]
@@ -292,7 +293,7 @@ def test_a_snapshot_handed_over_is_not_lost_with_its_worker(tmp_path: Path) -> N
     with training(tmp_path / "run", plan, *overrides) as trainer:
         trainer.wait(lambda: trainer.events(WorkerLost), "the loss")
         family = trainer.family() - {trainer.process.pid}
-        stopped = [pid for pid in family if _state(pid) == "T"]
+        stopped = [pid for pid in family if state(pid) == STOPPED]
         assert len(stopped) == 1
         second = trainer.folder / "generations" / "0000000002.json"
         with pytest.raises(TimeoutError):
@@ -323,10 +324,6 @@ def test_restarts_leave_nothing_behind(tmp_path: Path) -> None:
         assert late < early + RESTARTS // 2, held
 
 
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def _descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
@@ -354,7 +351,7 @@ def test_a_stopped_trainer_does_not_write_into_the_run_that_replaced_its_own(
     term and its generation have the same numbers."""
     with training(tmp_path / "run", ENDLESS, "layout.workers=1") as old:
         old.wait_step(20, 1)
-        os.kill(old.process.pid, signal.SIGSTOP)
+        stop(old.process.pid)
         old.folder.rename(tmp_path / "run.old-1")
         with training(tmp_path / "run", {"steps": 3}, "layout.workers=1") as new:
             assert new.end() == 0, new.said

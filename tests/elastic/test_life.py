@@ -17,6 +17,7 @@ from holdfast.layout import Layout, Topology, place
 from holdfast.spec.state import state_table
 from holdfast.wire.runstore import FolderStore
 from tests.elastic.lives import FAULT, SECONDS, STEPS, Run, config_in, one_node, run
+from tests.processes import STOPPED, runs, state
 from tests.ranks import wait_until
 
 
@@ -134,7 +135,9 @@ def test_a_loss_while_the_next_generation_is_made(
     def script(run: Run) -> None:
         run.wait_held([0, 2], 1)
         run.begin(_two(2), [0, 2], FAULT - 1, came_from=[0, 2], before=_three())
-        wait_until(lambda: not _alive(run.pid(2)), SECONDS, "the second loss")
+        wait_until(lambda: not runs(run.pid(2)), SECONDS, "the second loss")
+        begun = run.journal.speaking  # who is halted before has never begun
+        wait_until(lambda: (2, 0) in begun, SECONDS, "who is left to begin")
         run.halt([0], 2)
         held = run.wait_held([0], 2)[0]
         assert (held["kind"], held["applied"], held["torn"]) == ("halt", FAULT - 1, False)
@@ -158,7 +161,7 @@ def test_one_that_stands_still_while_the_next_generation_is_made(
     def script(run: Run) -> None:
         run.wait_held([0, 2], 1)
         run.begin(_two(2), [0, 2], FAULT - 1, came_from=[0, 2], before=_three())
-        wait_until(lambda: _state(run.pid(2)) == "T", SECONDS, "the one that stands still")
+        wait_until(lambda: state(run.pid(2)) == STOPPED, SECONDS, "the one that stands still")
         run.halt([0], 2)
         held = run.wait_held([0], 2)[0]
         run.kill(2)
@@ -293,14 +296,3 @@ def test_what_is_not_finite_or_rotten_is_said_and_ends_no_process(
     )  # fmt: skip
     assert journal.losses() == whole.losses
     assert journal.fed() == whole.fed
-
-
-def _alive(process: int) -> bool:
-    return _state(process) not in "ZX"
-
-
-def _state(process: int) -> str:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"

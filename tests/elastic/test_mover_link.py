@@ -31,6 +31,7 @@ from holdfast.wire import lifeline
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
 from holdfast.wire.term import open_generation
+from tests.processes import stop
 
 SECRET = Secret(bytes(range(32)))
 DEADLINE = 60.0
@@ -105,7 +106,7 @@ async def _ended(folder: Path) -> None:
         await link.ensure(end, gone.set)
         before = link.pid
         assert before is not None
-        os.kill(before, signal.SIGSTOP)
+        stop(before)
         async with asyncio.timeout(DEADLINE):
             while not gone.is_set():  # told again and again, which never leaves it in peace
                 with suppress(MoverGoneError):

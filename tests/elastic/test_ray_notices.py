@@ -20,6 +20,7 @@ from holdfast.elastic.asking import SourceError
 from holdfast.elastic.clouds import source_of
 from holdfast.elastic.ray_notices import Ray
 from holdfast.errors import ConfigError
+from tests.processes import runs
 
 STATE = """
 import json, os, time
@@ -147,16 +148,9 @@ def test_the_child_ends_with_its_agent(head: Head) -> None:
     agent.send_signal(signal.SIGKILL)
     agent.communicate()
     until = time.monotonic() + 60
-    while _runs(child):
+    while runs(child):
         assert time.monotonic() < until, "it is still there"
         os.sched_yield()
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_what_cannot_be_asked_is_refused() -> None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from holdfast.events import Event, Record, WorkerStarted
 from tests.journal import Journal
+from tests.processes import runs
 from tests.ranks import ROOT, wait_until
 
 DEADLINE = 120.0
@@ -119,11 +120,4 @@ def parent_of(pid: int) -> int:
 
 def gone(pids: set[int]) -> bool:
     """Whether none of them runs any more; a zombie that nobody has reaped counts as gone."""
-    return all(_state(pid) in ("", "Z", "X") for pid in pids)
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+    return not any(map(runs, pids))
