@@ -89,6 +89,10 @@ class RankContext:
         """Send a signal to a peer, or to myself (then this does not return for SIGKILL)."""
         os.kill(self.pid(rank), signal.Signals[signal_name])
 
+    def die_within(self, seconds: float) -> None:
+        """Be ended by SIGALRM, whatever my threads do until then, and whether they run at all."""
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+
     def mark(self, name: str) -> None:
         """Say to the peers that this rank came to `name`."""
         (self.folder / f"{name}.{self.rank}.mark").touch()

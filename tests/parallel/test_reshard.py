@@ -16,6 +16,8 @@ from holdfast.parallel.transport import Peers
 from holdfast.spec.boxes import Box, whole
 from holdfast.spec.moves import transfers
 from holdfast.spec.state import TensorSpec, local_boxes
+from tests.parallel.dying import dies_sending
+from tests.processes import runs
 from tests.ranks import RankContext, rank_values, ranks, wait_until
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
@@ -133,29 +135,40 @@ def test_a_peer_that_dies_on_the_way_is_an_error_in_all_others(rank: RankContext
         move(mine, held(new, rank.rank, False), moves, peers, (0, 1, 2), step=7)
 
 
-@ranks(2, dies={1: "SIGKILL"})
+@ranks(4, dies=dict.fromkeys((1, 2, 3), "SIGALRM"))
 def test_who_is_sent_state_by_a_peer_that_dies_can_be_woken(rank: RankContext) -> None:
-    """In the midst of a piece of 128 MB: gloo itself wakes nobody then."""
+    """In the midst of a piece of 128 MB: gloo itself wakes nobody then. Three try to end there."""
+    if rank.rank > 0:
+        _sent_state(rank, rank.rank)
+    cut = [peer for peer in (1, 2, 3) if _sent_state(rank, peer)]
+    assert cut, "nobody was in the midst of it"
+
+
+def _sent_state(rank: RankContext, peer: int) -> bool:
+    """By that peer to rank 0; whether it ended in the midst of it."""
     table = (TensorSpec("large", "F32", (32 << 20,)),)
     old, new = world(1, [[1, 1, 1]], [0]), world(2, [[1, 1, 1]] * 2, [0, 1])
-    peers = Peers(rank.store(), "move", rank.rank, 2, seconds=600)
+    me = min(rank.rank, 1)
+    peers = Peers(rank.store(), f"move{peer}", me, 2, seconds=600)
     came_from = [None, 0]  # rank 0 is new
-    moves = transfers(old, new, table, came_from, rank.rank, limit=1 << 30, window=1 << 30)
-    tensor = torch.full(table[0].shape, float(rank.rank))
+    moves = transfers(old, new, table, came_from, me, limit=1 << 30, window=1 << 30)
+    tensor = torch.full(table[0].shape, float(me))
     part = Part("large", tensor, whole("large", table[0].shape))
-    ending = threading.Thread(target=_end_in_the_midst, args=(rank, tensor, peers), daemon=True)
-    if rank.rank == 0:
-        ending.start()
+    if me:
+        dies_sending(rank, peers)
+        move({"large": part}, [part], moves, peers, (0, 1), step=7)
+        rank.wait_mark("never", 0)
+
+    def end() -> None:
+        wait_until(lambda: not runs(rank.pid(peer)), 60, "its end")
+        peers.abort()
+
+    ending = threading.Thread(target=end)
+    ending.start()
     with pytest.raises(PeerLostError):
-        move({"large": part} if rank.rank else {}, [part], moves, peers, (0, 1), step=7)
+        move({}, [part], moves, peers, (0, 1), step=7)
     ending.join()
-
-
-def _end_in_the_midst(rank: RankContext, coming: torch.Tensor, peers: Peers) -> None:
-    wait_until(lambda: bool(coming[0] != 0), 60, "the first bytes")
-    rank.kill(1)
-    assert coming[-1] == 0, "it came whole: no test"
-    peers.abort()
+    return bool(tensor[0] != 0) and bool(tensor[-1] == 0)
 
 
 def test_a_tensor_of_another_size_or_dtype_is_never_sent() -> None:
