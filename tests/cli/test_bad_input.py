@@ -240,7 +240,9 @@ def test_a_start_that_was_cut_short_does_not_bar_the_next(
     run.mkdir()
     for name in ("run.yaml", "environment.json", ".tmp-resolved.json-123"):
         (run / name).write_text("half")
-    refuse_foreign(run)
+    before = tree(run)
+    refuse_foreign(run)  # raises where it does
+    assert tree(run) == before
 
 
 @pytest.mark.parametrize(

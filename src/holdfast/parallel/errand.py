@@ -78,7 +78,7 @@ class Errand:
         try:
             self._job(self)
         except LeftError:
-            pass
+            pass  # whoever sent it out has been told already
         except Exception as error:
             self._error = error
         finally:

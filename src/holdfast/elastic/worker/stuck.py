@@ -41,9 +41,10 @@ class Who:
 
 
 def stuck(thread: Who, seconds: float) -> bool:
-    """Whether that thread sleeps in one operation of torch or between ranks for so
-    long, and the process computes nothing meanwhile. False where nobody can say: a device computes
-    unseen, and one that was stopped, or waits for a core or a disk, does not sleep."""
+    """Whether that thread sleeps in one operation of torch or between ranks for so long, and the
+    process computes nothing meanwhile. Takes these seconds in any case. False where nobody can say:
+    a device computes unseen, and one that was stopped, or waits for a core or a disk, does not
+    sleep."""
     known = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     place, used = _place(thread.identity), time.process_time()
     for _ in range(_LOOKS):
