@@ -217,6 +217,10 @@ def test_of_four_replicas_whoever_is_not_hit_stays(run_file: Path, alone: Path) 
     for event in begun[1:]:
         assert event.came_from is not None, "nobody began from anything but what he held"
         assert (event.reason, event.rung, event.restored_from) == ("worker_lost", 0, None)
+    notes = [json.loads(path.read_text()) for path in sorted((run.folder / "starts").iterdir())]
+    assert notes[0] == {"step": 0}
+    assert notes[1:], "who went on has noted from where"
+    assert {note.get("stored") for note in notes[1:]} == {False}, "and read no checkpoint"
     lost = run.events(WorkerLost)
     assert sorted(event.pid for event in lost) == sorted([first[0], first[1], first[3]])
     assert {event.cause for event in lost} == {"SIGKILL"}
