@@ -27,6 +27,7 @@ class World:
     ) -> None:  # fmt: skip
         self.now = 100.0
         self.members = Members(1, here)
+        self.asleep: set[int] = set()  # who says so of itself
         self.processes = {1000 + rank: Process("S", 1.0) for rank in range(here)}
         self.lookout = Lookout(
             self.members, world_size, deque([STEP] * 8), 300.0, compare,
@@ -41,7 +42,7 @@ class World:
 
     def says(self, rank: int, step: int, phase: str, marks: int, **more: Any) -> None:
         body = {"rank": rank, "step": step, "phase": phase, "marks": marks, "first": 0,
-                "events": [], **more}  # fmt: skip
+                "events": [], "asleep": rank in self.asleep, **more}  # fmt: skip
         self.members.report(body, self.now)
         self.members.answered(rank, self.now)
         self.lookout.heard(self.members[rank])
@@ -81,6 +82,43 @@ def test_among_workers_of_one_node_the_one_that_the_others_wait_for_is_named() -
         world.says(rank, 2, "reduce", 2)
     assert world.passes(1.4, 0, 1, 2, 3) == []
     assert world.passes(1.0, 0, 1, 2, 3) == [(2, "behind")]
+
+
+def test_of_two_in_a_replica_the_one_that_hangs_is_named_and_not_its_partner() -> None:
+    """Both stand at the same point; rank 3 says that it sleeps in an exchange with rank 2."""
+    world = World(4, 4)
+    world.asleep = {3}
+    for rank in (0, 1):
+        world.says(rank, 2, "reduce", 2)
+    assert world.passes(2.4, 0, 1, 2, 3) == [(2, "behind")]
+    world.says(3, 2, "compute", 1)
+    world.asleep = set()  # nobody says who: both
+    assert world.passes(2.4, 0, 1, 2, 3) == [(2, "behind"), (3, "behind")]
+
+
+@pytest.mark.parametrize("asks_first", ["partner", "hangs"])
+def test_of_a_replica_on_two_nodes_the_one_that_hangs_is_named_whoever_asks_first(
+    asks_first: str,
+) -> None:
+    partner, hangs, further = World(1, 3), World(1, 3), World(1, 3)
+    partner.asleep = {0}
+    further.says(0, 2, "reduce", 2)
+    comparing = Comparing()
+
+    def asks(name: str) -> list[int]:
+        rank, world = {"further": (0, further), "partner": (1, partner), "hangs": (2, hangs)}[name]
+        told = world.lookout.told(world.now)
+        for row in told["ranks"]:
+            row[0] = rank
+        return [blame.rank for blame in comparing.hear(name, 1, told, world.now)]
+
+    for world in (partner, hangs, further):
+        world.passes(2.4, 0)
+    assert asks("further") == []
+    if asks_first == "partner":
+        assert asks("partner") == []
+    assert asks("hangs") == [2]
+    assert asks("partner") == []
 
 
 def test_what_lies_between_two_steps_does_not_count_for_a_normal_one() -> None:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from holdfast.elastic import exits
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.worker.orders import Begin, End, HaltedError, Held, Orders
-from holdfast.elastic.worker.stuck import Who, stuck
+from holdfast.elastic.worker.stuck import Sleeper, Who, stuck
 from holdfast.layout import Layout, place
 from holdfast.parallel.torch_compat import Work
 from holdfast.parallel.transport import Peers, exchange
@@ -186,6 +187,32 @@ def test_who_waits_elsewhere_is_not_stuck() -> None:
 
 def test_who_computes_is_not_stuck() -> None:
     assert _found_in_a_backward() == [False]
+
+
+@ranks(2)
+def test_who_waits_for_a_rank_that_hangs_says_so_and_the_other_does_not(rank: RankContext) -> None:
+    rank.init_torch_world()
+    sleeper, hung = Sleeper(Who.me()), threading.Event()
+
+    def look() -> None:
+        said = [sleeper.asleep(), threading.Event().wait(0.5), sleeper.asleep(), sleeper.asleep()]
+        assert said == [False, False, rank.rank == 1, rank.rank == 1]
+        rank.barrier("said")
+        hung.set()
+
+    looking = threading.Timer(1.0, look)
+    looking.start()
+    if rank.rank == 0:
+        hung.wait(SECONDS)
+    dist.all_reduce(torch.ones(1))
+    looking.join(SECONDS)
+    assert hung.is_set()
+    computing = threading.Timer(0.3, lambda: said.extend([sleeper.asleep(), sleeper.asleep()]))
+    said = list[bool]()
+    computing.start()
+    while not said or computing.is_alive():
+        torch.rand(600, 600).matmul(torch.rand(600, 600))
+    assert said == [False, False], "it computes"
 
 
 @ranks(1)

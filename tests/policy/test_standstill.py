@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -62,6 +63,25 @@ def test_who_waits_for_the_one_that_stopped_is_not_named() -> None:
         2: Mark(6, 9.9, waits=True), 3: Mark(6, 9.8),
     }  # fmt: skip
     assert list(stopped(half, STEPS, 13.0)) == [3]
+
+
+def test_inside_a_replica_the_one_is_named_that_its_partners_sleep_for() -> None:
+    """Of two ranks, of three in unequal replicas, of two stages that count differently."""
+    hangs, sleeps = Mark(6, 9.9, computed=0.0), Mark(6, 9.9, computed=0.0, asleep=True)
+    for here in (
+        {0: sleeps, 1: hangs},
+        {0: sleeps, 1: hangs, 2: Mark(7, 10.0, waits=True)},
+        {0: replace(sleeps, point=5), 1: hangs, 2: Mark(7, 10.0, waits=True)},
+        {0: replace(sleeps, point=5), 1: hangs},
+    ):
+        assert stopped(here, STEPS, 11.5) == {}
+        assert list(stopped(here, STEPS, 12.0)) == [1]
+        busy = here | {1: replace(hangs, computed=0.5)}
+        assert stopped(busy, STEPS, 12.0) == {}, "it computes, and is short of cores"
+    both = {0: sleeps, 1: sleeps, 2: Mark(7, 10.0, waits=True), 3: Mark(7, 10.0, waits=True)}
+    assert stopped(both, STEPS, 12.0) == {}, "who of them hangs may still be told"
+    assert list(stopped(both, STEPS, 13.5)) == [0, 1]
+    assert stopped({0: sleeps, 1: sleeps}, STEPS, 13.5) == {}, "nothing says who"
 
 
 @pytest.mark.parametrize("load", [1.0, 3.0, 8.0])

@@ -16,7 +16,8 @@ AT_WORK = ("compute", "reduce", "vote")
 @dataclass
 class Member:
     """One worker. `since` is when it last got further, on the agent's monotonic clock; `marks`
-    counts how often it did within its step. heard: when it last reported anything. answering: its
+    counts how often it did within its step. asleep: by its own word it sleeps where ranks wait for
+    each other. heard: when it last reported anything. answering: its
     report is not answered yet, so it cannot be heard. reporting: seconds of CPU that reports took
     it. excused: what it reported was to be stored,
     and it may do something else before it reports again."""
@@ -27,6 +28,7 @@ class Member:
     step: int = 0
     phase: str = "fork"
     marks: int = 0
+    asleep: bool = False
     ready: bool = False
     outcome: tuple[str, int] | None = None  # ("finished" or "left", step)
     unsaved: str | None = None  # why the state after that step is not durable
@@ -121,6 +123,7 @@ class Members:
         if progress != (member.step, member.phase, member.marks):
             member.step, member.phase, member.marks = progress
             member.since = now
+        member.asleep = bool(body.get("asleep"))
         voice = str(body.get("voice", f"{self.generation}.{rank}"))
         following = self._voices.get(voice, 0)
         first, events = int(body["first"]), list(body["events"])

@@ -251,7 +251,7 @@ class Lookout:
             quiet = max(0.0, quiet - OWN_CALLS)
         return Mark(
             (member.step << _STEP_BITS) + member.marks, member.since, computed,
-            member.phase in WAITING, quiet, self._times(member),
+            member.phase in WAITING, quiet, self._times(member), member.asleep,
         )  # fmt: skip
 
     def _times(self, member: Member) -> float:
@@ -286,7 +286,7 @@ class Lookout:
             rows.append([
                 rank, member.step, mark.point & _ALL_MARKS, round(age, 3),
                 None if mark.computed is None else round(mark.computed, 2), mark.waits,
-                round(mark.quiet, 3), mark.times,
+                round(mark.quiet, 3), mark.times, mark.asleep,
             ])  # fmt: skip
         normal = self.normal if self._compare else None  # without it nobody is compared
         return {"normal": normal, "late": max(self._late), "of": len(self.marks(now)),
@@ -335,7 +335,10 @@ class Comparing:
         limit = self.limit
         self._furthest = max(self._furthest, *(mark.point for mark in told.marks.values()))
         if limit is None or not any(
-            now - mark.at > limit and (mark.point < self._furthest or mark.quiet > limit)
+            now - mark.at > limit
+            and (
+                mark.point < self._furthest or mark.quiet > limit or not (mark.waits or mark.asleep)
+            )
             for mark in told.marks.values()
         ):  # most who tell of themselves wait for another: that costs nothing
             return []
@@ -404,10 +407,11 @@ def _told(still: Mapping[str, Any], now: float) -> _Told:
         now, None if normal is None else float(normal), float(still["late"]), int(still["of"]),
         float(still["progress"]),
     )  # fmt: skip
-    for rank, step, marks, age, computed, waits, quiet, times in still["ranks"]:
+    for rank, step, marks, age, computed, waits, quiet, times, asleep in still["ranks"]:
         told.places[int(rank)] = int(step), int(marks)
         told.marks[int(rank)] = Mark(
             (int(step) << _STEP_BITS) + int(marks), now - float(age),
             None if computed is None else float(computed), bool(waits), float(quiet), float(times),
+            bool(asleep),
         )  # fmt: skip
     return told

@@ -6,7 +6,8 @@ and he does not. Three signs, the surest first:
     stopped   the operating system says that the process is stopped, and it has used no processor
     silent    it has not been heard, though the thread that speaks has nothing else to do: the
               interpreter is held, or the process does not run; and others wait
-    behind    it is heard, and gets no further, while most of the others are further and wait
+    behind    it is heard, and gets no further, while most of the others are further and wait, or
+              sleep where they wait for it
 
 Where all are heard and wait, nobody is named: all are told to stop, and who does not is the one.
 One that works alone is told so after ten times the limit of a usual step.
@@ -36,6 +37,8 @@ PATIENT = 10.0
 """Times as long, where what is done takes as long as it takes."""
 FIRST = 3.0
 """Times as long, in the first step of a generation."""
+ASLEEP = 2.0
+"""Times as long, for one that sleeps where ranks wait: whom it waits for is told of meanwhile."""
 ALL = 3.0
 """Times as long, where all wait: nobody is excluded then, but all stop and go on."""
 UNKNOWN_STEP = 1.0
@@ -52,7 +55,8 @@ class Mark:
     higher one, and equal ones wait for the same. at: when it came there, by the clock of the one
     who compares. computed: seconds of CPU it has used since; None: not known. waits: it says that
     it waits for others now, so it is not the one that they wait for. quiet: seconds since it was
-    last heard, whatever it said. times: what it does now may take so many times as long."""
+    last heard, whatever it said. times: what it does now may take so many times as long. asleep: by
+    its own word it sleeps where ranks wait for each other: the partner of one that hangs does."""
 
     point: int
     at: float
@@ -60,6 +64,7 @@ class Mark:
     waits: bool = False
     quiet: float = 0.0
     times: float = 1.0
+    asleep: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ def stopped(
         return {}
     furthest = max(mark.point for mark in marks.values())
     waiting = max(mark.at for mark in marks.values() if mark.point == furthest)
-    behind = {who: mark for who, mark in marks.items() if mark.point < furthest}
+    behind = _behind(marks, furthest)
     if len(behind) > len(marks) // 2:
         return {}
     if not all(mark.waits for mark in behind.values()):
@@ -150,9 +155,21 @@ def stopped(
     found: dict[Who, float] = {}
     for who, mark in behind.items():
         waited = now - max(waiting, mark.at)
-        if _spent(mark, now, waited) > limit_of(normal, mark, lag):
+        patience = ASLEEP if mark.asleep else 1.0
+        if _spent(mark, now, waited) > patience * limit_of(normal, mark, lag):
             found[who] = waited
     return found
+
+
+def _behind(marks: Mapping[Who, Mark], furthest: int) -> dict[Who, Mark]:
+    """Whom the others may wait for: whoever got less far, and is not asleep in waiting for another
+    itself. Where all of those are, or nobody got less far, the one they wait for stands where they
+    do, or further: inside a replica ranks wait for each other between two points of a step."""
+    behind = {who: mark for who, mark in marks.items() if mark.point < furthest}
+    awake = {who: mark for who, mark in behind.items() if not mark.asleep}
+    if not awake and any(mark.asleep for mark in marks.values()):
+        awake = {who: m for who, m in marks.items() if not m.asleep and not m.waits}
+    return awake or behind
 
 
 def stuck(

@@ -43,6 +43,7 @@ from holdfast.elastic.worker.saver import (
     while_replaced,
 )
 from holdfast.elastic.worker.store import HttpStore
+from holdfast.elastic.worker.stuck import Sleeper, Who
 from holdfast.elastic.worker.warmth import warm_up
 from holdfast.errors import FencedError, HoldfastError, NonFiniteError, PeerLostError
 from holdfast.events import BatchFed, CheckpointSkipped, Evaluated, SettingIgnored, WorkerReady
@@ -426,6 +427,7 @@ class Worker:
         self._voice = Reporter(
             Client(boot.agent, self._secret, topology.generation), rank,
             heartbeat=boot.heartbeat_seconds, on_error=_complain, untold=untold,
+            asleep=Sleeper(Who.me()).asleep,
         )  # fmt: skip
         self._voice.start()
 

@@ -80,13 +80,16 @@ class Reporter:
         heartbeat: float = 0.2,
         on_error: Callable[[BaseException], None] | None = None,
         untold: Untold | None = None,
+        asleep: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`untold`: of the voice that this process had in an older generation."""
+        """`untold`: of the voice that this process had in an older generation. `asleep`: whether
+        training sleeps where ranks wait for each other; asked while it gets no further."""
         untold = untold or Untold(secrets.token_hex(8))
         self._client = client
         self._rank = rank
         self._heartbeat = heartbeat
         self._on_error = on_error
+        self._asleep = asleep
         self._voice = untold.voice
         self._events: deque[tuple[int, Event]] = deque(untold.events)  # number, event
         self._next = untold.next  # number of the next event
@@ -94,6 +97,7 @@ class Reporter:
         self._calls: deque[tuple[int, Callable[[], None]]] = deque()  # events before it, the call
         self._changed = threading.Condition()
         self._progress: tuple[int, str, int] = (0, "start", 0)
+        self._said = self._progress  # with the last report
         self._computing: float | None = None  # since when
         self._paced = (0.0, 0)  # seconds of computing, microbatches
         self._worked = (0.0, 0)  # seconds from a step's arithmetic to the end of its vote, steps
@@ -282,13 +286,15 @@ class Reporter:
         self, batch: list[tuple[int, Event]], sync: bool, outcome: dict[str, Any] | None
     ) -> tuple[bool, bool]:
         """(the agent has taken the batch, it is durable, which is asked for with `sync`)."""
-        step, phase, marks = self._progress
+        still, self._said = self._said, self._progress
+        step, phase, marks = self._said
         body: dict[str, Any] = {
             "rank": self._rank,
             "voice": self._voice,
             "step": step,
             "phase": phase,
             "marks": marks,
+            "asleep": still == self._said and self._asleep(),
             "pace": list(self._paced),
             "worked": list(self._worked),
             "own": round(time.thread_time(), 4),  # beside which the process computes

@@ -1,4 +1,9 @@
-"""A thread that waits for a message which never comes whole: only its process's end ends that.
+"""Whether the thread that trains sleeps where ranks wait for each other.
+
+Its agent is told so while it gets no further: of two ranks of a replica that stand at the same
+point, one hangs and the other waits for it, and only the one that hangs is to be named.
+
+A thread may also wait for a message which never comes whole: only its process's end ends that.
 
 `parallel/errand.py` says how that comes about. Between replicas an errand is left behind, and the
 state lives on. Inside a replica it is torch's own operations that wait, or ours a hundred times a
@@ -40,12 +45,27 @@ class Who:
         return Who(threading.get_ident(), threading.get_native_id())
 
 
+class Sleeper:
+    """Looks at a thread now and then."""
+
+    def __init__(self, thread: Who) -> None:
+        self._thread = thread
+        self._before: tuple[int, int] | None = None
+
+    def asleep(self) -> bool:
+        """Whether it sleeps in one operation of torch or between ranks, now as when it was looked
+        at last. False where nobody can say: a device computes unseen."""
+        place = _place(self._thread.identity)
+        same, self._before = place is not None and place == self._before, place
+        return same and _sleeps(self._thread.native) and not _on_a_device()
+
+
 def stuck(thread: Who, seconds: float) -> bool:
     """Whether that thread sleeps in one operation of torch or between ranks for so long, and the
     process computes nothing meanwhile. Takes these seconds in any case. False where nobody can say:
     a device computes unseen, and one that was stopped, or waits for a core or a disk, does not
     sleep."""
-    known = not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    known = not _on_a_device()
     place, used = _place(thread.identity), time.process_time()
     for _ in range(_LOOKS):
         due = time.monotonic() + seconds / _LOOKS
@@ -54,6 +74,10 @@ def stuck(thread: Who, seconds: float) -> bool:
         known = known and not late and _sleeps(thread.native)
     busy = time.process_time() - used > BUSY * seconds
     return known and place is not None and place == _place(thread.identity) and not busy
+
+
+def _on_a_device() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _place(thread: int) -> tuple[int, int] | None:
