@@ -137,6 +137,19 @@ def test_in_the_first_step_of_a_generation_three_times_as_long_is_waited() -> No
     assert world.passes(1.0, 0, 1, 2, 3) == [(2, "behind")]
 
 
+def test_a_worker_whose_first_report_is_of_its_third_step_has_told_what_a_step_takes() -> None:
+    """Steps may be shorter than the time between two reports, and the third one is the last."""
+    members, now = Members(1, 1), 100.0
+    lookout = Lookout(members, 2, deque(), 300.0, look={}.get)
+    members.expect(0, now)
+    body = {"rank": 0, "step": 3, "phase": "compute", "marks": 1, "first": 0, "events": []}
+    members.report(body | {"worked": [0.3, 2]}, now)
+    lookout.heard(members[0])
+    assert lookout.normal == pytest.approx(0.15)
+    now += 2.0
+    assert lookout.told(now)["normal"] == pytest.approx(0.15)
+
+
 def test_a_first_step_that_compiles_may_take_longer_still() -> None:
     world = World(4, 4, steps=1, compiles=True)
     for rank in (0, 1, 3):

@@ -155,17 +155,18 @@ class Lookout:
 
     def heard(self, member: Member) -> None:
         """A worker has reported. What counts is the step alone, as the worker has timed it: between
-        two a loader may wait, or a validation run."""
-        if self._furthest is None:
+        two a loader may wait, or a validation run. Its first report may be of its third step."""
+        seconds, steps = member.worked
+        if self._furthest is None and not steps:
             if member.phase == "compute":
                 self._furthest = member.step
             return
-        if member.step <= self._furthest:
+        if self._furthest is not None and member.step <= self._furthest:
             return
         self._furthest = member.step
         self._begun += 1
         before, counted = self._worked.get(member.rank, (0.0, 0))
-        seconds, steps = self._worked[member.rank] = member.worked
+        self._worked[member.rank] = member.worked
         if steps > counted:
             self._steps.append((seconds - before) / (steps - counted))
             while len(self._steps) > KEPT_STEPS:
