@@ -1,7 +1,7 @@
 """Many disturbed runs, one after the other, each with a verdict; a finished one is not done again.
 
-OUT/undisturbed-120/       the same run that nobody disturbs, of so many steps, once; for a shard
-                           undisturbed-120-1of2
+OUT/undisturbed-112/       the same run that nobody disturbs, of so many steps, once; for a shard
+                           undisturbed-112-1of2
 OUT/runs/tp-7-3/           one disturbed run: agents/ (what each said), faults/ (orders),
                            notices/, run (the run folder), result.json
 OUT/result.json            all of them; of a shard, result-1of2.json
@@ -87,7 +87,7 @@ class Task:
 
     @property
     def steps(self) -> int:
-        return max(4 * self.faults + 20, self.last + 2 * TAIL)
+        return max(4 * self.faults + 3 * TAIL, self.last + 2 * TAIL)
 
 
 def tasks(shapes: Sequence[Shape], faults: int) -> list[Task]:

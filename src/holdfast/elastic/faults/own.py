@@ -21,7 +21,7 @@ data:
   validation_fraction: 0.2
   processes: 1
 model: {{preset: null, layers: 2, dim: 16, heads: 2, kv_heads: 2, ffn_dim: 24}}
-train: {{batch_size: 16, microbatch_size: 2, optimizer: {{clip_norm: 0.05}}}}
+train: {{batch_size: 12, microbatch_size: 2, optimizer: {{clip_norm: 0.05}}}}
 """
 OVERRIDES = (
     "train.precision=float64", "train.evaluate.every=0", "checkpoint.every_steps=10",
