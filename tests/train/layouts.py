@@ -38,6 +38,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "fp32": {"train__precision": "fp32"},
     "bf16": {"train__precision": "bf16"},
     "small": {"train__batch_size": 8},  # two microbatches
+    "shallow": {"model__layers": 2},
+    "deep": {"model__layers": 4},
 }
 
 
@@ -79,8 +81,15 @@ def case(name: str) -> Case:
 
 def model_flags(name: str) -> str:
     """What of a name's words makes another curve: a single process heeds those."""
-    flags = ("qknorm", "untied", "fp32", "bf16", "small")
+    flags = ("qknorm", "untied", "fp32", "bf16", "small", "shallow", "deep")
     return "".join(f"{flag}." for flag in flags if flag in name)
+
+
+def of_one_model(*names: str) -> list[str]:
+    """These layouts, of a model no deeper than their longest pipeline needs: it takes half the
+    time."""
+    longest = max(layout.pp for name in names for layout in case(name).replicas)
+    return [f"{'deep' if longest > 2 else 'shallow'}.{name}" for name in names]
 
 
 def config_of(changes: dict[str, Any]) -> RunConfig:

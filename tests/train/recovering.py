@@ -64,7 +64,7 @@ DATA = cast(Batches, Data())
 
 def config_for(name: str, microbatches: int = 6) -> Any:
     changes = {"train__steps": 50, "train__batch_size": SIZE * microbatches}
-    return config_of({**case(name).changes, **changes})
+    return config_of({"model__layers": 2, **case(name).changes, **changes})
 
 
 def topology_for(name: str, generation: int, ranks: Sequence[int] | None = None) -> Topology:

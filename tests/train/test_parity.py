@@ -29,6 +29,7 @@ from tests.train.layouts import (
     engine_of,
     load_pieces,
     model_flags,
+    of_one_model,
     one_step,
     pieces,
     save_pieces,
@@ -97,6 +98,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("name", "steps"), CASES)
 def test_same_curve_in_float64(name: str, steps: int, references: Path, tmp_path: Path) -> None:
+    (name,) = of_one_model(name)
     alone, whole = reference(model_flags(name), steps, references)
     of = case(name)
     values = rank_values(
@@ -119,8 +121,9 @@ def test_same_curve_in_float64(name: str, steps: int, references: Path, tmp_path
 def test_same_curve_in_lower_precision(
     name: str, precision: str, tolerance: float, steps: int, references: Path
 ) -> None:
-    alone, _ = reference(f"{precision}.", steps, references)
-    arguments = {"name": f"{precision}.{name}", "steps": steps}
+    (name,) = of_one_model(f"{precision}.{name}")
+    alone, _ = reference(model_flags(name), steps, references)
+    arguments = {"name": name, "steps": steps}
     for value in rank_values(body, case(name).world_size, arguments, deadline=120):
         np.testing.assert_allclose(value["losses"], alone["losses"], rtol=tolerance, atol=0)
 
@@ -132,7 +135,7 @@ def test_replicas_of_one_layout_are_bit_equal(name: str) -> None:
     """1, 2 and 3 of them: every rank ends with the bits of its mesh rank in the others."""
     found: dict[int, set[tuple[Any, ...]]] = {0: set(), 1: set()}
     for replicas in (1, 2, 3):
-        arguments = {"name": f"{name}-dp{replicas}", "steps": STEPS}
+        arguments = {"name": f"shallow.{name}-dp{replicas}", "steps": STEPS}
         for rank, value in enumerate(rank_values(body, 2 * replicas, arguments, deadline=120)):
             curve = (*value["losses"], *value["norms"], value["digest"])
             found[rank % 2].add(curve)

@@ -25,7 +25,7 @@ from holdfast.parallel.torch_compat import mesh_caches
 from holdfast.spec.boxes import Box
 from holdfast.train.objective import NextToken
 from tests.ranks import RankContext, rank_values, run_ranks
-from tests.train.layouts import case, model_flags, topology_of
+from tests.train.layouts import case, model_flags, of_one_model, topology_of
 from tests.train.recovering import Survivor, config_for
 from tests.train.worlds import digest
 
@@ -57,7 +57,7 @@ def world(name: str, generation: int, ranks: Sequence[int] | None = None) -> Top
 
 def microbatches(name: str) -> int:
     """As its flags want it, else one for each stage of the deepest pipeline."""
-    return 2 if name.startswith("small.") else 4
+    return 2 if "small." in name else 4
 
 
 def begin(name: str, rank: RankContext) -> Survivor:
@@ -138,7 +138,8 @@ def _rebuilt(rank: RankContext, name: str, other: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_rebuild(name: str) -> None:
     size = case(name).world_size
-    arguments = {"name": name, "other": LAYOUTS[name]}
+    name, other = of_one_model(name, LAYOUTS[name])
+    arguments = {"name": name, "other": other}
     values = rank_values(_rebuilt, size, arguments, deadline=120)
     for value in values:
         _close(value["curve"], 1, ALIKE + MORE, name)
@@ -167,6 +168,7 @@ def _rebuilt_lower(rank: RankContext, name: str) -> list[dict[int, list[float]]]
 @pytest.mark.parametrize("name", ["bf16.tp2", "bf16.zero1.2", "bf16.pp2-shard2", "fp32.tp2"])
 def test_rebuild_in_lower_precision(name: str) -> None:
     """The copies that are computed with follow the state that was moved."""
+    (name,) = of_one_model(name)
     for undisturbed, rebuilt in rank_values(_rebuilt_lower, case(name).world_size, {"name": name}):
         assert undisturbed == rebuilt  # bit by bit
 
@@ -176,17 +178,18 @@ def test_rebuild_in_lower_precision(name: str) -> None:
 
 def _grown_and_shrunk(rank: RankContext) -> dict[int, list[float]]:
     """dp2 in ranks 0 and 1; rank 2 joins after step 2; rank 0 leaves after step 4."""
-    before, both, after = world("dp2", 1), world("tp2+one", 2), world("shard2", 3)
+    first, second, third = of_one_model("dp2", "tp2+one", "shard2")
+    before, both, after = world(first, 1), world(second, 2), world(third, 3)
     if rank.rank == 2:
-        made = Survivor(rank, "tp2+one", microbatches("tp2+one"))
+        made = Survivor(rank, second, microbatches(second))
         made.join(both, before, (0, 1, None), 2)
     else:
-        made = begin("dp2", rank)
+        made = begin(first, rank)
         made.train(2)
-        go_on(made, "tp2+one", both, (0, 1, None))
+        go_on(made, second, both, (0, 1, None))
     made.train(4)
     if rank.rank:
-        go_on(made, "shard2", after, (2, 1))
+        go_on(made, third, after, (2, 1))
         made.train(8)
     return dict(made.result()["curve"])
 
@@ -194,9 +197,9 @@ def _grown_and_shrunk(rank: RankContext) -> dict[int, list[float]]:
 def test_a_process_joins_and_another_leaves() -> None:
     """The one that leaves held half of a replica; the whole one beside it is enough."""
     first, second, third = rank_values(_grown_and_shrunk, 3)
-    _close(first, 1, 4)
-    _close(second, 1, 8)
-    _close(third, 3, 8)
+    _close(first, 1, 4, "shallow.")
+    _close(second, 1, 8, "shallow.")
+    _close(third, 3, 8, "shallow.")
 
 
 def _killed(rank: RankContext, name: str, dead: int, after: str) -> dict[int, list[float]]:
@@ -221,11 +224,12 @@ def _killed(rank: RankContext, name: str, dead: int, after: str) -> dict[int, li
     ],
 )  # fmt: skip
 def test_survivors_of_a_loss_go_on_from_what_they_hold(name: str, dead: int, after: str) -> None:
+    name, after = of_one_model(name, after)
     arguments = {"name": name, "dead": dead, "after": after}
     for result in run_ranks(_killed, case(name).world_size, arguments, dies={dead: "SIGKILL"}):
         if result.rank != dead:
             assert result.exit == 0, result.log
-            _close(result.value, 1, 4)
+            _close(result.value, 1, 4, name)
 
 
 # --- what is left behind --------------------------------------------------------------------
@@ -299,7 +303,7 @@ def _settled(bound: LeftBehind, seconds: float = 10.0) -> LeftBehind:
     ],
 )  # fmt: skip
 def test_thirty_rebuilds_leave_no_more_behind_than_three(cycle: str) -> None:
-    names = [f"small.{name}" for name in cycle.split()]
+    names = of_one_model(*(f"small.{name}" for name in cycle.split()))
     size = case(names[0]).world_size
     # After 3 and after 33 rebuilds each process has the same layout and place in it.
     arguments = {"cycle": names, "rebuilds": 33}
