@@ -1,9 +1,10 @@
 """Two steps, and one with a NaN, in forks of a process that has imported what a template does, for
 `test_preloads.py`.
 
-    python -m tests.elastic.preloading LAYOUT FOLDER
+    python -m tests.elastic.preloading FOLDER LAYOUT...
 
-Prints as JSON what of torch the template has beside torch itself, and what a rank imported more.
+Prints as JSON, by layout, what of torch the template has beside torch itself, and what a rank
+imported more. The templates are forks of this process, which has what they have in common.
 """
 
 from __future__ import annotations
@@ -30,7 +31,17 @@ from tests.train import layouts
 HEAVY = ("sympy", "torch._dynamo", "torch.distributed.fsdp")
 
 
-def main(name: str, folder: Path) -> None:
+def main(folder: Path, names: list[str]) -> None:
+    found = {}
+    for name in names:
+        here = folder / name
+        here.mkdir()
+        _succeeds([_forked(lambda: _template(name, here))])  # noqa: B023  (it is waited for)
+        found[name] = json.loads((here / "found").read_text())
+    print(json.dumps(found))
+
+
+def _template(name: str, folder: Path) -> None:
     case = layouts.case(name)
     of_one = case.replicas[0]
     degrees = {f"layout__{axis}": getattr(of_one, axis) for axis in ("pp", "dp_shard", "tp")}
@@ -42,10 +53,16 @@ def main(name: str, folder: Path) -> None:
         _forked(lambda rank=rank: _work(case, config, rank, folder, before))  # type: ignore[misc]
         for rank in range(case.world_size)
     ]
-    if any(os.waitpid(pid, 0)[1] for pid in children):
-        raise SystemExit("a rank failed")
+    _succeeds(children)
     more = [json.loads((folder / str(rank)).read_text()) for rank in range(case.world_size)]
-    print(json.dumps({"template": [n for n in HEAVY if n in before], "more": more}))
+    found = {"template": [n for n in HEAVY if n in before], "more": more}
+    (folder / "found").write_text(json.dumps(found))
+
+
+def _succeeds(children: list[int]) -> None:
+    codes = [os.waitpid(pid, 0)[1] for pid in children]
+    if any(codes):
+        raise SystemExit("a process failed")
 
 
 def _forked(work: Callable[[], None]) -> int:
@@ -76,4 +93,4 @@ def _work(case: layouts.Case, config: RunConfig, rank: int, folder: Path, before
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2:])
