@@ -11,9 +11,10 @@ plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,7 +194,12 @@ def assert_state_equal(
     return count
 
 
-def covers(whole: dict[str, np.ndarray], count: dict[str, int]) -> None:
-    """Every element is held by somebody."""
+def assert_all_state(whole: dict[str, np.ndarray], files: Iterable[Path], tolerance: float) -> None:
+    """What the ranks have saved, each in its file: equal to the whole, all of which is held by
+    somebody."""
+    count: dict[str, int] = {}
+    for file in files:
+        for name, number in assert_state_equal(whole, load_pieces(file), tolerance).items():
+            count[name] = count.get(name, 0) + number
     for name, values in whole.items():
         assert count.get(name, 0) >= prod(values.shape), name

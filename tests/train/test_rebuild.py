@@ -1,7 +1,8 @@
 """A layout that changes while the run lives: torn down in mid-run and rebuilt in the same
 processes, with other ranks or as another layout, and the curve goes on as if nothing had been.
 
-Every layout of `test_parity.py` and every kind of move between two is tried.
+Every layout of `test_parity.py` and every kind of move between two is tried; before the first move
+all parameters and moments are compared with a single process, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,7 +27,16 @@ from holdfast.parallel.torch_compat import mesh_caches
 from holdfast.spec.boxes import Box
 from holdfast.train.objective import NextToken
 from tests.ranks import RankContext, rank_values, run_ranks
-from tests.train.layouts import case, model_flags, of_one_model, topology_of
+from tests.train.layouts import (
+    assert_all_state,
+    case,
+    load_pieces,
+    model_flags,
+    of_one_model,
+    pieces,
+    save_pieces,
+    topology_of,
+)  # fmt: skip
 from tests.train.recovering import Survivor, config_for
 from tests.train.worlds import digest
 
@@ -121,6 +132,7 @@ def _rebuilt(rank: RankContext, name: str, other: str) -> dict[str, Any]:
     made.train(REBUILT)
     before = Rewind(made)
     made.train(ALIKE)
+    save_pieces(rank.folder / f"{rank.rank}.npz", pieces(made.engine))
     undisturbed, out = dict(made.curve), {"before": _where(made)}
     before.back(made)
     del before
@@ -135,12 +147,34 @@ def _rebuilt(rank: RankContext, name: str, other: str) -> dict[str, Any]:
     return out | {"curve": made.result()["curve"]}
 
 
+def _state_alone(rank: RankContext, flags: str) -> None:
+    made = begin(f"{flags}one", rank)
+    made.train(ALIKE)
+    save_pieces(rank.folder / "alone.npz", pieces(made.engine))
+
+
+@cache
+def state_alone(flags: str, folder: Path) -> dict[str, np.ndarray]:
+    """All parameters and moments after step 3, in a single process."""
+    here = folder / f"{flags}one"
+    here.mkdir()
+    rank_values(_state_alone, 1, {"flags": flags}, folder=here)
+    return {name: values for name, _, values in load_pieces(here / "alone.npz")}
+
+
+@pytest.fixture(scope="session")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("states")
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rebuild(name: str) -> None:
+def test_rebuild(name: str, states: Path, tmp_path: Path) -> None:
     size = case(name).world_size
     name, other = of_one_model(name, LAYOUTS[name])
     arguments = {"name": name, "other": other}
-    values = rank_values(_rebuilt, size, arguments, deadline=120)
+    values = rank_values(_rebuilt, size, arguments, deadline=120, folder=tmp_path)
+    whole = state_alone(model_flags(name), states)
+    assert_all_state(whole, [tmp_path / f"{rank}.npz" for rank in range(size)], 1e-10)
     for value in values:
         _close(value["curve"], 1, ALIKE + MORE, name)
         assert value["rebuilt"] == value["undisturbed"]  # bit by bit

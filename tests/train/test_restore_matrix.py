@@ -29,10 +29,9 @@ from holdfast.wire.secret import Secret
 from tests.checkpoint.support import Mover
 from tests.ranks import RankContext, rank_values
 from tests.train.layouts import (
-    assert_state_equal,
+    assert_all_state,
     case,
     config_of,
-    covers,
     engine_of,
     load_pieces,
     one_step,
@@ -167,9 +166,6 @@ def test_saved_under_a_resumed_under_b(a: str, b: str, runs: Path, tmp_path: Pat
     for found in rank_values(resume_body, ranks, arguments, folder=tmp_path, deadline=120):
         np.testing.assert_allclose(found, losses[SAVED:], rtol=1e-10, atol=0)
     for prefix, want, tolerance in (("restored", whole, 0.0), ("", final, 1e-10)):
-        count: dict[str, int] = {}
-        for rank in range(ranks):
-            held = load_pieces(tmp_path / f"{prefix}{rank}.npz")
-            for name, number in assert_state_equal(want, held, tolerance).items():
-                count[name] = count.get(name, 0) + number
-        covers(want, count)
+        assert_all_state(
+            want, [tmp_path / f"{prefix}{rank}.npz" for rank in range(ranks)], tolerance
+        )
