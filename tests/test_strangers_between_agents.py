@@ -7,7 +7,7 @@ import json
 import time
 from pathlib import Path
 
-from holdfast.policy.membership import Stage
+from holdfast.policy.membership import Phase, Stage
 from holdfast.policy.succession import Patience
 from holdfast.wire.auth import Aim
 from holdfast.wire.client import Client
@@ -28,6 +28,9 @@ def test_nobody_joins_or_leaves_for_a_stranger(tmp_path: Path) -> None:
         leader = next(agent for agent in agents if agent.reigns)
         coordinator = leader.follower.coordinator
         assert coordinator is not None
+        await until(
+            lambda: coordinator.reign.phase is Phase.TRAINING, "their leader to know", 120.0
+        )
 
         def state() -> tuple[object, ...]:
             reign = coordinator.reign
