@@ -92,7 +92,7 @@ def test_a_run_has_not_ended_before_its_last_checkpoint_is_in_the_bucket(
 def test_a_bucket_that_takes_nothing_any_more_is_not_waited_for_without_end(
     tmp_path: Path, proxy: Proxy
 ) -> None:
-    where = s3.location(proxy.address, f"gone-{id(proxy)}", timeout=5, retries=0)
+    where = s3.location(proxy.address, f"gone-{id(proxy)}", timeout=60, retries=0)
     run_file, folder = write_run_file(tmp_path), tmp_path / "run"
     proxy.rule = lambda request: (
         Fault(503, "SlowDown") if request.method == "PUT" and LAST in request.key else None

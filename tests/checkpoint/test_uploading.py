@@ -211,7 +211,7 @@ def test_a_bucket_that_is_away_at_the_start_stops_only_those_who_need_it(
 ) -> None:
     _, workers = _workers(start())
     workers.commit(1)
-    where = s3.location(proxy.address, timeout=1, retries=0)
+    where = s3.location(proxy.address, timeout=60, retries=0)
     proxy.rule = lambda request: Fault(503, "SlowDown")
     said: list[str] = []
     bring_back(FolderStore(tmp_path / "run"), where, "c", False, said.append)

@@ -27,9 +27,8 @@ from tests.ranks import RankContext, rank_values
 from tests.train.context_axis import apply_context_parallel
 from tests.train.layouts import (
     Case,
-    assert_state_equal,
+    assert_all_state,
     config_of,
-    covers,
     engine_of,
     load_pieces,
     one_step,
@@ -111,12 +110,7 @@ def test_same_curve(
         np.testing.assert_allclose(value["losses"], expected["losses"], rtol=1e-10, atol=0)
         np.testing.assert_allclose(value["norms"], expected["norms"], rtol=1e-10, atol=0)
         assert value["tokens"] == expected["tokens"]
-    count: dict[str, int] = {}
-    for rank in range(world):
-        held = load_pieces(tmp_path / f"{rank}.npz")
-        for key, number in assert_state_equal(whole, held, 1e-10).items():
-            count[key] = count.get(key, 0) + number
-    covers(whole, count)
+    assert_all_state(whole, [tmp_path / f"{rank}.npz" for rank in range(world)], 1e-10)
 
 
 def model() -> ModelConfig:
