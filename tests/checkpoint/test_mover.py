@@ -387,10 +387,22 @@ def test_it_ends_with_its_agent_and_tells_nobody_the_secret(tmp_path: Path) -> N
     assert Path(line.socket).stat().st_mode & 0o077 == 0
     os.close(write)  # what the kernel does when the agent is killed
     watched = os.pidfd_open(process.pid)
-    assert select.select([watched], [], [], 1.0)[0], "still there after a second"
+    assert select.select([watched], [], [], 5.0)[0], "it outlives its agent"
     os.close(watched)
     process.wait()
     process.stdout.close()
+
+
+def test_a_mover_that_starts_while_the_run_folder_is_away_says_so(tmp_path: Path) -> None:
+    away = tmp_path / "run"
+    away.symlink_to(away)
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast.checkpoint.mover"], check=False, timeout=60,
+        input=boot(away, tmp_path, -1).to_line(), capture_output=True, start_new_session=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    (sentence,) = done.stderr.decode().splitlines()
+    assert sentence.startswith(f"{away}: the run folder failed: Too many levels of symbolic links")
 
 
 def test_sigterm_finishes_the_saves_under_way(start: Start) -> None:

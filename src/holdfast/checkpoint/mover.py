@@ -284,11 +284,11 @@ def main() -> None:
     boot = MoverBoot.from_line(sys.stdin.buffer.readline())
     if boot.lifeline >= 0:
         lifeline.watch(boot.lifeline)
-    service = Service(open_store(boot.store), boot.settings)
     try:
+        service = Service(open_store(boot.store), boot.settings)
         _own_folder(Path(boot.socket).parent)
         peers = _neighbours(boot, service)
-    except UserError as error:  # an address that cannot be listened on
+    except UserError as error:  # a run folder that is away, an address that cannot be listened on
         print(error, file=sys.stderr)
         sys.exit(error.exit_code)
     uploader = _uploader(boot, service)
