@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 from tests.ranks import wait_until
 
@@ -22,6 +25,16 @@ def state(pid: int) -> str:
 def runs(pid: int) -> bool:
     """Whether it has not ended; a zombie that nobody has reaped has."""
     return state(pid) not in ("", "Z", "X")
+
+
+def children_of(pid: int, module: str, recursive: bool = False) -> list[psutil.Process]:
+    """Those that run a Python module; one that has ended runs nothing, reaped or not."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=recursive):
+        with suppress(psutil.NoSuchProcess):
+            if module in child.cmdline():
+                found.append(child)
+    return found
 
 
 def stop(pid: int) -> None:

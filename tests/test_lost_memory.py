@@ -7,14 +7,11 @@ would begin again at step 0.
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from holdfast.checkpoint.restore import Checkpoint, listing
@@ -23,6 +20,7 @@ from holdfast.spec.boxes import whole
 from holdfast.wire.journal import follow, read
 from holdfast.wire.runstore import FolderStore
 from tests.cli.support import apart, secret_file, staging, start, write_run_file
+from tests.processes import children_of
 
 STEPS = 60
 KILL_AT = 20
@@ -82,13 +80,8 @@ def _kill_the_mover(agent: int, folder: Path) -> None:
     deadline.start()
     for records in follow(FolderStore(folder), poll=0.05, stop=end):
         if any(isinstance(r.event, SnapshotKept) and r.event.step >= KILL_AT for r in records):
-            movers = [
-                child.pid
-                for child in psutil.Process(agent).children(recursive=True)
-                if "holdfast.checkpoint.mover" in child.cmdline()
-            ]
-            assert len(movers) == 1
-            os.kill(movers[0], signal.SIGKILL)
+            (mover,) = children_of(agent, "holdfast.checkpoint.mover", recursive=True)
+            mover.kill()
             break
     else:
         pytest.fail("no snapshot reached the staging machine")

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -20,6 +19,7 @@ from holdfast.spec.manifest import parse_commit_key
 from holdfast.wire.journal import read
 from holdfast.wire.runstore import FolderStore
 from tests.cli.support import start, within, write_run_file
+from tests.processes import children_of
 
 DEADLINE = 90.0
 SETTINGS = (
@@ -73,12 +73,7 @@ def _newest(folder: Path) -> int:
 
 
 def _movers(agent: int) -> list[psutil.Process]:
-    found = []
-    for child in psutil.Process(agent).children():
-        with suppress(psutil.NoSuchProcess):
-            if "holdfast.checkpoint.mover" in child.cmdline():  # empty of one that has ended
-                found.append(child)
-    return found
+    return children_of(agent, "holdfast.checkpoint.mover")
 
 
 def _until(holds: Callable[[], bool]) -> None:

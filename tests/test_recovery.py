@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import psutil
 import pytest
 from numpy.typing import NDArray
 
@@ -41,6 +40,7 @@ from holdfast.wire.journal import follow, read
 from holdfast.wire.runstore import FolderStore
 from tests.cli.support import apart, start, within
 from tests.elastic.faulty import DEEDS
+from tests.processes import children_of
 from tests.ranks import ROOT
 
 STEPS = 40
@@ -114,10 +114,7 @@ class Run:
 
     def children(self, module: str) -> list[int]:
         """Children of the agent that run a module."""
-        return [
-            child.pid for child in psutil.Process(self.process.pid).children()
-            if module in child.cmdline()
-        ]  # fmt: skip
+        return [child.pid for child in children_of(self.process.pid, module)]
 
     def finish(self) -> None:
         self._reader.join(DEADLINE)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,7 @@ from tests.data.corpus import (
     text_source,
     tree,
 )
+from tests.processes import children_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -210,10 +210,8 @@ def test_a_preparing_process_that_dies_is_named_and_costs_its_unit_only(tmp_path
 
     def kill(what: str, done: int, total: int) -> None:
         if (what, done) == ("tokenising", 2):
-            for child in psutil.Process().children():
-                with suppress(psutil.NoSuchProcess):  # one of another test, that has just ended
-                    if "holdfast.data.pool" in child.cmdline():
-                        child.kill()
+            for child in children_of(os.getpid(), "holdfast.data.pool"):
+                child.kill()
 
     with pytest.raises(HoldfastError, match="a preparing process ended with -9"):
         prepare(config, say=lambda _: None, progress=kill)

@@ -65,8 +65,12 @@ class Trap:
 
 
 def _led(agents: list[FleetAgent], store: FolderStore) -> bool:
-    """By one of them, in the newest term; all work in the newest generation, which is theirs."""
-    if [a.follower.seat.term for a in agents if a.reigns] != [newest_term(store)[0]]:
+    """By one of them, in the newest term; all work in the newest generation, which is theirs, and
+    the one who leads has heard so: what breaks before ends no training."""
+    leaders = [
+        (a.follower.seat.term, c.reign.phase) for a in agents if (c := a.follower.coordinator)
+    ]
+    if leaders != [(newest_term(store)[0], Phase.TRAINING)]:
         return False
     newest = newest_generation(store)
     if not working(agents) or agents[0].work.at != newest:
