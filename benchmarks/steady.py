@@ -8,7 +8,9 @@ cannot be left out (floor): one copy of the state, one hash of it, the peer's by
 socket into warm memory and a hash there. So neither neighbours nor the age of the run decide.
 
     step ms      off, on and floor: the median step, first steps of a stretch left out
-    blocked ms   of a step's time, in the training thread, for tiers: median, and the worst rank's
+    blocked ms   of a step's time, in the training thread, for tiers: median, and the worst rank's;
+                 below them what that consists of, and the same of a plain memcpy of as many bytes
+                 in that thread, in the stretches that are floor
     least        the same work as two nodes must divide it, with signed messages and nothing else
                  (`steadying.least`), over the floor; decided: with Holdfast's messages, manifests,
                  checks, an agent that is told, and nothing else (`steadying.decided`)
@@ -32,15 +34,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from benchmarks.paired import Estimate, estimate
 from benchmarks.recovering.ours import ROOT, environment, prepare
 from benchmarks.steadying import requests
-from benchmarks.steadying.worker import KINDS, LINES, STRETCH, kind_of
+from benchmarks.steadying.worker import COPIED, KINDS, LINES, PARTS, STRETCH, kind_of
 
 RUN_FILE = """\
 name: steady
@@ -64,6 +68,8 @@ CASES = {"replicated": (), "dp_shard 2": ("layout.dp_shard=2",)}
 STATE = 12
 """Bytes of a parameter: itself and its two moments."""
 WORLD = 2
+WORST = 3
+"""So many of the worst blocked steps are told in their parts."""
 OURS = ("agents", "movers", "workers")
 HEAD = (
     f"{'':<12}{'rounds':>7}{'step ms: off':>14}{'on':>8}{'floor':>8}{'blocked ms':>12}{'worst':>8}"
@@ -73,12 +79,13 @@ HEAD = (
 
 @dataclass
 class Stretch:
-    """Steps of one kind that followed each other. cpu: seconds of each kind of process."""
+    """Steps of one kind that followed each other. blocked: of each step, seconds of `PARTS` of the
+    rank whose sum is higher. cpu: seconds of each kind of process."""
 
     kind: str
     steps: int
     times: list[float]
-    blocked: list[float]
+    blocked: list[dict[str, float]]
     cpu: dict[str, float]
 
     @property
@@ -94,12 +101,22 @@ class SilentError(Exception):
     """The run ended, or did not go on."""
 
 
+class Line(NamedTuple):
+    """What a rank tells of a step. when: seconds since the epoch; spent: seconds of `PARTS`."""
+
+    when: float
+    step: int
+    rank: int
+    spent: dict[str, float]
+
+
 @dataclass
 class Run:
     """Two agents, and what their workers tell."""
 
     run_file: Path
     folder: Path
+    nbytes: int
     settings: tuple[str, ...]
     stretch: int
     seconds: float
@@ -107,7 +124,8 @@ class Run:
 
     def __enter__(self) -> Run:
         environ = environment(**{
-            STRETCH: str(self.stretch), LINES: str(self.folder.with_suffix(".lines"))
+            STRETCH: str(self.stretch), LINES: str(self.folder.with_suffix(".lines")),
+            COPIED: str(self.nbytes // WORLD),
         })  # fmt: skip
         self.folder.with_suffix(".lines").touch()
         for number in range(WORLD):
@@ -126,22 +144,23 @@ class Run:
                 os.killpg(agent.pid, signal.SIGKILL)
             agent.wait()
 
-    def lines(self) -> list[tuple[float, int, int, float]]:
+    def lines(self) -> list[Line]:
         found = []
         for text in self.folder.with_suffix(".lines").read_text().splitlines(keepends=True):
             if text.endswith("\n"):
-                when, step, rank, spent = text.split()
-                found.append((float(when), int(step), int(rank), float(spent)))
+                when, step, rank, *spent = text.split()
+                parts = dict(zip(PARTS, map(float, spent), strict=True))
+                found.append(Line(float(when), int(step), int(rank), parts))
         return found
 
-    def until(self, step: int) -> list[tuple[float, int, int, float]]:
+    def until(self, step: int) -> list[Line]:
         """Every rank has ended `step`. Raises SilentError."""
         deadline, seen = time.monotonic() + self.seconds, 0
         while True:
             found = self.lines()
             if len(found) > seen:
                 deadline, seen = time.monotonic() + self.seconds, len(found)
-            if sum(line[1] == step for line in found) == WORLD:
+            if sum(line.step == step for line in found) == WORLD:
                 return found
             if time.monotonic() > deadline or any(a.poll() is not None for a in self.agents):
                 raise SilentError(f"step {step} did not come")
@@ -203,10 +222,16 @@ def followed(run: Run, bare: tuple[Bare, ...], first: int) -> Stretch:
     cpu = {name: after[name] - before[name] for name in after}
     cpu |= {each.name: each.cpu - spent[each.name] for each in bare}
     found = run.until(last)
-    times = [min(line[0] for line in found if line[1] == step) for step in range(first, last + 1)]
-    blocked = [max(line[3] for line in found if line[1] == step)
-               for step in range(first + 1, last + 1)]  # fmt: skip
+    times = [min(e.when for e in found if e.step == step) for step in range(first, last + 1)]
+    blocked = [
+        max((e.spent for e in found if e.step == step), key=_sum)
+        for step in range(first + 1, last + 1)
+    ]
     return Stretch(kind, last - first, times, blocked, cpu)
+
+
+def _sum(spent: Mapping[str, float]) -> float:
+    return sum(spent.values())
 
 
 def measure(run: Run, bare: tuple[Bare, ...], rounds: int) -> list[Stretch]:
@@ -224,7 +249,7 @@ def row(name: str, stretches: list[Stretch]) -> str:
     ]
     of = {kind: [r[kind] for r in rounds] for kind in ("off", "on", "floor")}
     step = {kind: 1e3 * statistics.median(s.step for s in of[kind]) for kind in of}
-    blocked = [b for s in of["on"] for b in s.blocked]
+    blocked = [_sum(b) for s in of["on"] for b in s.blocked]
     wall = estimate([r["on"].step / r["off"].step for r in rounds])
     added = [r["on"].cpu_step - r["off"].cpu_step for r in rounds]
     bare = [s.cpu["floor"] / s.steps for s in of["floor"]]
@@ -235,6 +260,21 @@ def row(name: str, stretches: list[Stretch]) -> str:
         f"{1e3 * statistics.median(blocked):12.2f}{1e3 * max(blocked):8.2f}{wall!s:>22}"
         f"{1e3 * statistics.median(added):14.1f}{1e3 * statistics.median(bare):8.1f}"
         f"{ratio!s:>22}{agents:8.1%}"
+    )
+
+
+def held_up(stretches: list[Stretch]) -> str:
+    """What the worst blocked steps consist of, and what a memcpy takes in that thread."""
+    on = sorted((b for s in stretches if s.kind == "on" for b in s.blocked), key=_sum)
+    worst = "; ".join(
+        " + ".join(f"{name} {1e3 * part:.2f}" for name, part in each.items() if part >= 1e-4)
+        for each in on[: -1 - WORST : -1]
+    )
+    bare = [1e3 * b["memcpy"] for s in stretches if s.kind == "floor" for b in s.blocked]
+    return (
+        f"{'':<12} blocked, the worst of {len(on)}, ms: {worst}\n"
+        f"{'':<12} memcpy of as much in that thread, ms: median {statistics.median(bare):.2f}, "
+        f"worst of {len(bare)} {max(bare):.2f}"
     )
 
 
@@ -300,9 +340,10 @@ def main() -> int:
             )  # fmt: skip
             try:
                 told = (*given, *changes)
-                with Run(run_file, place, told, settings.stretch, settings.seconds) as run:
+                with Run(run_file, place, nbytes, told, settings.stretch, settings.seconds) as run:
                     stretches = measure(run, bare, settings.rounds)
-                print(row(case, stretches), by_kind(stretches), sep="\n", flush=True)
+                told_of = (row(case, stretches), held_up(stretches), by_kind(stretches))
+                print(*told_of, sep="\n", flush=True)
                 kept = sum(
                     text.count('"snapshot_kept"') for path in place.rglob("*.jsonl")
                     for text in [path.read_text()]

@@ -1,9 +1,10 @@
 """A worker of `benchmarks.steady`: the real one, which captures in some stretches of steps only.
 
 Steps come in stretches; what a stretch is for follows from the step's number alone (`kind_of`), so
-all ranks agree. In those that are not "on" nothing is captured, so nothing is hashed or sent. Each
-step is told by one line: `seconds since the epoch, step, rank, seconds that the training thread
-spent in the saver`.
+all ranks agree. In those that are not "on" nothing is captured, so nothing is hashed or sent. In
+those that are "floor" the training thread copies as many bytes itself, at the end of each step:
+what the scheduler makes of a plain memcpy under this load. Each step is told by one line: `seconds
+since the epoch, step, rank`, then the seconds that the training thread spent in each of `PARTS`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
+
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.wire.secret import Secret
 
-STRETCH, LINES = "STEADY_STRETCH", "STEADY_LINES"
+STRETCH, LINES, COPIED = "STEADY_STRETCH", "STEADY_LINES", "STEADY_COPIED"
+PARTS = ("ready", "capture", "fence", "announce", "memcpy")
+"""Methods of the saver, and the bare copy in stretches that are floor."""
 KINDS = ("off", "on", "floor", "floor", "on", "off")
 
 
@@ -34,7 +39,9 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
 
     stretch = int(os.environ[STRETCH])
     lines = os.open(os.environ[LINES], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    spent = [0.0]
+    spent = dict.fromkeys(PARTS, 0.0)
+    source = np.ones(int(os.environ[COPIED]), np.uint8)
+    target = np.ones_like(source)
     by_steps, report = _Loop._by_steps, _Loop._report
 
     def timed(name: str) -> None:
@@ -45,7 +52,7 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
             try:
                 return plain(*given, **named)
             finally:
-                spent[0] += time.perf_counter() - begun
+                spent[name] += time.perf_counter() - begun
 
         setattr(ArenaSaver, name, wrapped)
 
@@ -54,11 +61,15 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
 
     def telling(self: _Loop, batch: Any, *given: Any) -> None:
         report(self, batch, *given)
-        said = f"{time.time()} {batch.step} {self.rank} {spent[0]}\n"
-        spent[0] = 0.0
-        os.write(lines, said.encode())
+        if kind_of(batch.step, stretch) == "floor":
+            begun = time.perf_counter()
+            np.copyto(target, source)
+            spent["memcpy"] = time.perf_counter() - begun
+        said = (time.time(), batch.step, self.rank, *spent.values())
+        spent.update(dict.fromkeys(PARTS, 0.0))
+        os.write(lines, (" ".join(map(str, said)) + "\n").encode())
 
-    for name in ("ready", "capture", "fence", "announce"):
+    for name in PARTS[:-1]:
         timed(name)
     _Loop._by_steps = some  # type: ignore[method-assign]
     _Loop._report = telling  # type: ignore[method-assign]
