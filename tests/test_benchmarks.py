@@ -151,7 +151,8 @@ def test_stretches_of_the_steady_run_hold_each_kind_once_a_round() -> None:
 def test_what_the_steady_run_adds_is_told_over_the_bare_work() -> None:
     def stretch(kind: str, step: float, cpu: float, floor: float) -> Stretch:
         seconds = {"agents": 0.1, "movers": 0.0, "workers": cpu, "floor": floor}
-        return Stretch(kind, 10, [step * at for at in range(11)], [0.001, 0.002], seconds)
+        blocked = [{"fence": 0.0004, "copy": 0.0006}, {"copy": 0.002}]
+        return Stretch(kind, 10, [step * at for at in range(11)], blocked, seconds)
 
     kinds = {"off": stretch("off", 0.1, 1.0, 0.0), "on": stretch("on", 0.101, 1.13, 0.0),
              "floor": stretch("floor", 0.1, 1.0, 0.1)}  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.events import GenerationStarted, Record, StepDone, StopRequested
+from holdfast.events import Evaluated, GenerationStarted, Record, StepDone, StopRequested
 from holdfast.spec.lineage import Once, split
 
 
@@ -69,6 +69,17 @@ def test_what_is_told_once_more_counts_once() -> None:
     kept = [*once(records[:7]), *once(records[7:])]
     assert [r.event.step for r in kept if isinstance(r.event, StepDone)] == list(range(1, 9))
     assert [r for r in kept if r.generation == 2 and r.event.step < 5] == []
+
+
+def test_a_validation_that_is_told_once_more_counts_once() -> None:
+    def validation(generation: int, number: int) -> Record:
+        return record(generation, Evaluated(1.0, 1.0, 1, 1.0, step=number))
+
+    first = [start(1, 0), step(1, 1), step(1, 2), validation(1, 2), start(2, 2)]
+    assert Once()([*first, validation(2, 2), step(2, 3)]) == [*first, step(2, 3)]
+    untold = [each for each in first if each != validation(1, 2)]
+    kept, _ = split(Once()([*untold, validation(2, 2), step(2, 3)]))
+    assert kept == [*untold, validation(2, 2), step(2, 3)]
 
 
 def test_what_nobody_lived_to_tell_is_taken_from_who_tells_it_late() -> None:

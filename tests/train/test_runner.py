@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from holdfast.config.run import RunConfig
-from holdfast.errors import NonFiniteError
-from holdfast.events import Event
+from holdfast.errors import NonFiniteError, PeerLostError
+from holdfast.events import Evaluated, Event
 from holdfast.layout import Layout, place
 from holdfast.policy.save import Into
 from holdfast.spec.boxes import Box
 from holdfast.train.build import Session, build
+from holdfast.train.recover import recover
 from holdfast.train.runner import Outcome, run
 from holdfast.train.state import LocalTensor
 from holdfast.train.vote import Wishes
@@ -263,3 +264,59 @@ def test_no_end_of_a_save_is_waited_for_that_never_began(config: dict[str, Any])
 
 def test_a_finished_run_does_nothing_more(config: dict[str, Any]) -> None:
     assert rank_values(_finished, 1, {"config": config}) == [["finished", STEPS, []]]
+
+
+class BrokenOff(World):
+    """A peer is lost as soon as this rank comes to `phase` of `step`."""
+
+    def __init__(self, step: int, phase: str, dies: bool) -> None:
+        super().__init__()
+        self._where, self._dies = (step, phase), dies
+
+    def progress(self, step: int, phase: str) -> None:
+        if (step, phase) == self._where:
+            raise PeerLostError("a peer is lost")
+
+    def emit(self, event: Event) -> None:
+        if not (self._dies and isinstance(event, Evaluated)):
+            super().emit(event)
+
+
+def _broken_off(
+    rank: RankContext, config: dict[str, Any], where: tuple[int, str], left: Sequence[int]
+) -> list[tuple[int, str]]:
+    """What is evaluated in both generations; those that are not `left` end with the first."""
+    session = _session(rank, RunConfig.model_validate(config), "broken")
+    session.engine.initialise(session.config.seed)
+    world = BrokenOff(*where, dies=rank.rank not in left)
+    with pytest.raises(PeerLostError):
+        _run(session, rank.rank, world)
+    if rank.rank in left:
+        me, topology = left.index(rank.rank), place(Layout(len(left)), 2, ("node",) * len(left))
+        found = recover(session, topology, me, rank.store("next"), left, step=0, seconds=60)
+        session, later = found.session, World()
+        outcome = _run(session, me, later, found.step)
+        assert outcome.kind == "finished"
+        world.log += [*found.events, *later.log]
+    session.close()
+    return [(e.step, e.loss.hex()) for e in world.events("evaluated")]
+
+
+@pytest.mark.parametrize(
+    ("where", "left"),
+    [
+        ((3, "evaluate"), [0, 1]),
+        ((3, "evaluate"), [1]),
+        ((4, "compute"), [0, 1]),
+        ((4, "compute"), [1]),
+    ],
+    ids=["in it", "in it, rank 0 lost", "after it", "after it, rank 0 lost untold"],
+)
+def test_a_validation_that_broke_off_is_done_by_those_who_go_on(
+    config: dict[str, Any], where: tuple[int, str], left: list[int]
+) -> None:
+    """None that was told of is done twice, and one that rank 0 did not live to tell is told."""
+    (alone,) = rank_values(_whole_run, 1, {"config": config})
+    found = rank_values(_broken_off, 2, {"config": config, "where": where, "left": left})
+    told = sorted(tuple(each) for value in found for each in value)
+    assert told == [(step, loss) for step, loss, *_ in alone["evaluated"]]

@@ -4,15 +4,15 @@ A generation begins from the state after some step. What an older generation did
 step was lost with it and done again; those records stay in the journal (they are the visible
 cost of a failure) but are not part of the run's history.
 
-Survivors tell once more of the last steps of a rank 0 that may not have lived to tell of them. A
-line that says what was said before is no news, and is left out.
+Survivors tell once more of the last steps, and of the newest validation, of a rank 0 that may not
+have lived to tell of them. A line that says what was said before is no news, and is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.events import Event, GenerationStarted, Record, StepDone
+from holdfast.events import Evaluated, Event, GenerationStarted, Record, StepDone
 
 
 def starts(records: Iterable[Record]) -> dict[int, int]:
@@ -47,8 +47,8 @@ _REMEMBERED = 4096  # steps; those that are told once more are the last few
 
 
 class Once:
-    """Leaves out steps that are told once more. Feed it a journal's records in order, in as many
-    pieces as they come.
+    """Leaves out steps and validations that are told once more. Feed it a journal's records in
+    order, in as many pieces as they come.
 
     A generation's own steps come after the one that it began from; one up to that is of an older
     generation, and new only where none of those had told of it.
@@ -59,7 +59,8 @@ class Once:
         generation counts as lost where one in between is not known."""
         self._all_starts = all_starts
         self._starts: dict[int, int] = {}
-        self._told: dict[int, int] = {}  # step -> the newest generation that told of it, lately
+        # Kind and step of what was told lately -> the newest generation that told of it.
+        self._told: dict[tuple[str, int], int] = {}
 
     def __call__(self, records: Sequence[Record]) -> list[Record]:
         self._starts |= starts(records)
@@ -69,11 +70,11 @@ class Once:
         """Whether an event of `generation` says what was not said before; it counts as said now."""
         if isinstance(event, GenerationStarted):
             self._starts[generation] = event.step
-        if not isinstance(event, StepDone):
+        if not isinstance(event, StepDone | Evaluated):
             return True
-        step = event.step
-        before = self._told.pop(step, None)
-        self._told[step] = generation if before is None else max(before, generation)
+        step, what = event.step, (event.kind, event.step)
+        before = self._told.pop(what, None)
+        self._told[what] = generation if before is None else max(before, generation)
         if len(self._told) > _REMEMBERED:
             del self._told[next(iter(self._told))]
         older = step <= self._starts.get(generation, -1)

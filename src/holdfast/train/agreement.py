@@ -39,7 +39,8 @@ class Said:
     """What one process says of itself.
 
     intact: what lies inside its replica can be used. verdict: of step `verdict_step`, the newest
-    that it knows. tokens, loss: of the step whose whole gradient it holds, if they are `counted`
+    that it knows. validated: the newest step up to which every validation was computed, as far
+    as it knows. tokens, loss: of the step whose whole gradient it holds, if they are `counted`
     and finite; squares: of what it answers for in that gradient. computed: the microbatches that
     it has computed of a step of which it has not `summed` anything.
     """
@@ -48,6 +49,7 @@ class Said:
     intact: bool = False
     verdict: Verdict | None = None
     verdict_step: int = 0
+    validated: int = 0
     counted: bool = False
     tokens: int = 0
     loss: float = 0.0
@@ -70,7 +72,7 @@ def said_by(engine: StepEngine, step: int) -> Said:
     counts = account is not None and account.finite and not engine.rejected
     return Said(
         Holding(applied, stage, engine.summed),
-        held.intact, engine.verdict, engine.verdict_step,
+        held.intact, engine.verdict, engine.verdict_step, engine.validated or 0,
         counted=whole and counts,
         tokens=account.tokens if whole and account is not None else 0,
         loss=account.loss if whole and account is not None else 0.0,
@@ -86,6 +88,8 @@ class Agreement:
     verdict: of the step that all are at, where anybody knows it. came_from: as told, without those
     who have no state after all. kept: the replicas of the new topology whose inside stays.
     computed: what each of them has of the next step, which goes on; empty where it begins anew.
+    validated: the newest step up to which every validation was computed; validators: who knows of
+    that, by new rank.
     """
 
     resolution: Resolution
@@ -93,6 +97,8 @@ class Agreement:
     came_from: tuple[int | None, ...]
     kept: frozenset[int]
     computed: Computed = ()
+    validated: int = 0
+    validators: tuple[int, ...] = ()
 
 
 def agree(
@@ -144,7 +150,9 @@ def conclude(
         replica.index for replica in topology.replicas if _stays(replica, before, stayed, said)
     )
     computed = _computed(found, kept, topology, before, said)
-    return Agreement(found, known, stayed, kept, computed)
+    newest = [0 if was is None else s.validated for s, was in zip(said, came_from, strict=True)]
+    validators = tuple(rank for rank, step in enumerate(newest) if step and step == max(newest))
+    return Agreement(found, known, stayed, kept, computed, max(newest), validators)
 
 
 def _computed(
@@ -216,11 +224,12 @@ def _encode(said: Said, most: int) -> list[int]:
     stage = _STAGES.index(said.holding.stage)
     bits = sum(1 << leaf for leaf in said.computed)
     mask = [bits >> at & (1 << _BITS) - 1 for at in range(0, most, _BITS)]
-    return [applied, stage, flags, said.tokens, *numbers, said.verdict_step, *verdict, *mask]
+    return [applied, stage, flags, said.tokens, *numbers, said.verdict_step, said.validated,
+            *verdict, *mask]  # fmt: skip
 
 
 def _decode(words: Sequence[int]) -> Said:
-    applied, stage, flags, tokens, loss, squares, step, *rest = words
+    applied, stage, flags, tokens, loss, squares, step, validated, *rest = words
     verdict, mask = rest[:VERDICT_WORDS], rest[VERDICT_WORDS:]
     computed = tuple(
         _BITS * at + bit for at, word in enumerate(mask) for bit in range(_BITS) if word >> bit & 1
@@ -229,5 +238,5 @@ def _decode(words: Sequence[int]) -> Said:
     return Said(
         Holding(None if applied < 0 else applied, _STAGES[stage], bool(flags & _SUMMED)),
         bool(flags & _INTACT), verdict_of(verdict) if flags & _VERDICT else None, step,
-        bool(flags & _COUNTED), tokens, numbers[0], numbers[1], computed,
+        validated, bool(flags & _COUNTED), tokens, numbers[0], numbers[1], computed,
     )  # fmt: skip

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from holdfast.config.train import TrainConfig
 from holdfast.errors import JumpError, NonFiniteError, PeerLostError
+from holdfast.events import Evaluated
 from holdfast.parallel.groups import Groups
 from holdfast.parallel.norm import clip_factor
 from holdfast.parallel.torch_compat import is_peer_loss
@@ -129,6 +130,8 @@ class StepEngine:
     rank that knows. jump: what it found of the newest step.
     voted: the last few steps that this process has applied, each with its verdict; a session that
     is built anew takes them along. untold: a step that was applied and that nobody has told of yet.
+    validated: the newest step up to which every validation was computed, as far as this rank knows;
+    None until it trains. validation: the newest one that it has computed itself.
     """
 
     def __init__(
@@ -160,6 +163,8 @@ class StepEngine:
         self.account: Account | None = None
         self.voted: deque[tuple[int, Verdict]] = deque(maxlen=LATELY)
         self.untold = 0
+        self.validated: int | None = None
+        self.validation: Evaluated | None = None
         self._step = 0
         self._shares: Shares = ()
         self.batches: list[Microbatch] = []  # of the step that is open, or was last

@@ -1,7 +1,8 @@
 """What the journal would miss of a step that was applied by the survivors of a loss.
 
 Who applies a step in a recovery had not reported it. Rank 0 may be gone before it told of the last
-few steps: another rank tells of them once more, and readers count each once (`spec.lineage.Once`).
+few steps and of the newest validation: another rank that computed them, too, tells of them once
+more, and readers count each once (`spec.lineage.Once`).
 And whoever is gone may not have entered into the ledger what it fed: its entries are made again
 from the data, and marked, so that an audit does not count them twice if its own came after all.
 Ledgers travel on a thread of their own and may lag behind, so the last few steps are covered.
@@ -63,6 +64,9 @@ def missing_events(
     quiet = rank in found.resolution.appliers or engine.untold == step
     if rank == teller and (quiet or not lived):
         events += _steps(engine, found, 1 if lived else LATELY)
+    newest, told = engine.validation, lived and teller in found.validators
+    if newest is not None and newest.step > step - LATELY and not told:
+        events += [newest] * (rank in found.validators[:1])
     return events
 
 

@@ -95,7 +95,7 @@ def recover(
     here = before.generation == old.topology.generation
     control, found = entry.meet(said_by(engine, step) if here else NOTHING, came_from)
     past = Past.of(engine) if rank not in found.resolution.behind else None
-    voted, untold = engine.voted, engine.untold
+    voted, untold, validation = engine.voted, engine.untold, engine.validation
     kept = topology.coordinate(rank).replica in found.kept
     built: StepEngine | None = None
     try:
@@ -117,7 +117,7 @@ def recover(
             tensors = _taken(session, nothing=rank in found.resolution.behind)
             del engine, old
             engine = built = entry.build(session.config, control)
-            engine.voted, engine.untold = voted, untold
+            engine.voted, engine.untold, engine.validation = voted, untold, validation
             session = session_of(session.config, engine, session.batches, session.device)
         entry.lap("groups" if kept else "build")
         entry.fill(engine, tensors, found, control, kept)
@@ -241,6 +241,7 @@ class _Entry:
                 engine.parameters.refresh()
             self.lap("move")
         engine.stands_at(step)
+        engine.validated = found.validated
         if found.computed:
             leaves = engine.leaves(step + 1)
             base = self.dealer(leaves, len(self.topology.replicas))

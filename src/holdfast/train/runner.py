@@ -96,6 +96,7 @@ def run(
     )  # fmt: skip
     if start_step >= config.train.steps:
         return Outcome("finished", start_step)
+    loop.validate_what_broke_off(start_step)
     for batch in loader:
         stopping = loop.step(batch)
         if batch.step >= config.train.steps or stopping:
@@ -327,14 +328,26 @@ class _Loop:
                 step=batch.step,
             ))  # fmt: skip
 
+    def validate_what_broke_off(self, start_step: int) -> None:
+        """The validation after the step that survivors go on from, unless one of them computed it.
+        A checkpoint is announced after that of its step: who begins there owes none."""
+        if self.engine.validated is None:
+            self.engine.validated = start_step
+        if start_step > self.engine.validated:
+            self._evaluate(start_step)
+            self.watch.start()
+
     def _evaluate(self, step: int) -> None:
         every, last = self.config.train.evaluate.every, step >= self.config.train.steps
         if not last and not (every and step % every == 0):
             return
         begun = self.clock()
         found = self.evaluator.run(lambda: self.reporter.progress(step, "evaluate"))
-        if found is not None and self.rank == 0:
-            seconds = self.clock() - begun
-            self.reporter.emit(
-                Evaluated(found.loss, found.bits_per_byte, found.tokens, seconds, step=step)
-            )
+        self.engine.validated = step
+        if found is None:
+            return
+        seconds = self.clock() - begun
+        event = Evaluated(found.loss, found.bits_per_byte, found.tokens, seconds, step=step)
+        self.engine.validation = event
+        if self.rank == 0:
+            self.reporter.emit(event)
