@@ -97,7 +97,7 @@ def test_a_bucket_that_takes_nothing_any_more_is_not_waited_for_without_end(
     proxy.rule = lambda request: (
         Fault(503, "SlowDown") if request.method == "PUT" and LAST in request.key else None
     )
-    settings = (f"checkpoint.bucket={where}", "checkpoint.bucket_wait_seconds=2")
+    settings = (f"checkpoint.bucket={where}", "checkpoint.bucket_wait_seconds=10")
     found = apart("train", run_file, *settings)
     assert found.code == 1, found.err
     assert "stopped after step 6 (the bucket does not have step 6 yet: " in found.out + found.err

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from holdfast.events import FaultInjected, GenerationStarted
 from holdfast.wire.journal import read
 from holdfast.wire.runstore import FolderStore
@@ -15,21 +17,25 @@ DEADLINE = 900
 KINDS = "kill raise memory exit hang capture two two-kinds recovery mover template agent"
 
 
-def test_sixty_faults_are_recovered_from_and_not_done_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layouts", [["replicated", "tp"], ["dp_shard"]], ids=",".join)
+def test_sixty_faults_are_recovered_from_and_not_done_again(
+    tmp_path: Path, layouts: list[str]
+) -> None:
     """Three runs of 20 faults; `make chaos` does 1,000."""
+    runs = len(layouts)
     arguments = ("chaos", "--out", tmp_path / "out", "--seed", "11", "--nodes", "2", "--no-network",
-                 "--layout", "replicated,tp,dp_shard", "--faults", f"60 {KINDS}")  # fmt: skip
+                 "--layout", ",".join(layouts), "--faults", f"{20 * runs} {KINDS}")  # fmt: skip
     found = apart(*arguments, deadline=DEADLINE)
     assert found.code == 0, found.out + found.err
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["recovered"]
-    assert result["faults"] >= 50
-    assert [run["layout"] for run in result["runs"]] == ["replicated", "tp", "dp_shard"]
+    assert result["faults"] >= 17 * runs
+    assert [run["layout"] for run in result["runs"]] == layouts
     for run in result["runs"]:
         _each_hit_where_it_says(run, tmp_path / "out" / "runs" / run["run"] / "run")
     again = apart(*arguments)
     assert again.code == 0
-    assert again.err.count("done before") == 3
+    assert again.err.count("done before") == runs
 
 
 def test_the_node_that_leads_is_killed_in_each_transition_of_a_commit(tmp_path: Path) -> None:
