@@ -42,10 +42,10 @@ def _step(step: int) -> StepDone:
 
 
 @contextmanager
-def reporting(address: str, generation: int = 1) -> Iterator[Reporter]:
+def reporting(address: str, generation: int = 1, heartbeat: float = 0.01) -> Iterator[Reporter]:
     errors: list[BaseException] = []
     reporter = Reporter(
-        Client(address, SECRET, generation, patience=0.2), 0, heartbeat=0.01,
+        Client(address, SECRET, generation, patience=0.2), 0, heartbeat=heartbeat,
         on_error=errors.append,
     )  # fmt: skip
     reporter.errors = errors  # type: ignore[attr-defined]
@@ -155,6 +155,81 @@ def test_a_full_disk_holds_up_the_callable_and_no_event() -> None:
         assert reporter.flush(10)
     assert ran == list(range(10))
     assert [event.step for event in desk.events] == list(range(10))
+
+
+def test_a_callable_that_was_foretold_needs_no_request_of_its_own() -> None:
+    desk, ran = Desk(), threading.Event()
+    with controlling(desk.report) as control, reporting(control.address, heartbeat=90) as reporter:
+        reporter.foretell()
+        reporter.emit(_step(1))
+        wait_until(lambda: reporter._durable == 1, 60, "the step's events")
+        reporter.then(ran.set)
+        assert ran.wait(60)
+        assert [body["sync"] for body in desk.bodies] == [True]
+        assert [body["calls"] for body in desk.bodies] == [True]  # it is not taken for silent
+        reporter.emit(_step(2))
+        wait_until(lambda: len(desk.events) == 2, 60, "the next step's events")
+        assert (
+            desk.bodies[-1]["sync"] is desk.bodies[-1]["calls"] is False
+        )  # nothing else will come
+
+
+def test_a_foretold_callable_waits_for_what_is_not_durable_yet() -> None:
+    desk, ran = Desk(), threading.Event()
+    desk.stored = False
+    with controlling(desk.report) as control, reporting(control.address) as reporter:
+        reporter.foretell()
+        reporter.emit(_step(1))
+        reporter.then(ran.set)
+        wait_until(lambda: sum(b["sync"] for b in desk.bodies) >= 3, 60, "three attempts")
+        assert not ran.is_set()
+        desk.stored = True
+        assert ran.wait(60)
+
+
+def test_nobody_is_silent_who_was_not_expected_to_do_anything_else() -> None:
+    """A rank that feeds nothing has no events of a step: the agent hears of the callable first."""
+    desk, ran = Desk(), list[int]()
+    with controlling(desk.report) as control, reporting(control.address, heartbeat=90) as reporter:
+        for number in (1, 2):
+            reporter.then(lambda: ran.append(len(desk.bodies)))
+            wait_until(lambda number=number: len(ran) == number, 60, "the callable")  # type: ignore[misc]
+            reporter.emit(_step(number))
+            wait_until(lambda number=number: len(desk.events) == number, 60, "an event")  # type: ignore[misc]
+    assert ran == [1, 3]
+    assert [body["calls"] for body in desk.bodies] == [True, False, True, False]
+
+
+def test_what_nobody_waits_for_goes_along_with_what_comes_next() -> None:
+    desk, ran = Desk(), threading.Event()
+    with controlling(desk.report) as control, reporting(control.address, heartbeat=90) as reporter:
+        reporter.mention(_step(1))
+        reporter.then(ran.set)  # does not wait for it, but takes it along
+        assert ran.wait(60)
+        wait_until(lambda: len(desk.events) == 1, 60, "what was mentioned")
+        reporter.foretell()
+        reporter.emit(_step(2))
+        wait_until(lambda: len(desk.events) == 2, 60, "an event")
+        reporter.mention(_step(3))
+        ran.clear()
+        reporter.then(ran.set)
+        assert ran.wait(60)
+        assert len(desk.bodies) == 2
+        reporter.mention(_step(4))  # one may wait
+        wait_until(lambda: len(desk.events) == 4, 60, "both that were mentioned")
+        assert len(desk.bodies) == 3
+        reporter.mention(_step(5))
+        assert reporter.flush(60)
+    assert [event.step for event in desk.events] == [1, 2, 3, 4, 5]
+
+
+def test_training_that_waits_for_its_ledger_sends_what_was_mentioned() -> None:
+    desk = Desk()
+    with controlling(desk.report) as control, reporting(control.address, heartbeat=90) as reporter:
+        reporter.mention(_step(1))
+        reporter.catch_up(1)
+        assert reporter._patient
+    assert [event.step for event in desk.events] == [1]
 
 
 def test_a_callable_that_fails_holds_nobody_up() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.errors import CorruptError
 from holdfast.events import (
+    CheckpointCaptured,
     CheckpointFailed,
     CheckpointRejected,
     CheckpointRemoved,
@@ -71,6 +72,19 @@ def test_the_loss_is_one_incident_with_its_price() -> None:
     )
     assert "rank 1" in incident.title
     assert "SIGKILL" in incident.title
+
+
+def test_what_a_save_blocked_may_be_told_behind_its_commit() -> None:
+    """Nobody waits for it, so it comes with whatever a worker tells next."""
+    run = Scribe()
+    run.start()
+    run.generate()
+    run.steps(1, 5)
+    run.commit(5)
+    run.write(CheckpointCaptured(1, 0.25, 1000, step=5), after=0.25)
+    run.steps(6, 7)
+    (row,) = read(stored(run.records)).checkpoints
+    assert row.blocked == 0.25
 
 
 def test_sessions_generations_and_checkpoints() -> None:

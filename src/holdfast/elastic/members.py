@@ -19,8 +19,8 @@ class Member:
     counts how often it did within its step. asleep: by its own word it sleeps where ranks wait for
     each other. heard: when it last reported anything. answering: its
     report is not answered yet, so it cannot be heard. reporting: seconds of CPU that reports took
-    it. excused: what it reported was to be stored,
-    and it may do something else before it reports again."""
+    it. excused: by its own
+    word it may do something else before it reports again."""
 
     rank: int
     pid: int  # 0 until its fork is told
@@ -111,7 +111,7 @@ class Members:
         """
         rank = int(body["rank"])
         member = self._members[rank]
-        member.heard, member.answering, member.excused = now, True, bool(body.get("sync"))
+        member.heard, member.answering, member.excused = now, True, bool(body.get("calls"))
         if "pace" in body:
             seconds, microbatches = body["pace"]
             member.pace = (float(seconds), int(microbatches))

@@ -289,10 +289,19 @@ class _Builder:
         elif isinstance(event, CheckpointCommitted):
             self.checkpoints[event.key] = CheckpointRow(
                 event.step, record.generation, elapsed, event.key, event.bytes, event.seconds,
-                self.blocked.get(place, 0.0),
+                blocked=0.0,  # see `_rows`
             )  # fmt: skip
         elif isinstance(event, CheckpointRemoved) and event.key in self.checkpoints:
             self.checkpoints[event.key] = replace(self.checkpoints[event.key], removed=True)
+
+    def _rows(self) -> tuple[CheckpointRow, ...]:
+        """What training was blocked for a save may be told after its commit."""
+        blocked = self.blocked
+        rows = (
+            replace(row, blocked=blocked.get((row.generation, row.step), 0.0))
+            for row in self.checkpoints.values()
+        )
+        return tuple(sorted(rows, key=lambda row: (row.step, row.generation)))
 
     def history(self) -> History:
         wall = self.ledger.wall
@@ -310,7 +319,7 @@ class _Builder:
             tuple(self.evaluations[s] for s in sorted(self.evaluations)),
             tuple(self.generations[g] for g in sorted(self.generations)),
             tuple(self.sessions), tuple(self.book.incidents),
-            tuple(sorted(self.checkpoints.values(), key=lambda c: (c.step, c.generation))),
+            self._rows(),
             tuple(self.notices), self.ledger.totals(), wall,
             tuple(self.cadence[tier] for tier in sorted(self.cadence)),
         )  # fmt: skip

@@ -6,6 +6,10 @@ after everything queued before it has been acknowledged as durable: that is how 
 announced after the ledger of its steps, so that nobody ever knows of a checkpoint whose ledger
 might be missing. While it waits (a full disk), the events behind it go on to the agent, so that
 the run stays visible.
+
+Whoever knows beforehand that a callable will come says so (`foretell`): the events are made durable
+as they are posted then, and the callable needs no request of its own. What nobody waits for goes
+along with the next request (`mention`).
 """
 
 from __future__ import annotations
@@ -95,6 +99,10 @@ class Reporter:
         self._next = untold.next  # number of the next event
         self._first = self._next  # of the batch that is being sent
         self._calls: deque[tuple[int, Callable[[], None]]] = deque()  # events before it, the call
+        self._urgent = self._next  # the number behind the last event that is sent at once
+        self._durable = -1  # every event with a lower number is
+        self._foretold = 0  # calls that will come, and those that are there
+        self._excused = False  # whether the agent knows that one may be under way
         self._changed = threading.Condition()
         self._progress: tuple[int, str, int] = (0, "start", 0)
         self._said = self._progress  # with the last report
@@ -122,7 +130,26 @@ class Reporter:
         with self._changed:
             self._events.append((self._next, event))
             self._next += 1
-            self._changed.notify_all()
+            self._hurry()
+
+    def mention(self, event: Event) -> None:
+        """Queue an event that nobody waits for: it is sent with what comes next, or the next
+        heartbeat. At most one waits so; no callable does for it."""
+        with self._changed:
+            if self._events and self._events[-1][0] >= self._urgent:
+                self._hurry()
+            self._events.append((self._next, event))
+            self._next += 1
+
+    def _hurry(self) -> None:
+        self._urgent = self._next
+        self._changed.notify_all()
+
+    def foretell(self) -> None:
+        """Say that `then` will be called once more than it was: what is emitted until that has run
+        is made durable at once."""
+        with self._changed:
+            self._foretold += 1
 
     def progress(self, step: int, phase: str) -> None:
         """Say that this rank is alive, inside `phase` of `step`. Costs one assignment: it is
@@ -147,9 +174,9 @@ class Reporter:
         self._progress = (step, phase, marks + 1 if step == before else 1)
 
     def then(self, call: Callable[[], None]) -> None:
-        """Run `call` on the reporter's thread after all events queued so far are durable."""
+        """Run `call` on the reporter's thread after all events emitted so far are durable."""
         with self._changed:
-            self._calls.append((self._next, call))
+            self._calls.append((self._urgent, call))
             self._changed.notify_all()
 
     def outcome(self, kind: str, step: int, unsaved: str | None = None) -> None:
@@ -173,6 +200,7 @@ class Reporter:
         were not enough, or this worker is fenced."""
         end = time.monotonic() + deadline
         with self._changed:
+            self._hurry()
             while self._waiting or self._busy:
                 left = end - time.monotonic()
                 if left <= 0 or self.fenced or self._closing:
@@ -205,6 +233,7 @@ class Reporter:
             self._patient = True
         elif self._patient:
             with self._changed:
+                self._hurry()
                 self._patient = self._changed.wait_for(
                     lambda: self._told(step) or self.fenced, _PATIENCE
                 )
@@ -225,16 +254,26 @@ class Reporter:
     def _waiting(self) -> bool:
         return bool(self._events or self._calls or self._outcome)
 
+    @property
+    def _pressing(self) -> bool:
+        urgent = bool(self._events) and self._events[0][0] < self._urgent
+        return bool(urgent or self._calls or self._outcome)
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-                if not (self._waiting or self._closing):
+                if not (self._pressing or self._closing):
                     self._changed.wait(self._heartbeat)
                 if self._closing or self.fenced:
                     return
                 self._busy = True
+                at_once = self._at_once()
+            if at_once is not None:
+                self._run_call(at_once)
+                continue
+            with self._changed:
                 batch = self._batch()
                 self._first = batch[0][0] if batch else self._next
                 behind = self._events[len(batch)][0] if len(self._events) > len(batch) else None
@@ -242,6 +281,18 @@ class Reporter:
                 call = self._calls[0][1] if due else None
                 outcome = self._outcome
             self._turn(batch, call, outcome)
+
+    def _at_once(self) -> Callable[[], None] | None:
+        """The next callable, where nothing keeps it waiting and the agent expects one."""
+        if self._excused and self._calls and self._calls[0][0] <= self._durable:
+            return self._calls[0][1]
+        return None
+
+    def _run_call(self, call: Callable[[], None]) -> None:
+        self._call(call)
+        with self._changed:
+            self._calls.popleft()
+            self._foretold = max(0, self._foretold - 1)
 
     def _batch(self) -> list[tuple[int, Event]]:
         """The next events of which the numbers follow each other."""
@@ -255,15 +306,17 @@ class Reporter:
         outcome: dict[str, Any] | None,
     ) -> None:
         """Post one batch and drop it; once it is durable, run the callable that waits for it."""
-        taken, stored = self._post(batch, sync=call is not None, outcome=outcome)
+        some_new = self._first + len(batch) > self._durable
+        sync = some_new and (call is not None or self._foretold > 0)
+        taken, stored = self._post(batch, sync=sync, outcome=outcome)
+        if sync and stored:
+            self._durable = self._first + len(batch)
         if call is not None and stored:
-            self._call(call)
+            self._run_call(call)
         with self._changed:
             if taken:
                 for _ in batch:
                     self._events.popleft()
-            if call is not None and stored:
-                self._calls.popleft()
             self._one_by_one = max(0, self._one_by_one - len(batch) * taken)
             if taken and outcome is not None and self._outcome == outcome:
                 self._outcome = None
@@ -285,7 +338,7 @@ class Reporter:
     def _post(
         self, batch: list[tuple[int, Event]], sync: bool, outcome: dict[str, Any] | None
     ) -> tuple[bool, bool]:
-        """(the agent has taken the batch, it is durable, which is asked for with `sync`)."""
+        """(the agent has taken the batch, it is stored: with `sync`, durable)."""
         still, self._said = self._said, self._progress
         step, phase, marks = self._said
         body: dict[str, Any] = {
@@ -302,6 +355,7 @@ class Reporter:
             "first": self._first,
             "events": [{"kind": event.kind, "event": event.body} for _, event in batch],
             "sync": sync,
+            "calls": self._foretold > 0 or bool(self._calls),
         }
         if outcome is not None:
             body["outcome"] = outcome
@@ -328,4 +382,5 @@ class Reporter:
             seconds_from_json(answer.get("durations", {})), int(answer.get("pause", 0)),
             bool(answer.get("parting")),
         )  # fmt: skip
+        self._excused = bool(body["calls"])
         return True, bool(answer["stored"])

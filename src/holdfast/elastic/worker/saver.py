@@ -97,9 +97,10 @@ class ArenaSaver:
                     self._rank, cost.blocked, self._capturer.bytes, cost.copy, cost.fence, durable,
                     step=step,
                 )  # fmt: skip
-                self._reporter.emit(event)
+                self._reporter.mention(event)
 
         self._capturer.after(step, tell)
+        self._reporter.foretell()
         return True
 
     def fence(self) -> float:
