@@ -70,6 +70,11 @@ class World:
 
     def progress(self, step: int, phase: str) -> None: ...
 
+    def mention(self, event: Event) -> None:
+        self.emit(event)
+
+    def foretell(self) -> None: ...
+
     def then(self, call: Callable[[], None]) -> None:
         call()
 
