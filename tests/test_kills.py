@@ -95,7 +95,7 @@ def _disturbed(
         # Late reports of a generation that was already hit do not count.
         if not isinstance(event, StepDone) or record.generation <= killed:
             continue
-        if due and event.step >= due[0]:
+        if due and event.step >= due[0] and pids:  # who they are may be told a moment later
             due.pop(0)
             killed = record.generation
             os.kill(pids[chooser.choice(sorted(pids))], signal.SIGKILL)

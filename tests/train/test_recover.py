@@ -455,6 +455,7 @@ def _before_any_step(rank: RankContext) -> dict[str, Any]:
     """Rank 2 leaves before the first step; the others enter two generations before they train."""
     made = Survivor(rank, "dp3")
     made.begin(topology_for("dp3", 1))
+    rank.barrier("begun")  # whoever is still connecting needs rank 2
     if rank.rank == 2:
         return {}
     for generation, came_from in ((2, [0, 1]), (3, [1, 0])):
