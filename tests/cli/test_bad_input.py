@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -243,6 +244,31 @@ def test_a_start_that_was_cut_short_does_not_bar_the_next(
     before = tree(run)
     refuse_foreign(run)  # raises where it does
     assert tree(run) == before
+
+
+def test_a_node_that_begins_beside_another_finds_a_run_folder(
+    trained: Trained, tmp_path: Path
+) -> None:
+    """Whenever it looks: before, while or after the other writes what makes it one."""
+    from holdfast.cli.run_folder import refuse_other
+    from holdfast.config.load import load
+
+    stored = (trained.folder / "resolved.json").read_bytes()
+    loaded, version = load(trained.run_file), json.loads(stored)["dataset"]["version"]
+
+    def begin(run: Path) -> None:
+        (run / ".tmp-resolved.json").write_bytes(stored)
+        (run / ".tmp-resolved.json").rename(run / "resolved.json")
+        (run / "secret").write_text("x")
+
+    for number in range(300):
+        run = tmp_path / str(number)
+        run.mkdir()
+        other = threading.Thread(target=begin, args=(run,))
+        other.start()
+        while other.is_alive():
+            refuse_other(run, loaded, version)  # raises where it does
+        assert (run / "secret").exists()
 
 
 @pytest.mark.parametrize(

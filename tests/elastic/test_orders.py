@@ -17,6 +17,7 @@ from holdfast.elastic import exits
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.worker.orders import Begin, End, HaltedError, Held, Orders
 from holdfast.elastic.worker.stuck import Sleeper, Who, stuck
+from holdfast.errors import PeerLostError
 from holdfast.layout import Layout, place
 from holdfast.parallel.torch_compat import Work
 from holdfast.parallel.transport import Peers, exchange
@@ -156,6 +157,37 @@ def test_who_waits_for_the_rest_of_a_message_that_never_comes_ends(rank: RankCon
         exchange(peers, record, lengths, 1)
 
 
+@ranks(2, dies={0: exits.PEER_LOST})
+def test_who_cannot_even_be_woken_ends(rank: RankContext) -> None:
+    """What is to wake the training thread waits in gloo itself, and so does who leaves."""
+    peers = Peers(rank.store(), "inside", rank.rank, 2, seconds=600)
+    if rank.rank == 1:
+        rank.wait_mark("waits", 0)
+        with pytest.raises(PeerLostError):
+            exchange(peers, torch.ones(1, dtype=torch.int64), [1, 1], 2)
+        return
+    wakes = threading.Event()
+
+    def interrupt(_: bool) -> None:
+        wakes.set()
+        exchange(peers, torch.ones(1, dtype=torch.int64), [1, 1], 1)
+
+    with asking() as (orders, desk), orders.interruptible(2, interrupt, mortal=True):
+        desk.give(7, _halt(2))
+        assert wakes.wait(SECONDS)
+        rank.mark("waits")
+
+
+@ranks(1)
+def test_who_does_not_come_back_writes_down_where_it_stands(rank: RankContext) -> None:
+    log = rank.folder / "where"
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    with asking() as (orders, desk), orders.interruptible(2, lambda _: None):
+        desk.give(7, _halt(2))
+        wait_until(lambda: "in wait_until" in log.read_text(), SECONDS, "a trace")
+    assert "in test_who_does_not_come_back" in log.read_text()
+
+
 def _found_in_a_backward(meanwhile: Callable[[], object] = lambda: None) -> list[bool]:
     """What is found of a thread that is in one place of torch all the while. meanwhile: called when
     it begins."""
@@ -174,7 +206,7 @@ def _found_in_a_backward(meanwhile: Callable[[], object] = lambda: None) -> list
 def _looking(found: list[bool]) -> threading.Thread:
     """From soon on."""
     own = Who.me()
-    return threading.Timer(0.3, lambda: found.append(stuck(own, 0.5)))
+    return threading.Timer(0.3, lambda: found.append(stuck([own], 0.5)))
 
 
 def test_who_waits_elsewhere_is_not_stuck() -> None:

@@ -148,6 +148,7 @@ def _comes_twice(rank: RankContext, interrupted: bool) -> list[str]:
     joining = replace(joining, store=rank.store(), seconds=30.0)
     inside = join_inside(joining, 2, replica, at, CPU, alone=True)
     met = [dist.get_rank(), dist.get_world_size()]
+    rank.barrier("met")  # who leaves while the other still connects is a lost peer to it
     inside.close()
     return [str(each) for each in met]
 

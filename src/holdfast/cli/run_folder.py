@@ -55,9 +55,8 @@ def refuse_in_use(folder: Path) -> None:
 def refuse_other(folder: Path, loaded: Loaded, dataset_version: str) -> None:
     """Raises RunFolderError when the folder belongs to a run that computes something else, or is
     a folder with other things in it."""
-    stored = read_resolved(folder)
+    stored = read_resolved(folder) or _just_begun(folder)
     if stored is None:
-        refuse_foreign(folder)
         return
     refuse_other_run(stored["config"], loaded.config, str(folder))
     before = stored.get("dataset", {}).get("version", dataset_version)
@@ -73,12 +72,18 @@ def refuse_foreign(folder: Path) -> None:
     """Raises RunFolderError for a folder with things in it that no `train` put there."""
     found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     foreign = [name for name in found if name not in FIRST and not name.startswith(".tmp-")]
-    if foreign:
+    if foreign and not (folder / RESOLVED).exists():  # another node may have begun just now
         raise RunFolderError(
             f"this folder is not a run folder and has things in it ({', '.join(foreign[:3])})",
             where=str(folder),
             remedy="choose another with folder=..., or empty it",
         )
+
+
+def _just_begun(folder: Path) -> dict[str, Any] | None:
+    """What another node has written since it was not there."""
+    refuse_foreign(folder)
+    return read_resolved(folder)
 
 
 def set_aside(folder: Path) -> Path | None:
@@ -88,8 +93,7 @@ def set_aside(folder: Path) -> Path | None:
     """
     if not folder.exists():
         return None
-    if not (folder / RESOLVED).exists():
-        refuse_foreign(folder)
+    refuse_foreign(folder)
     number = 1
     while True:
         target = folder.with_name(f"{folder.name}.old-{number}")

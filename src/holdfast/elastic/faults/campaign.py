@@ -44,8 +44,10 @@ RESULT = "result.json"
 QUICK = (
     f"cluster.beat_seconds={BEAT}", "cluster.settle_seconds=0.3", "cluster.alone_seconds=2",
     "cluster.gather_seconds=30", "cluster.threads_per_worker=1", "cluster.notices=file",
-    "cluster.notices_every_seconds=0.2",
+    "cluster.notices_every_seconds=0.2", "cluster.max_restarts_without_progress=7",
 )  # fmt: skip
+"""The last: a fault of two losses may take the run back a step, where the next two are due. Four
+losses without a new step are what a run gives up after; here they are no sign of a broken one."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ An agent out of reach is asked again: when it is gone for good, the lifeline end
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import threading
 import time
@@ -34,6 +35,9 @@ _AGAIN_SECONDS = 2.0
 """Who has not come back from where it was woken after so long is woken once more, by all means."""
 _VAIN_SECONDS = 1.0
 """Who stands still for so long after all connections were closed waits in vain."""
+_TELL_SECONDS = 5.0
+"""Whose process has not come back after so long writes down where its threads are: it is killed
+soon, and nobody could say why."""
 _PAUSE = 0.1  # seconds before an agent that did not answer is asked again
 
 Interrupt = Callable[[bool], None]
@@ -94,10 +98,12 @@ class Orders:
         self._client = Client(agent, secret)
         self._held: Held | None = None
         self._seen = 0
+        self._idle = False  # the training thread waits for orders
         self._closed = False
         self._over: float = 0  # generations up to this one have been ended
         self._next: Begin | End | None = None
         self._waking = threading.Lock()  # held while an interrupt runs
+        self._wakes: Who | None = None  # the thread that runs one
         self._interrupt: Interrupt | None = None
         self._generation = 0  # that the interrupt is of
         self._mortal = False
@@ -142,7 +148,7 @@ class Orders:
         with self._waking:
             self.check(generation)
             self._mortal = mortal
-            self._interrupt, self._generation = interrupt, generation
+            self._generation, self._interrupt = generation, interrupt
             self._trains = Who.me()
         try:
             yield
@@ -158,8 +164,11 @@ class Orders:
                 client, self._client = self._client, Client(self._agent, self._secret)
             client.abort()  # the open question knows nothing of what is held
         with self._changed:
+            self._idle = True
+            faulthandler.cancel_dump_traceback_later()
             self._changed.wait_for(lambda: self._next is not None)
             orders, self._next, self._held = self._next, None, None
+            self._idle = False
         assert orders is not None
         return orders
 
@@ -195,33 +204,40 @@ class Orders:
                 self._next = orders
             elif told is not None:
                 self._next = None  # a halt takes back what was ordered before
+                if not self._idle:
+                    faulthandler.dump_traceback_later(_TELL_SECONDS, file=2)
             self._changed.notify_all()
         if told is None:
             return
         inside = bool(told.get("inside", True))
-        self._wake(over, inside)
         threading.Thread(
             target=self._see_through, args=(over, inside), name="halt", daemon=True
         ).start()
+        self._wake(over, inside)
 
     def _see_through(self, over: float, inside: bool) -> None:
         """Who was woken comes back by itself; or is woken by all means; or never comes."""
         begun = time.monotonic()
-        if inside and self._mortal:
+        if inside:
             self._end_if_stuck(over)
         threading.Event().wait(max(0.0, begun + _AGAIN_SECONDS - time.monotonic()))
-        self._wake(over, True)
+        if self._wakes is None:
+            self._wake(over, True)
         while self._may_be_stuck(over):
             self._end_if_stuck(over)
 
     def _end_if_stuck(self, over: float) -> None:
-        if stuck(self._trains, _VAIN_SECONDS) and self._may_be_stuck(over):
+        """It may be the thread that wakes the other which is stuck, within gloo."""
+        if not self._may_be_stuck(over):
+            return
+        threads = [each for each in (self._trains, self._wakes) if each is not None]
+        if stuck(threads, _VAIN_SECONDS) and self._may_be_stuck(over):
             print("waits for a message that never comes whole: ends", flush=True)
             os._exit(exits.PEER_LOST)
 
     def _may_be_stuck(self, over: float) -> bool:
-        with self._waking:
-            return self._mortal and self._interrupt is not None and self._generation <= over
+        """Asks without the lock: who waits in vain may hold it."""
+        return self._mortal and self._interrupt is not None and self._generation <= over
 
     def _wake(self, over: float, inside: bool) -> None:
         """Wake who is in a generation up to `over`; it may have left it long ago."""
@@ -229,10 +245,13 @@ class Orders:
             interrupt = self._interrupt
             if interrupt is None or self._generation > over:
                 return
+            self._wakes = Who.me()
             try:
                 interrupt(inside)
             except Exception as error:  # what it woke may have ended under its hands
                 print(f"orders: {type(error).__name__}: {error}", flush=True)
+            finally:
+                self._wakes = None
 
 
 def _ends(told: dict[str, Any]) -> float:

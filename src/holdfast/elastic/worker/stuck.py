@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,20 +61,23 @@ class Sleeper:
         return same and _sleeps(self._thread.native) and not _on_a_device()
 
 
-def stuck(thread: Who, seconds: float) -> bool:
-    """Whether that thread sleeps in one operation of torch or between ranks for so long, and the
-    process computes nothing meanwhile. Takes these seconds in any case. False where nobody can say:
-    a device computes unseen, and one that was stopped, or waits for a core or a disk, does not
-    sleep."""
+def stuck(threads: Sequence[Who], seconds: float) -> bool:
+    """Whether one of these threads sleeps in one operation of torch or between ranks for so long,
+    and the process computes nothing meanwhile. Takes these seconds in any case. False where nobody
+    can say: a device computes unseen, and one that was stopped, or waits for a core or a disk, does
+    not sleep."""
     known = not _on_a_device()
-    place, used = _place(thread.identity), time.process_time()
+    places, used = {thread: _place(thread.identity) for thread in threads}, time.process_time()
+    asleep = {thread for thread, place in places.items() if place is not None}
     for _ in range(_LOOKS):
         due = time.monotonic() + seconds / _LOOKS
         threading.Event().wait(seconds / _LOOKS)
         late = time.monotonic() - due > _LATE
-        known = known and not late and _sleeps(thread.native)
+        known = known and not late
+        asleep = {thread for thread in asleep if _sleeps(thread.native)}
     busy = time.process_time() - used > BUSY * seconds
-    return known and place is not None and place == _place(thread.identity) and not busy
+    still = any(_place(thread.identity) == places[thread] for thread in asleep)
+    return known and still and not busy
 
 
 def _on_a_device() -> bool:
