@@ -273,6 +273,54 @@ def test_a_second_one_is_lost_in_the_recovery() -> None:
             assert result.value["digest"] == alone["digest"]
 
 
+def _stopped(made: Survivor, after: int) -> None:
+    """This rank ends step 3 after so many of its microbatches; with 0 once somebody has."""
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == after:
+            made.engine.interrupt(False)
+
+    if after == 0:
+        made.engine.interrupt(False)
+    hook = made.engine.objective.register_forward_pre_hook(count)
+    made.lose(DIES)
+    hook.remove()
+
+
+def _interrupted_twice(rank: RankContext) -> list[Any]:
+    """Of step 3 rank 2 computes the first part, and after an interruption rank 3 another one."""
+    made, stayed = Survivor(rank, "dp4", 12), list[int]()
+    made.begin(topology_for("dp4", 1))
+    made.train(DIES - 1)
+    for computes, after, came_from in ((2, "dp3", [0, 2, 3]), (3, "dp2", [1, 2])):
+        generation = made.engine.groups.topology.generation
+        rank.barrier(f"at {generation}")
+        if rank.rank != computes:
+            rank.wait_mark(f"stopped {generation}", computes)
+        if made.me in came_from:
+            _stopped(made, int(rank.rank == computes))
+        rank.mark(f"stopped {generation}")
+        if made.me not in came_from:
+            made.engine.interrupt(True)
+            rank.barrier("at 2")
+            return []
+        stayed.append(made.recover(topology_for(after, generation + 1), came_from).computed)
+    made.train(LAST)
+    return [stayed, made.result()]
+
+
+def test_what_was_kept_counts_for_one_attempt_only() -> None:
+    """Who has kept something, and is interrupted again, begins anew: though others go on."""
+    (alone,) = undisturbed("one", 12)
+    for stayed, value in filter(None, rank_values(_interrupted_twice, 4)):
+        assert stayed == [1, 1]
+        assert value["curve"] == alone["curve"]
+        assert value["digest"] == alone["digest"]
+
+
 class Breaks(Deadly):
     """It is stopped by an error, and lives."""
 

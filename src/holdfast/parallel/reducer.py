@@ -160,8 +160,8 @@ class Reducer:
             )
             self._dealt = leaves, shares, computed
             self._check_tags(self._plan)
-        if not computed:
-            self._restore()
+        if not (computed and computed[self.team.own.replica]):
+            self._restore()  # others may have kept something; what an older attempt left is void
         if len(self.team.members) == 1 and len(self.plan.pieces[0]) <= 1:
             return
         if self.fast and not self.plan.turns:
@@ -169,7 +169,7 @@ class Reducer:
         try:
             self._round = Round(self, self.plan)
             for index in range(len(self.layout.buckets)):
-                for ordinal in range(self._kept if computed else 0):
+                for ordinal in range(self._kept):
                     self._round.piece_ready(index, ordinal)
             self._stop_failed()  # by another thread, before it could be stopped
         except RuntimeError as error:
