@@ -233,7 +233,8 @@ class Disturbance:
                 continue  # done with the first
             self._armoury.arm(Order(
                 first + index, draw.fault.name, "wait" if part.outside else part.deed, point,
-                0 if late else step, draw.pick + index, generation if late else 0,
+                0 if late else step, draw.pick + index,
+                generation if late or part.later else 0,
             ))  # fmt: skip
         self._open(step)
         hit = self._when_hit(first, step)

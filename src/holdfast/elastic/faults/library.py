@@ -19,12 +19,13 @@ COMMIT = ("reduced", "voted", "applying", "applied")
 class Part:
     """One thing that happens. deed: of a worker, or with `outside` of `deeds.DEEDS`. points: where
     it may be; a second part that is outside, and at no point of a recovery, is done with the first.
-    other: on another rank than the part before it."""
+    other: on another rank than the part before it. later: in a later attempt of the same step."""
 
     deed: str
     points: tuple[str, ...]
     outside: bool = False
     other: bool = True
+    later: bool = False
 
 
 NOWHERE = ("coordinator", "everything", "workers", "run-store", "rotten-checkpoint")
@@ -66,6 +67,7 @@ def _outside(
 
 _KILL = Part("kill", IN_STEP)
 _RECOVERY = ("agreeing", "regrouping", "moving")
+_COMPUTING = ("forward", "backward", "computed")
 
 _ALL = (
     # --- in a worker --------------------------------------------------------------------------
@@ -126,6 +128,8 @@ _ALL = (
     Fault("two", "two workers are killed in the same step", (_KILL, _KILL), ranks=3, weight=4),
     Fault("two-kinds", "a worker raises and another one is killed in the same step",
           (Part("raise", IN_STEP), _KILL), ranks=3),
+    Fault("again", "a worker is killed, and another one when the others are in that step again",
+          (Part("kill", _COMPUTING), Part("kill", _COMPUTING, later=True)), ranks=3, weight=0),
     Fault("recovery", "a worker is killed, and another one while they recover",
           (_KILL, Part("kill", _RECOVERY)), ranks=3, weight=5),
     Fault("restore", "all workers are killed, and one again while it reads a snapshot",
