@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.events import FaultInjected, GenerationStarted
+from holdfast.events import FaultInjected, GenerationStarted, StepDone
 from holdfast.wire.journal import read
 from holdfast.wire.runstore import FolderStore
 from tests.cli.support import apart, within
 
 DEADLINE = 900
-KINDS = "kill raise memory exit hang capture two two-kinds recovery mover template agent"
+KINDS = "kill raise memory exit hang capture two two-kinds again recovery mover template agent"
 
 
 @pytest.mark.parametrize("layouts", [["replicated", "tp"], ["dp_shard"]], ids=",".join)
@@ -51,6 +52,26 @@ def test_the_node_that_leads_is_killed_in_each_transition_of_a_commit(tmp_path: 
         (point, "recovered") for point in points
     ]
     _each_hit_where_it_says(run, out / "runs" / run["run"] / "run")
+
+
+@pytest.mark.slow
+def test_the_run_folder_is_out_of_reach_for_two_minutes(tmp_path: Path) -> None:
+    """Steps are done all the while; what is to be written waits."""
+    trace, out = tmp_path / "faults.jsonl", tmp_path / "out"
+    rows = [{"step": 5, "fault": "run-store-long"}, {"step": 40, "fault": "kill"}]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    found = apart("chaos", "--trace", trace, "--layout", "dp_shard", "--nodes", "2", "--out", out,
+                  "--no-network", deadline=DEADLINE)  # fmt: skip
+    assert found.code == 0, found.out + found.err
+    (run,) = json.loads((out / "result.json").read_text())["runs"]
+    assert [f["outcome"] for f in run["faults"]] == ["recovered", "recovered"]
+    assert run["faults"][0]["seconds"] > 115
+    done = [
+        record.time
+        for record in read(FolderStore(out / "runs" / run["run"] / "run"))
+        if isinstance(record.event, StepDone) and 5 <= record.event.step <= 25
+    ]
+    assert max(later - one for one, later in pairwise(sorted(done))) < 30
 
 
 def _each_hit_where_it_says(run: dict[str, Any], folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 
@@ -29,11 +30,14 @@ def test_a_seed_gives_the_same_draws_every_time() -> None:
     assert sum(draw.gap for draw in first) / 50 == pytest.approx(3, abs=0.5)
 
 
-def test_what_is_named_is_drawn_evenly_and_what_has_no_weight_only_then() -> None:
-    assert FAULTS["commit"].weight == 0
-    assert all(draw.fault.name != "commit" for draw in islice(drawn("1", []), 2000))
-    named = [draw.fault.name for draw in islice(drawn("1", list(FAULTS)), 2000)]
-    assert 10 < named.count("commit") < 200
+def test_all_are_drawn_by_their_weights_and_what_is_named_evenly() -> None:
+    every = Counter(draw.fault.name for draw in islice(drawn("1", []), 5000))
+    assert set(every) == {name for name, fault in FAULTS.items() if fault.weight}
+    assert every["kill"] > 5 * every["everything"]
+    two = ["kill", "run-store-long"]
+    named = Counter(draw.fault.name for draw in islice(drawn("1", two), 1000))
+    assert set(named) == set(two)
+    assert named["kill"] == pytest.approx(500, abs=100)
 
 
 def test_every_fault_has_points_that_exist_and_deeds_that_somebody_does() -> None:

@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -23,6 +23,7 @@ from holdfast.wire.term import newest_term
 
 _STRIDE = 10007  # bytes from one turned bit to the next: so that some lie in every snapshot
 _SMALL = 4096  # bytes: no blob fits
+_LONG = 120.0  # seconds
 
 
 class NotNowError(Exception):
@@ -138,6 +139,10 @@ def _run_store(at: Scene, node: str) -> Deed:
     return Deed("the run folder", lambda: _point(at.folder, at.real.name), at.away)
 
 
+def _run_store_long(at: Scene, node: str) -> Deed:
+    return replace(_run_store(at, node), seconds=_LONG)
+
+
 def _point(link: Path, to: str) -> None:
     new = link.with_name(f".{link.name}.new")
     new.unlink(missing_ok=True)
@@ -243,7 +248,8 @@ DEEDS: Mapping[str, Callable[[Scene, str], Deed]] = {
     "workers": _workers,
     "mover": _kill_child("mover"), "template": _kill_child("template"),
     "mover-stop": _mover_stop, "slow-disk": _slow_disk, "full-disk": _full_disk,
-    "run-store": _run_store, "leave": _leave, "notice": _notice, "notice-kill": _notice_kill,
-    "zombie": _zombie, "rotten-memory": _rotten_memory, "rotten-checkpoint": _rotten_checkpoint,
+    "run-store": _run_store, "run-store-long": _run_store_long,
+    "leave": _leave, "notice": _notice, "notice-kill": _notice_kill, "zombie": _zombie,
+    "rotten-memory": _rotten_memory, "rotten-checkpoint": _rotten_checkpoint,
     "partition": _partition, "delay": _delay, "loss": _loss,
 }  # fmt: skip

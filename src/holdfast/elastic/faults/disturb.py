@@ -38,6 +38,8 @@ RECOVERED_SECONDS = 90.0
 ENDLESS = 6
 """Times as long that it may go on without coming to what is waited for."""
 BACK_SECONDS = 60.0
+STRIDE = 5.0
+"""Seconds after which the run may do one more step, while something stays bad for long."""
 TAIL = 4
 """Steps after the last fault."""
 LOST = "not recovered from"
@@ -88,10 +90,11 @@ class Story:
 
 @dataclass
 class _Bad:
-    """Something that is to be made good."""
+    """Something that is to be made good. gate: up to which step the run could go when it began."""
 
     deed: Deed
     begun: float
+    gate: int
 
 
 class Disturbance:
@@ -299,9 +302,9 @@ class Disturbance:
         else:
             self._away |= set(deed.gone)
             if deed.heal is not None:
-                self._bad.append(_Bad(deed, time.monotonic()))
+                self._bad.append(_Bad(deed, time.monotonic(), self._gate))
             done.target = f"{done.target}, {deed.target}" if index else deed.target
-            if hit is not None and part.deed != "run-store":
+            if hit is not None and not part.deed.startswith("run-store"):
                 point = done.point if number == done.number * _PARTS else draw.points[index]
                 self._write(number, draw.fault.name, deed.target, point, hit.step,
                             hit.generation)  # fmt: skip
@@ -374,7 +377,8 @@ class Disturbance:
         self, due: Callable[[], bool], what: str, seconds: float = RECOVERED_SECONDS
     ) -> None:
         """Raises StuckError where the run has stood still for so many seconds, or has gone on for
-        `ENDLESS` times as many without coming to it."""
+        `ENDLESS` times as many without coming to it; what is bad meanwhile may hide its steps."""
+        seconds += max((bad.deed.seconds for bad in self._bad), default=0.0)
         begun = since = time.monotonic()
         at = (self.view.generation, self.view.step)
         while not due():
@@ -401,8 +405,10 @@ class Disturbance:
                 self._bad.remove(bad)
                 assert bad.deed.heal is not None
                 bad.deed.heal()
-            elif bad.deed.tick is not None:
+                continue
+            if bad.deed.tick is not None:
                 bad.deed.tick(since)
+            self._open(min(bad.gate + int(since / STRIDE), self._steps - TAIL))
 
     def _bring_back(self) -> None:
         """What has ended is started again by the same command, while the run is not over."""

@@ -28,7 +28,9 @@ class Part:
     later: bool = False
 
 
-NOWHERE = ("coordinator", "everything", "workers", "run-store", "rotten-checkpoint")
+NOWHERE = (
+    "coordinator", "everything", "workers", "run-store", "run-store-long", "rotten-checkpoint",
+)  # fmt: skip
 """What is done from outside, and to no node that could be chosen."""
 
 
@@ -97,7 +99,7 @@ _ALL = (
           (Part("agent", QUIET, True), Part("agent", QUIET, True)), nodes=3, weight=2),
     _outside("coordinator", "as agent, the node that leads", nodes=2, weight=4),
     _outside("commit", "as coordinator, while a step is committed: its gradient is whole, voted "
-             "on, or applied by some", COMMIT, deed="coordinator", nodes=2, weight=0),
+             "on, or applied by some", COMMIT, deed="coordinator", nodes=2, weight=2),
     _outside("mover", "the mover of a node is killed", again=False),
     _outside("mover-stop", "the mover of a node stands still for a while", again=False),
     _outside("template", "the template of a node is killed", again=False),
@@ -115,6 +117,8 @@ _ALL = (
     _outside("full-disk", "the mover of a node can write no file any more, for a while",
              again=False),
     _outside("run-store", "the run folder is out of reach for a while", again=False),
+    _outside("run-store-long", "the run folder is out of reach for two minutes", again=False,
+             weight=0),
     _outside("rotten-memory", "bytes of a node's snapshots in memory are changed, and all workers "
              "are killed", weight=3),
     Fault("rotten-checkpoint", "the newest checkpoint is changed, and all nodes are killed",
@@ -129,7 +133,7 @@ _ALL = (
     Fault("two-kinds", "a worker raises and another one is killed in the same step",
           (Part("raise", IN_STEP), _KILL), ranks=3),
     Fault("again", "a worker is killed, and another one when the others are in that step again",
-          (Part("kill", _COMPUTING), Part("kill", _COMPUTING, later=True)), ranks=3, weight=0),
+          (Part("kill", _COMPUTING), Part("kill", _COMPUTING, later=True)), ranks=3),
     Fault("recovery", "a worker is killed, and another one while they recover",
           (_KILL, Part("kill", _RECOVERY)), ranks=3, weight=5),
     Fault("restore", "all workers are killed, and one again while it reads a snapshot",
