@@ -16,6 +16,7 @@ class Progress:
         self._moving = sys.stderr.isatty()
         self._open = False  # a moving line is on the screen
         self._last = time.monotonic()
+        self._shown = ("", 0, 0)
 
     def __enter__(self) -> Progress:
         return self
@@ -34,6 +35,9 @@ class Progress:
 
     def show(self, what: str, done: int, total: int) -> None:
         """`done` of `total` pieces of the stage `what`."""
+        if self._shown == (what, done, total):
+            return  # the last of what is done was too small to be counted
+        self._shown = what, done, total
         tenth = 10 * done // max(total, 1)
         if self._moving:
             bar = "#" * tenth + "." * (10 - tenth)
