@@ -12,14 +12,17 @@ import typer
 
 from holdfast.cli.call import app as make_app
 from holdfast.cli.output import say
+from holdfast.cli.train import plan
+from holdfast.config.load import read_text, resolve
 from holdfast.elastic.faults.campaign import Campaign, Settings, Task, tasks
 from holdfast.elastic.faults.library import FAULTS
-from holdfast.elastic.faults.own import OVERRIDES, RUN_FILE, write_run_file
+from holdfast.elastic.faults.own import OVERRIDES, RUN_FILE, run_file_text, write_run_file
 from holdfast.elastic.faults.results import summary, table
 from holdfast.elastic.faults.schedule import Draw, is_trace_of_faults, names_of, read_trace
 from holdfast.elastic.faults.shapes import SHAPES, Shape, natural, shape_of
 from holdfast.elastic.faults.traces import draws_of
 from holdfast.errors import ConfigError, RunFolderError, UserError
+from holdfast.plan.hardware import this_machine
 from holdfast.simulate.traces import load
 
 app = make_app("Break a run on purpose, and see that it comes to the same end.")
@@ -76,7 +79,7 @@ def chaos(
     if known:
         print("\n".join(_listed()))
         return 0
-    number, names = names_of(faults)
+    number, names = _asked(faults)
     shapes = _shapes(layout, nodes)
     index, parts = _shard(shard)
     draws = None if trace is None else tuple(_draws(trace, seed, shapes[0].nodes))
@@ -91,6 +94,7 @@ def chaos(
     campaign = Campaign(settings, say)
     campaign.check(shapes)
     work = _part_of(_work(shapes, number, draws), index, parts)
+    _check_layouts(work, settings, run_file_text(out) if run_file is None else None)
     _prepare(out, run_file is None)
     return _told(campaign.run(work), out / f"result{settings.part}.json")
 
@@ -99,6 +103,25 @@ def _listed() -> list[str]:
     """Every fault, a line each."""
     rare = " (only where it is named)"
     return [f"{f.name:<18} {f.text}{'' if f.weight else rare}" for f in FAULTS.values()]
+
+
+def _asked(faults: str) -> tuple[int, list[str]]:
+    """How many (0: not said) and which. Raises UserError for neither: nothing was meant by it."""
+    number, names = names_of(faults)
+    if not number and not names:
+        raise UserError("this says neither how many faults nor which", where=f"--faults {faults!r}",
+                        remedy="use a number, or some of those of --list")  # fmt: skip
+    return number, names
+
+
+def _check_layouts(work: Sequence[Task], settings: Settings, text: str | None) -> None:
+    """Raises UserError for what every node would refuse: a layout that does not fit the model, the
+    batch or the machine. text: of a run file of its own, which may not be there yet."""
+    machine, name = this_machine(), str(settings.run_file)
+    text = read_text(settings.run_file) if text is None else text
+    for shape, steps in dict.fromkeys((task.shape, task.steps) for task in work):
+        asked = (f"train.steps={steps}", *settings.overrides, *shape.settings)
+        plan(resolve(text, name, asked), machine)
 
 
 def _work(shapes: Sequence[Shape], number: int, draws: Sequence[Draw] | None) -> list[Task]:
@@ -130,7 +153,7 @@ def _prepare(out: Path, own: bool) -> None:
 
 def _shapes(layout: str, nodes: int) -> list[Shape]:
     """Of one name or some degrees, or of several names with commas. Raises UserError."""
-    named = [layout] if "=" in layout else layout.split(",")
+    named = [layout] if "=" in layout else [each.strip() for each in layout.split(",")]
     shapes = [shape_of(each, nodes) for each in named]
     if any(shape.nodes < 2 for shape in shapes):
         raise UserError("one node has nobody beside it", where="--nodes",

@@ -6,6 +6,8 @@ import os
 import random
 from pathlib import Path
 
+from holdfast.errors import RunFolderError
+
 RUN_FILE = "run.yaml"
 _WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "while", "rain", "falls")
 _TEXT = """\
@@ -31,10 +33,22 @@ OVERRIDES = (
 change is rounding of 1e-10, and memory holds every step."""
 
 
+def run_file_text(root: Path) -> str:
+    """What the run file in `root` says, or would say."""
+    return _TEXT.format(root=root.absolute())
+
+
 def write_run_file(root: Path, documents: int = 12) -> Path:
-    """Texts and a run file in `root`, unless they are there."""
+    """Texts and a run file in `root`, unless they are there.
+
+    Raises RunFolderError where a run file lies there that is not of our making."""
     path, texts = root / RUN_FILE, root / "texts"
     if path.exists():
+        if not _is_ours(path.read_bytes()):
+            raise RunFolderError(
+                "a run file lies here that 'holdfast chaos' did not write", where=str(path),
+                remedy=f"disturb it with: holdfast chaos {path}, or name another --out",
+            )  # fmt: skip
         return path
     texts.mkdir(parents=True, exist_ok=True)
     chooser = random.Random(7)
@@ -42,6 +56,13 @@ def write_run_file(root: Path, documents: int = 12) -> Path:
         text = " ".join(chooser.choice(_WORDS) for _ in range(120))
         (texts / f"{number}.txt").write_text(f"Text {number}. {text}.\n")
     new = root / f".{path.name}.{os.getpid()}"  # another shard may look for it now
-    new.write_text(_TEXT.format(root=root.absolute()))
+    new.write_text(run_file_text(root), "utf-8")
     new.replace(path)
     return path
+
+
+def _is_ours(text: bytes) -> bool:
+    """Whether it is our text, of whatever folder: one may have been moved, or have two names."""
+    before, after = "\nfolder: ", "/run\n"
+    root = text.decode("utf-8", "replace").partition(before)[2].partition(after)[0]
+    return text == _TEXT.format(root=root).encode()

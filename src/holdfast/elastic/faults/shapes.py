@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import lcm, prod
 
 from holdfast.errors import UserError
 
@@ -60,14 +61,15 @@ SHAPES: Mapping[str, Shape] = {
 
 def shape_of(text: str, nodes: int = 0) -> Shape:
     """A name of `SHAPES`, or degrees such as "tp=2,workers=4". nodes: over how many; 0: as named,
-    or one a rank. Raises UserError."""
+    or one a rank. Raises UserError for what is neither, or ranks that make no whole replicas."""
+    text = ",".join(each.strip() for each in text.split(","))
     if text in SHAPES:
         shape = SHAPES[text]
         if not nodes or nodes == shape.nodes:
             return shape
         ranks, degrees = shape.ranks, list(shape.layout[1:])
     else:
-        ranks, degrees = _degrees(text)
+        ranks, degrees = _degrees(text, nodes)
         nodes = nodes or ranks
     if nodes < 1 or ranks % nodes:
         raise UserError(
@@ -82,17 +84,24 @@ def natural(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
 
 
-def _degrees(text: str) -> tuple[int, list[str]]:
+def _degrees(text: str, nodes: int) -> tuple[int, list[str]]:
     found: dict[str, int] = {}
     for each in text.split(","):
-        key, equals, value = each.strip().partition("=")
+        key, equals, value = each.partition("=")
         known = key in ("workers", "pp", "tp", "dp_shard", "zero")
         if not (known and equals and natural(value)):
             raise UserError(
-                f"{each.strip()!r} is no layout", where="--layout",
+                f"{each!r} is no layout", where="--layout",
                 remedy=f"use one of {', '.join(SHAPES)}, or degrees such as tp=2,workers=4",
             )  # fmt: skip
         found[key] = int(value)
-    replica = found.get("pp", 1) * found.get("tp", 1) * found.get("dp_shard", 1)
+    replica = prod(found.get(axis, 1) for axis in ("pp", "tp", "dp_shard"))
     ranks = found.pop("workers", 2 * replica)
+    if ranks % replica:
+        even = lcm(replica, max(nodes, 1))  # on each node as many
+        near = [n for n in (ranks // even * even, (ranks // even + 1) * even) if n]
+        raise UserError(
+            f"workers={ranks} make no whole replicas of {replica}", where="--layout",
+            remedy=f"use {' or '.join(f'workers={n}' for n in near)}",
+        )  # fmt: skip
     return ranks, [f"{key}={value}" for key, value in found.items()]
