@@ -63,7 +63,7 @@ campaign: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slow
 
 chaos: $(VENV)/.installed
-	$(BIN)/holdfast chaos --faults 1050 --shard $(SHARD) --out $(CHAOS) \
+	$(BIN)/holdfast chaos --faults 1100 --shard $(SHARD) --out $(CHAOS) \
 	  --layout replicated,two,dp_shard,tp,pp,zero,mixed,wide,uneven
 
 rotten: $(VENV)/.installed-dev

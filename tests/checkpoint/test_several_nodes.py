@@ -4,11 +4,15 @@ of snapshots lie. Real movers, and SIGKILL for those that go."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+from holdfast.elastic.faults.deeds import rot_memory
+from holdfast.elastic.worker.restoring import _opened
 from holdfast.events import PeerFailed
-from tests.checkpoint.peers import until
+from tests.checkpoint.peers import SECRET, until
 from tests.checkpoint.several import Nodes
-from tests.checkpoint.support import TABLE, Mover
+from tests.checkpoint.support import TABLE, Mover, assert_holds
 
 Start = Callable[..., Mover]
 
@@ -112,3 +116,29 @@ def test_a_mover_that_listens_elsewhere_now_is_found_there(start: Start) -> None
     nodes.capture(2)
     assert nodes.until_kept(2, "a") == "b"
     assert nodes.until_kept(2, "b") == "a"
+
+
+def test_what_is_rotten_in_a_nodes_memory_comes_from_another_ones(start: Start) -> None:
+    """A node holds its own part and a copy of the other's, and not a byte of either as it was: its
+    worker reads both where they lie whole."""
+    nodes = Nodes(start, "a", "b")
+    first = nodes.topology(1, "ab", dp_replicate=2)
+    nodes.open(1)
+    nodes.begin(first, start=0)
+    nodes.equip(first)
+    nodes.capture(1)
+    for name in "ab":
+        nodes.until_kept(1, name)
+    assert rot_memory(nodes.movers["a"].process.pid, stride=2600) > 0
+    newest = nodes.choose("b", 2, "ab")
+    assert (newest.step, newest.durable) == (1, False)
+    nodes.begin(nodes.topology(2, "ab", dp_replicate=2), newest)
+    boot: Any = SimpleNamespace(
+        run_folder=str(nodes.folder), mover_socket=nodes.movers["a"].socket, generation=2,
+        config={"checkpoint": {"bucket": ""}},
+    )  # fmt: skip
+    assert newest.key is not None
+    with _opened(boot, newest.key, SECRET) as found:
+        assert_holds(found, 1, TABLE)
+        assert {source for source, _, _ in found.tally.problems} == {"memory"}
+        assert len({blob for _, blob, _ in found.tally.problems}) == 2

@@ -204,6 +204,8 @@ class Server:
                 answer, found = service.holdings(generation, **body)
                 fds += found
                 return answer
+            case "holders":
+                return {"peers": service.holders(generation, **body)}
             case "damage":
                 return {"problem": service.damage(generation, **body)}
             case "events":

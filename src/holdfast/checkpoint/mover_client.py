@@ -230,6 +230,11 @@ class MoverClient:
                 os.close(fd)
             raise
 
+    def holders(self, keys: Sequence[str]) -> list[dict[str, Any]]:
+        """Which peers have which of these blobs in memory: what makes a `PeerBlobs` of each. May
+        take as long as asking all of them."""
+        return list(self._call("holders", {"keys": list(keys)}, 4 * ANSWER_SECONDS)["peers"])
+
     def captured(
         self,
         rank: int,

@@ -439,8 +439,9 @@ class Service:
                 self.outcomes.add(event)
 
         tried = tried or {}
+        self._saves.rejected |= tried  # whoever found out has told of it
         for key, reason in tried.items():
-            reject(key, reason)
+            rejected.append((key, reason))
             if position := parse_commit_key(key):
                 self.shelf.drop(position[1], position[0])
         begun = self._clock()
@@ -498,6 +499,12 @@ class Service:
         missing = {writer.blob.key for writer in commit.writers} - {h["key"] for h in held}
         peers = self.elsewhere(missing) if missing else []
         return {"commit": commit.to_bytes().decode(), "held": held, "peers": peers}, fds
+
+    def holders(self, generation: int, keys: Sequence[str]) -> list[dict[str, Any]]:
+        """Whose memory has which of these blobs, beside this mover's own: `peers` of `holdings`,
+        of blobs that are here too, for whom those here turned out to be rotten."""
+        self._current(generation)
+        return self.elsewhere(frozenset(keys))
 
     def _commit_of(self, key: str) -> Commit:
         """What is begun from, by its key: chosen here, or by another node's mover."""

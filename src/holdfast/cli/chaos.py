@@ -93,7 +93,7 @@ def chaos(
     )  # fmt: skip
     campaign = Campaign(settings, say)
     campaign.check(shapes)
-    work = _part_of(_work(shapes, number, draws), index, parts)
+    work = _part_of(_work(shapes, number, names, draws), index, parts)
     _check_layouts(work, settings, run_file_text(out) if run_file is None else None)
     _prepare(out, run_file is None)
     return _told(campaign.run(work), out / f"result{settings.part}.json")
@@ -124,10 +124,12 @@ def _check_layouts(work: Sequence[Task], settings: Settings, text: str | None) -
         plan(resolve(text, name, asked), machine)
 
 
-def _work(shapes: Sequence[Shape], number: int, draws: Sequence[Draw] | None) -> list[Task]:
+def _work(
+    shapes: Sequence[Shape], number: int, names: Sequence[str], draws: Sequence[Draw] | None
+) -> list[Task]:
     """The runs of the whole campaign. number: of faults; 0: 25. draws: of a trace, in each."""
     if draws is None:
-        return tasks(shapes, number or 25)
+        return tasks(shapes, number or 25, names)
     last = max(draw.step for draw in draws)
     return [Task(shape, index, len(draws), last) for index, shape in enumerate(shapes, 1)]
 

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from holdfast.elastic.pacing import worker_of
 from holdfast.elastic.reigning import reign_over
 from holdfast.elastic.standing_in import StandIn, Told
 from holdfast.errors import CheckpointError, CorruptError, HoldfastError, UserError
-from holdfast.events import RunStarted, WorkerPaced
+from holdfast.events import CheckpointRejected, RunStarted, WorkerPaced
 from holdfast.plan.interface import Planner
 from holdfast.policy import membership
 from holdfast.policy.membership import Node, Phase, Reign, Rules
@@ -141,7 +142,7 @@ class Office:
         lead = self._lead = Lead(
             Leading(it.config, self._planner, self._mover, self._desk.meet,
                     lambda event: self._board.emit("agent", event), self._made, self._durable,
-                    alone, self._rest)
+                    alone, self._rest, partial(self._board.late, f"term{term.number}"))
         )  # fmt: skip
         self._resumed = newest > 0
         if newest:
@@ -215,8 +216,10 @@ class Office:
         reason = next((str(each["reason"]) for each in held if each.get("reason")), reign.reason)
         lost = reign.reason in ("worker_lost", "halted")
         value = await self._lead.plan(reign, generation, names, known)
-        if rotten is not None:
-            self._say(f"{rotten}; the next older one is tried")  # each goes once: this ends
+        if rotten is not None:  # each goes once: this ends
+            key, why = list(self._lead.tried.items())[-1]
+            self._board.emit("agent", CheckpointRejected(key, why, step=step_of(key)))
+            self._say(f"{rotten}; another state is taken up")
         elif lost and reason not in BAD_STEPS and (sentence := self._hopeless(generation, cause)):
             raise EndedError(sentence)
         value["reason"] = reason if lost else reign.reason

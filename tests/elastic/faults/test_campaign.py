@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from holdfast.elastic.faults import campaign
@@ -15,7 +19,8 @@ from holdfast.elastic.faults.disturb import Story
 from holdfast.elastic.faults.own import OVERRIDES, write_run_file
 from holdfast.elastic.faults.schedule import read_trace
 from holdfast.elastic.faults.shapes import SHAPES
-from holdfast.errors import ConfigError, RunFolderError
+from holdfast.errors import ConfigError, RunFolderError, UserError
+from tests.ranks import wait_until
 
 WORK = tasks([SHAPES["two"]], 5)
 
@@ -55,6 +60,37 @@ def _undisturbed(quick: Campaign) -> Any:
         return whole.parent
 
     return made
+
+
+def test_two_at_work_in_one_folder_are_refused_unless_they_are_shards(settings: Settings) -> None:
+    def at_work(part: tuple[int, int]) -> AbstractContextManager[None]:
+        return Campaign(replace(settings, shard=part), print)._alone()
+
+    with at_work((1, 1)):
+        for part in ((1, 1), (1, 2)):
+            with pytest.raises(UserError, match="at work here"), at_work(part):
+                pass
+    with at_work((1, 2)), at_work((2, 2)):
+        for part in ((1, 1), (1, 2)):
+            with pytest.raises(UserError, match="at work here"), at_work(part):
+                pass
+    with at_work((1, 1)):
+        pass
+
+
+def test_nobody_trains_on_for_a_campaign_that_was_killed(tmp_path: Path) -> None:
+    """Else it would be in the way of the same command."""
+    out = tmp_path / "out"
+    line = [sys.executable, "-m", "holdfast.cli.main", "chaos", "--faults", "1", "--out", str(out)]
+    with subprocess.Popen(line, stderr=subprocess.DEVNULL) as process:
+        wait_until(lambda: list(out.glob("undisturbed-*/terms/*")), 60, "an undisturbed run")
+        process.kill()
+    wait_until(lambda: not _at_work(out), 10, "the end of the undisturbed run")
+
+
+def _at_work(out: Path) -> list[str]:
+    lines = (each.info["cmdline"] or [] for each in psutil.process_iter(["cmdline"]))
+    return [" ".join(line) for line in lines if any(str(out) in word for word in line)]
 
 
 def test_the_same_campaign_is_not_done_again(settings: Settings) -> None:

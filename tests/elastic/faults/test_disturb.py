@@ -18,9 +18,10 @@ from holdfast.elastic.faults.disturb import IN_VAIN, LOST, Disturbance, Done, St
 from holdfast.elastic.faults.library import FAULTS
 from holdfast.elastic.faults.schedule import Draw
 from holdfast.elastic.faults.shapes import SHAPES
-from holdfast.events import NonFinite, WorkerLost
+from holdfast.events import CheckpointFailed, FaultInjected, NonFinite, Record, WorkerLost
 
 KILL = Draw(FAULTS["kill"], ("forward",), 1, gap=1)
+FULL = Draw(FAULTS["full-disk"], ("begin",), 1, gap=1)
 PIPELINE = Draw(FAULTS["pipeline"], ("sending",), 1)
 
 
@@ -66,6 +67,40 @@ def test_a_run_whose_steps_are_used_up_says_so(said: _Said) -> None:
     said.it._disturb(repeat(replace(KILL, step=98)), 5, time.monotonic() + 60)
     assert said.it.story.cut == "its steps were used up"
     assert said.it.story.cut in said.lines[-1]
+
+
+def test_a_trace_names_the_very_step(said: _Said) -> None:
+    said.it.view.start = 7
+    assert said.it._step_for(replace(KILL, step=8)) == 8
+    assert said.it._one(1, replace(KILL, step=7))
+    assert [row["why"] for row in said.it.story.rejected] == ["its step had begun"]
+
+
+def test_what_befalls_a_disk_comes_when_the_state_is_saved(said: _Said) -> None:
+    said.it._saves_every = 10
+    for after in range(1, 21):
+        said.it.view.start = after
+        assert said.it._step_for(FULL) in (10, 20, 30)
+        assert said.it._step_for(FULL) > after
+        assert said.it._step_for(KILL) == after + 1
+
+
+def test_a_fault_that_came_to_nothing_does_not_count(
+    said: _Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disturb, "SHOWN_SECONDS", 0.1)
+    view, outcomes = said.it.view, list[str]()
+    view.reached = {1: 12}
+    view.generation = 1
+    said.it._armoury.claim(Hit(10, 1, 10, 0, 5, "a"))
+    record = Record(1, "chaos", 0, 0.0, FaultInjected(10, "full-disk", "a", "begin", step=10))
+    view.take(record)
+    for _ in range(2):
+        done = Done(1, "full-disk", "begin", 10, "the disk of a", 1)
+        said.it._settle(1, FULL, done)
+        outcomes.append(done.outcome)
+        view.take(replace(record, event=CheckpointFailed("no room", step=10)))
+    assert outcomes == ["came to nothing (no checkpoint_failed)", "recovered"]
 
 
 def test_a_trace_that_ends_with_faults_missing_says_so(said: _Said) -> None:

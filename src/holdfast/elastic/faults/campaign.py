@@ -18,7 +18,9 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from fcntl import LOCK_EX, LOCK_NB, LOCK_SH, flock
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from holdfast.config.load import load
 from holdfast.elastic.faults.armed import Armoury
 from holdfast.elastic.faults.deeds import Scene
 from holdfast.elastic.faults.disturb import TAIL, Disturbance, Story
-from holdfast.elastic.faults.fleet import Fleet
+from holdfast.elastic.faults.fleet import Fleet, end_with_starter
 from holdfast.elastic.faults.library import FAULTS
 from holdfast.elastic.faults.network import Network, available
 from holdfast.elastic.faults.results import recovered, sentence, tracebacks
@@ -39,6 +41,8 @@ from holdfast.errors import HoldfastError, RunFolderError, UserError
 
 MOST = 25
 """Faults of one run."""
+EACH, RARE = 4, 8
+"""Steps of a run for a fault, and how many more for one that is where the state is saved."""
 BEAT = 0.4
 RESULT = "result.json"
 QUICK = (
@@ -82,6 +86,7 @@ class Task:
     number: int
     faults: int
     last: int = 0  # the step of the last fault, where that is known
+    each: int = EACH  # steps for a fault
 
     def name(self, seed: int) -> str:
         plain = "".join(c if c.isalnum() or c in "_-" else "-" for c in self.shape.name)
@@ -89,16 +94,19 @@ class Task:
 
     @property
     def steps(self) -> int:
-        return max(4 * self.faults + 3 * TAIL, self.last + 2 * TAIL)
+        return max(self.each * self.faults + 3 * TAIL, self.last + 2 * TAIL)
 
 
-def tasks(shapes: Sequence[Shape], faults: int) -> list[Task]:
-    """So many faults over these layouts in turn, at most `MOST` a run, and some for each layout."""
+def tasks(shapes: Sequence[Shape], faults: int, names: Sequence[str] = ()) -> list[Task]:
+    """So many faults over these layouts in turn, at most `MOST` a run, and some for each layout.
+    names: of the faults; none: all of them."""
     made: list[Task] = []
+    rare = sum(FAULTS[name].saves for name in names) / max(1, len(names))
+    each = EACH + round(RARE * rare)
     number, most = 0, max(1, min(MOST, faults // len(shapes)))
     while faults > 0:
         size = min(most, faults)
-        made.append(Task(shapes[number % len(shapes)], number + 1, size))
+        made.append(Task(shapes[number % len(shapes)], number + 1, size, each=each))
         number, faults = number + 1, faults - size
     return made
 
@@ -126,6 +134,10 @@ class Campaign:
         Raises UserError, before anything is started, where something else lies there."""
         for task in work:
             self._check_ours(task)
+        with self._alone():
+            return self._each(work)
+
+    def _each(self, work: Sequence[Task]) -> list[dict[str, Any]]:
         results = []
         for task in work:
             folder = self._it.out / "runs" / task.name(self._it.seed)
@@ -141,6 +153,26 @@ class Campaign:
             new.write_text(json.dumps(results[-1], indent=1))
             new.replace(stored)
         return results
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While nobody else makes the same runs; shards are beside each other, and each once.
+
+        Raises UserError."""
+        shard = self._it.part
+        locks = {".lock": LOCK_SH, f".lock{shard}": LOCK_EX} if shard else {".lock": LOCK_EX}
+        self._it.out.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as held:
+            for name, how in locks.items():
+                file = held.enter_context((self._it.out / name).open("w"))
+                try:
+                    flock(file, how | LOCK_NB)
+                except BlockingIOError:
+                    raise UserError(
+                        "another chaos command is at work here", where=str(self._it.out),
+                        remedy="wait for its end, or name another --out",
+                    ) from None  # fmt: skip
+            yield
 
     # --- whether what lies there is ours ----------------------------------------------------------
     def _check_ours(self, task: Task) -> None:
@@ -236,14 +268,18 @@ class Campaign:
                 fleet, folder / "run", folder / "run.d", folder / "notices", network, BEAT, 1.0
             )
             try:
-                return Disturbance(scene, armoury, task.shape, nodes, task.steps, self._say).run(
-                    self._draws(task), task.faults, time.monotonic() + 60 * self._it.minutes
-                )
+                return Disturbance(
+                    scene, armoury, task.shape, nodes, task.steps, self._say, self._saves_every
+                ).run(self._draws(task), task.faults, time.monotonic() + 60 * self._it.minutes)
             finally:
                 fleet.end()
         finally:
             if network is not None:
                 network.down()
+
+    @property
+    def _saves_every(self) -> int:
+        return load(self._it.run_file, self._settings(1)).config.checkpoint.every_steps
 
     def _draws(self, task: Task) -> Iterator[Draw]:
         if self._it.draws is not None:
@@ -266,12 +302,11 @@ class Campaign:
         ]  # fmt: skip
         made = subprocess.run(
             line, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, preexec_fn=end_with_starter(),
         )  # fmt: skip
         if made.returncode:
-            said = made.stderr.strip().splitlines() or made.stdout.strip().splitlines() or [""]
             raise UserError(
-                f"the undisturbed run ended with {made.returncode}: {said[-1]}",
+                f"the undisturbed run ended with {made.returncode}: {_reason(made)}",
                 where=str(self._it.run_file), remedy="see that it trains: holdfast train",
             )  # fmt: skip
         new = done.with_name(".undisturbed")
@@ -288,6 +323,12 @@ def code() -> str:
         found.update(f"{path.relative_to(package)} {path.stat().st_size} ".encode())
         found.update(path.read_bytes())
     return found.hexdigest()
+
+
+def _reason(ended: subprocess.CompletedProcess[str]) -> str:
+    """The sentence in which a command said why, which need not be its last line."""
+    said = ended.stderr.strip().splitlines() or ended.stdout.strip().splitlines() or [""]
+    return next((line for line in reversed(said) if line.startswith("holdfast: ")), said[-1])
 
 
 def _digest(what: object) -> str:

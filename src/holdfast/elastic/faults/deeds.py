@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from holdfast.wire.term import newest_term
 _STRIDE = 10007  # bytes from one turned bit to the next: so that some lie in every snapshot
 _SMALL = 4096  # bytes: no blob fits
 _LONG = 120.0  # seconds
+_REST_SECONDS = 1.0
+_RESTS = 5  # looks in a row at which nothing runs
 
 
 class NotNowError(Exception):
@@ -79,8 +82,12 @@ def _everything(at: Scene, node: str) -> Deed:
     return Deed("all agents", gone=gone)
 
 
+def _all_workers(at: Scene) -> list[int]:
+    return [pid for each in at.fleet.alive for pid in at.fleet.workers(each)]
+
+
 def _workers(at: Scene, node: str) -> Deed:
-    pids = [pid for each in at.fleet.alive for pid in at.fleet.workers(each)]
+    pids = _all_workers(at)
     if not pids:
         raise NotNowError("there is no worker")
     for pid in pids:
@@ -177,20 +184,46 @@ def _zombie(at: Scene, node: str) -> Deed:
 
 
 def _rotten_memory(at: Scene, node: str) -> Deed:
-    """Bits here and there in each of the mover's memory files."""
-    pid = _child(at, node, "mover")
-    changed = 0
+    """Of what is hashed: bytes that change between a worker's copy and that are what it copied, for
+    all that anybody can say. So the workers stand still first, and the mover comes to an end."""
+    mover = _child(at, node, "mover")
+    for pid in _all_workers(at):
+        _signal(pid, signal.SIGSTOP)
+    _come_to_rest(mover)
+    changed = rot_memory(mover)
+    _workers(at, node)
+    if not changed:
+        raise NotNowError(f"{node} keeps nothing in memory")
+    return Deed(f"{changed} bytes of {node}, and all workers")
+
+
+def _come_to_rest(pid: int) -> None:
+    """Until all threads of a process sleep, each time one looks."""
+    end, looks = time.monotonic() + _REST_SECONDS, 0
+    while looks < _RESTS and time.monotonic() < end:
+        time.sleep(_REST_SECONDS / 100)
+        states = {
+            stat.read_bytes().rpartition(b") ")[2][:1]
+            for stat in Path(f"/proc/{pid}/task").glob("*/stat")
+        }
+        looks = looks + 1 if states == {b"S"} else 0
+
+
+def rot_memory(pid: int, stride: int = _STRIDE) -> int:
+    """Turn a bit here and there in each memory file of a process; how many. A file that is mapped
+    has a second descriptor: turned once more, its bits would be as they were."""
+    seen, changed = set[tuple[int, int]](), 0
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):
             if not os.readlink(link).startswith("/memfd:"):
                 continue
-            size = os.stat(link).st_size
-            for at_byte in range(_STRIDE, size, _STRIDE):
+            file = os.stat(link)
+            if (file.st_dev, file.st_ino) in seen:
+                continue
+            seen.add((file.st_dev, file.st_ino))
+            for at_byte in range(stride, file.st_size, stride):
                 changed += _flip(link, at_byte)
-    if not changed:
-        raise NotNowError(f"{node} keeps nothing in memory")
-    _workers(at, node)
-    return Deed(f"{changed} bytes of {node}, and all workers")
+    return changed
 
 
 def _rotten_checkpoint(at: Scene, node: str) -> Deed:

@@ -13,7 +13,7 @@ same command, as a scheduler would; nothing else is done for the run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,8 @@ RECOVERED_SECONDS = 90.0
 ENDLESS = 6
 """Times as long that it may go on without coming to what is waited for."""
 BACK_SECONDS = 60.0
+SHOWN_SECONDS = 5.0
+"""Within which the journal says what a fault led to, once the run goes on."""
 STRIDE = 5.0
 """Seconds after which the run may do one more step, while something stays bad for long."""
 TAIL = 4
@@ -98,14 +100,16 @@ class _Bad:
 
 
 class Disturbance:
-    """Drives one run. steps: of the run; wanted: faults that are to count."""
+    """Drives one run. steps: of the run, saves_every: from one durable state to the next (0: by
+    time); wanted: faults that are to count."""
 
     def __init__(
         self, scene: Scene, armoury: Armoury, shape: Shape, nodes: list[str], steps: int,
-        say: Callable[[str], None],
+        say: Callable[[str], None], saves_every: int = 0,
     ) -> None:  # fmt: skip
         self._scene, self._armoury, self._shape = scene, armoury, shape
         self._nodes, self._steps, self._say = nodes, steps, say
+        self._saves_every = max(1, saves_every)
         self._watcher = Watcher(FolderStore(scene.real))
         self._away: set[str] = set()  # nodes that are to come back
         self._bad: list[_Bad] = []
@@ -176,9 +180,12 @@ class Disturbance:
         if why := unfit(draw.fault, self._shape, network) or self._await_room(draw):
             self._reject(number, draw, why)
             return True
-        step = max(self.view.step + draw.gap, self._gate + 1, draw.step)
+        step = self._step_for(draw)
         if step > self._steps - TAIL:
             return False
+        if step <= max(self.view.step, self._gate):
+            self._reject(number, draw, "its step had begun")
+            return True
         self._open(step - 1)
         self._until(lambda: self.view.step >= step - 1, f"step {step - 1}")
         done = self._bring_about(number, draw, step)
@@ -195,6 +202,13 @@ class Disturbance:
         if draw.patient:
             self._await_nodes()
         return True
+
+    def _step_for(self, draw: Draw) -> int:
+        if draw.step:
+            return draw.step
+        step = max(self.view.step + draw.gap, self._gate + 1)
+        every = self._saves_every if draw.fault.saves else 1
+        return -(-step // every) * every
 
     def _tell(self, done: Done) -> None:
         count = len(self.story.faults)
@@ -350,10 +364,22 @@ class Disturbance:
         if second and self._armoury.hit(number * _PARTS + 1) is None:
             self._armoury.disarm(number * _PARTS + 1)
             done.outcome = f"second part missed ({last})"
+        elif draw.fault.shows and not self._has_shown(number, draw.fault.shows):
+            done.outcome = f"came to nothing (no {' or '.join(draw.fault.shows)})"
         else:
             done.outcome = "recovered"
         while self._bad:
             self._tick()
+
+    def _has_shown(self, number: int, kinds: Sequence[str]) -> bool:
+        """Whether the journal comes to say what such a fault makes it say."""
+        with suppress(StuckError):
+            self._until(
+                lambda: self.view.since(number * _PARTS, lambda event: event.kind in kinds),
+                "it", SHOWN_SECONDS,
+            )  # fmt: skip
+            return True
+        return False
 
     def _await_nodes(self) -> None:
         """Until all nodes take part."""

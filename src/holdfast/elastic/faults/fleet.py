@@ -23,7 +23,6 @@ from pathlib import Path
 import psutil
 
 MODULES = {"mover": "holdfast.checkpoint.mover", "template": "holdfast.elastic.worker.template"}
-_LINUX = sys.platform == "linux"
 Wrap = Callable[[str, list[str]], list[str]]
 """The command line of a node as it is really started: in a network of its own, for one."""
 
@@ -96,7 +95,7 @@ class Fleet:
                 process = subprocess.Popen(
                     line, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
                     start_new_session=True, env=self._environment,
-                    preexec_fn=_end_with_starter if _LINUX else None,
+                    preexec_fn=end_with_starter(),
                 )  # fmt: skip
             self._lives[node] = Life(node, process)
 
@@ -143,8 +142,12 @@ class Fleet:
         self._lives.clear()
 
 
+def end_with_starter() -> Callable[[], None] | None:
+    """What a child does before its command: Linux kills it when its starter ends."""
+    return _end_with_starter if sys.platform == "linux" else None
+
+
 def _end_with_starter() -> None:
-    """In the child, before the command: Linux kills it when its starter ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 

@@ -38,7 +38,9 @@ NOWHERE = (
 class Fault:
     """nodes, ranks: how many there must be. needs: "" or "pp", "shared" (some state is held by one
     rank only), "network". again: a new generation has to follow, else steps have to. weight: how
-    often it is drawn, beside the others; 0: only where it is named."""
+    often it is drawn, beside the others; 0: only where it is named. saves: it is for a step whose
+    state is to be durable. shows: events of which the journal has one after it, or it came to
+    nothing."""
 
     name: str
     text: str
@@ -48,6 +50,8 @@ class Fault:
     needs: str = ""
     again: bool = True
     weight: int = 4
+    saves: bool = False
+    shows: tuple[str, ...] = ()
 
     @property
     def aimed(self) -> bool:
@@ -70,6 +74,7 @@ def _outside(
 _KILL = Part("kill", IN_STEP)
 _RECOVERY = ("agreeing", "regrouping", "moving")
 _COMPUTING = ("forward", "backward", "computed")
+_REJECTED = ("source_rejected", "checkpoint_rejected")
 
 _ALL = (
     # --- in a worker --------------------------------------------------------------------------
@@ -113,16 +118,16 @@ _ALL = (
              weight=3),
     _outside("everything", "all nodes are killed at once", weight=1),
     # --- to bytes -----------------------------------------------------------------------------
-    _outside("slow-disk", "the mover of a node gets a tenth of its time", again=False),
+    _outside("slow-disk", "the mover of a node gets a tenth of its time", again=False, saves=True),
     _outside("full-disk", "the mover of a node can write no file any more, for a while",
-             again=False),
+             again=False, saves=True, shows=("checkpoint_failed",)),
     _outside("run-store", "the run folder is out of reach for a while", again=False),
     _outside("run-store-long", "the run folder is out of reach for two minutes", again=False,
              weight=0),
     _outside("rotten-memory", "bytes of a node's snapshots in memory are changed, and all workers "
-             "are killed", weight=3),
+             "are killed", weight=3, shows=_REJECTED),
     Fault("rotten-checkpoint", "the newest checkpoint is changed, and all nodes are killed",
-          (Part("rotten-checkpoint", QUIET, True),), weight=1),
+          (Part("rotten-checkpoint", QUIET, True),), weight=1, shows=_REJECTED),
     # --- to the line --------------------------------------------------------------------------
     _outside("partition", "a node is cut off until it is given up, and comes back", nodes=3,
              needs="network", weight=2),

@@ -9,9 +9,11 @@ worker, and its agent begins again from the next older checkpoint.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from holdfast.checkpoint.peer_source import PeerBlobs
 from holdfast.checkpoint.peer_wire import PeerError
 from holdfast.checkpoint.restore import Checkpoint, listing
 from holdfast.checkpoint.second import BUCKET, Second
-from holdfast.checkpoint.sources import MappedSource, Mixed, Source, StoreSource
+from holdfast.checkpoint.sources import MappedSource, Mixed, Scatter, Source, StoreSource
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.worker.reporter import Reporter
 from holdfast.errors import CorruptError, HoldfastError, RunFolderError, StoreError
@@ -114,6 +116,44 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
+class _Twins:
+    """What lies in this node's memory may lie in other machines' too. They are asked only when it
+    is needed, because what is here is not whole."""
+
+    name = "peers"
+    reads = PeerBlobs.reads
+    scatter: Scatter | None = None
+
+    def __init__(
+        self, keys: Collection[str], find: Callable[[Sequence[str]], list[PeerBlobs]]
+    ) -> None:
+        self._keys, self._find = frozenset(keys), find
+        self._found: list[PeerBlobs] | None = None
+        self._lock = threading.Lock()
+
+    def has(self, key: str) -> bool:
+        return key in self._keys
+
+    def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
+        """From the first peer that gives it. Raises what the last one raised, MissingKeyError where
+        there is none."""
+        with self._lock:
+            if self._found is None:
+                self._found = self._find(sorted(self._keys))
+        error: HoldfastError = MissingKeyError(f"no peer has {key}")
+        for peer in self._found:
+            if peer.has(key):
+                try:
+                    return peer.data(key, start, length, buffer)
+                except HoldfastError as raised:
+                    error = raised
+        raise error
+
+    def close(self) -> None:
+        for peer in self._found or ():
+            peer.close()
+
+
 @contextmanager
 def _opened(boot: WorkerBoot, key: str, secret: Secret | None) -> Iterator[Checkpoint]:
     """The checkpoint over all sources, cheapest first; memory is given back at the end."""
@@ -121,18 +161,25 @@ def _opened(boot: WorkerBoot, key: str, secret: Secret | None) -> Iterator[Check
     if not boot.mover_socket or secret is None:
         yield Checkpoint(store, Commit.from_bytes(store.get(key), key))
         return
-    holdings = MoverClient(boot.mover_socket, secret, boot.generation).holdings(key)
+    mover = MoverClient(boot.mover_socket, secret, boot.generation)
+    holdings = mover.holdings(key)
     mapped = MappedSource(holdings.slots)
-    peers = [
-        PeerBlobs(peer["name"], peer["address"], peer["keys"], secret, boot.generation, peer["run"])
-        for peer in holdings.peers
-    ]
-    sources: list[Source] = [mapped, *peers, StoreSource(store)]
+
+    def peers_of(listed: Sequence[Mapping[str, Any]]) -> list[PeerBlobs]:
+        return [
+            PeerBlobs(row["name"], row["address"], row["keys"], secret, boot.generation, row["run"])
+            for row in listed
+        ]
+
+    peers = peers_of(holdings.peers)
+    twins = _Twins(holdings.slots, lambda keys: peers_of(mover.holders(keys)))
+    sources: list[Source] = [mapped, *peers, twins, StoreSource(store)]
     if bucket := str(boot.config["checkpoint"]["bucket"]):
         sources.append(StoreSource(Second(lambda: open_store(bucket)), BUCKET))
     try:
         yield Checkpoint(Mixed(sources), holdings.commit)
     finally:
+        twins.close()
         for peer in peers:
             peer.close()
         with suppress(BufferError):  # an exception on its way up may still show a view
