@@ -3,7 +3,8 @@
 `Story` follows the run's journal and prints a line for whatever happens. `disturbances` is the list
 of what is done, as a person reads it: each does one thing, waits until the run goes on with whom it
 should, and leaves a row of the table. What was done is written down beside the run folder, so a
-quickstart that was interrupted goes on where it was.
+quickstart that was interrupted goes on where it was. A run that another command finished, or that
+lies in the place of an older one, was not disturbed, whatever was written down.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Story:
         self.older = 0  # the newest generation of an earlier start
         self._began = time.monotonic()
         self._line = 0
+        self._first: tuple[int, float] | None = None  # generation, and when it began
         self._stop = threading.Event()
         self._batches = follow(self.store, poll=0.1, stop=self._stop)
 
@@ -96,8 +98,17 @@ class Story:
 
     def read(self, *, aloud: bool = True) -> None:
         """Take what is new in the journal."""
-        for record in in_order(next(self._batches)):
+        new = next(self._batches)
+        starts = [(r.generation, r.time) for r in new if isinstance(r.event, GenerationStarted)]
+        if starts and (self._first is None or min(starts) < self._first):
+            self._first = min(starts)
+        for record in in_order(new):
             self._take(record, aloud)
+
+    @property
+    def began(self) -> float | None:
+        """When the run did, which tells it from another one in the same folder; None before."""
+        return None if self._first is None else self._first[1]
 
     def read_older(self) -> None:
         """What an earlier start wrote. Its processes have ended, and their numbers may be somebody
@@ -119,7 +130,7 @@ class Story:
             return
         self.events.append(record)
         if isinstance(event, GenerationStarted):
-            self.nodes[record.generation] = sorted(set(event.topology["nodes"]), key=NODES.index)
+            self.nodes[record.generation] = sorted(set(event.topology["nodes"]), key=_place)
         elif isinstance(event, WorkerStarted):
             self.pids[event.node] = event.pid
         elif isinstance(event, RunFinished):
@@ -164,8 +175,9 @@ class Disturbed:
         """desk: the folder for what the nodes say, their notices, and what was done so far."""
         self.said, self._warnings = desk / "logs", desk / "notices"
         self._warnings.mkdir(parents=True, exist_ok=True)
-        self._notes = notes = desk / "disturbances.json"
-        self.rows = [Row(**row) for row in json.loads(notes.read_text())] if notes.exists() else []
+        self._notes = desk / "disturbances.json"
+        self.rows: list[Row] = []  # of what was tried so far
+        self.found_finished = False
         self.why_not = available()
         self.network = Network() if self.why_not is None else None
         command = [sys.executable, "-m", "holdfast.cli.main", "train", str(run_file)]
@@ -183,8 +195,18 @@ class Disturbed:
     def run(self) -> bool:
         """To its last step; whether it got there."""
         self.story.read_older()
-        if self.story.finished:
-            return True
+        self.rows = self._noted()
+        self.found_finished = self.story.finished
+        if not self.found_finished:
+            self._train()
+        return self.story.finished
+
+    def outcome(self) -> list[Row]:
+        """A row of each disturbance, in their order, be it only to say that it did not happen."""
+        tried = {row.name: row for row in self.rows}
+        return [tried.get(name) or Row(name, what) for name, what, _ in disturbances(self)]
+
+    def _train(self) -> None:
         for name in NODES:
             (self._warnings / name).unlink(missing_ok=True)
         try:
@@ -193,14 +215,13 @@ class Disturbed:
             self.fleet.start(*NODES)
             for name, what, do in disturbances(self):
                 if self.story.finished or not self.fleet.alive:
-                    self.rows.append(Row(name, what))
-                elif not any(row.name == name and row.happened for row in self.rows):
+                    break
+                if not any(row.name == name and row.happened for row in self.rows):
                     self._disturb(name, what, do)
             while not self.story.finished and self.fleet.alive:
                 self.story.read()
             self.story.read()
             self._let_end()
-            return self.story.finished
         finally:
             self.fleet.end()
             self.story.close()
@@ -237,7 +258,16 @@ class Disturbed:
             self._note()
 
     def _note(self) -> None:
-        self._notes.write_text(json.dumps([asdict(row) for row in self.rows], indent=1))
+        notes = {"began": self.story.began, "rows": [asdict(row) for row in self.rows]}
+        self._notes.write_text(json.dumps(notes, indent=1))
+
+    def _noted(self) -> list[Row]:
+        """What an earlier start did to this run. What was done to another one, which lay in this
+        folder before, does not count."""
+        notes = json.loads(self._notes.read_text()) if self._notes.exists() else None
+        if not isinstance(notes, dict) or notes["began"] != self.story.began:
+            return []
+        return [Row(**row) for row in notes["rows"]]
 
     def _quiet(self) -> bool:
         """Whether the run, as it was started now, has done some steps since the last change."""
@@ -279,6 +309,8 @@ class Disturbed:
 
     def kill_leader(self) -> set[str]:
         name = self.leader
+        if name not in self.fleet.alive:
+            raise TooLateError(f"{name or 'nobody'} leads, which is none of these nodes")
         self.story.say(f"SIGKILL to {name}, the node that leads; all its processes end with it")
         self.fleet.kill(name)
         return set(NODES) - {name}
@@ -358,6 +390,11 @@ def table(rows: list[Row]) -> str:
         )
         shown.append(f"  {line[0].ljust(widths[0])}  {rest}".rstrip())
     return "\n".join(shown)
+
+
+def _place(node: str) -> tuple[int, str]:
+    """Of a node in a list; others, with which a command of its own has trained this run, last."""
+    return (NODES.index(node) if node in NODES else len(NODES), node)
 
 
 def _seconds(value: float | None) -> str:

@@ -9,6 +9,7 @@ The same command again goes on where it was interrupted.
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 import time
@@ -27,6 +28,8 @@ HERE = Path(__file__).parent
 RUN_FILES = {"small": HERE / "run.yaml", "standard": HERE / "standard.yaml"}
 SMALL_LIMIT = 2.3  # bits per byte of validation text at the end; standard: below the bigram's
 PROMPT = "def read_lines(path):\n"
+INTERRUPTED = 130  # exit code after Ctrl-C
+LEAVE_SECONDS = 5.0  # until a command that Ctrl-C did not reach is told to leave
 
 
 def show(*arguments: str | Path) -> list[str]:
@@ -40,15 +43,40 @@ def show(*arguments: str | Path) -> list[str]:
 def holdfast(*arguments: str | Path) -> None:
     """Run it to its end; where it fails, this ends too, with its exit code."""
     words = show(*arguments)
-    code = subprocess.call([sys.executable, "-m", "holdfast.cli.main", *words])
+    with subprocess.Popen([sys.executable, "-m", "holdfast.cli.main", *words]) as process:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            _let_leave(process)
+            raise
     if code:
         sys.exit(code)
+
+
+def _let_leave(process: subprocess.Popen[bytes]) -> None:
+    """A terminal's Ctrl-C has reached the command too, which saves and leaves. SIGTERM says the
+    same to one that it has not reached, and nothing to one that is leaving."""
+    try:
+        process.wait(LEAVE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train, disturb, compare, report, sample.")
     parser.add_argument("--size", choices=RUN_FILES, default="small")
     size = parser.parse_args().size
+    try:
+        return quickstart(size)
+    except KeyboardInterrupt as interrupt:
+        where = f" {interrupt}" if str(interrupt) else ""
+        print(f"\ninterrupted{where}; the same command goes on from there", file=sys.stderr)
+        return INTERRUPTED
+
+
+def quickstart(size: str) -> int:
+    """All commands, one after the other; the exit code."""
     began = time.monotonic()
     run_file = RUN_FILES[size]
     config = load(run_file).config
@@ -68,14 +96,13 @@ def main() -> int:
     holdfast("report", folder, "--sample", PROMPT)
     holdfast("generate", folder, PROMPT, "--temperature", "0.6")
     print(f"\nWhat was done to the run on {len(NODES)} nodes, and what it cost:\n\n{table(rows)}")
-    same = compare(folder, alone)
+    same = compare(folder, alone, config.train.steps)
     baselines = Dataset.open(config.data.folder).baselines
     limit = baselines["bigram"] if size == "standard" and baselines else SMALL_LIMIT
     learned = verdict(folder, limit, time.monotonic() - began)
-    missed = [row.what for row in rows if not row.happened]
+    missed = missing(rows, folder)
     if missed:
-        print(f"did not happen: {', '.join(missed)}; make room for another try with: "
-              f"rm -r {folder}*, and start again")  # fmt: skip
+        print(missed)
     return 0 if same and learned and not missed else 1
 
 
@@ -96,8 +123,20 @@ def disturb(run_file: Path, folder: Path, steps: int) -> list[Row]:
         if not run.run():
             sys.exit(f"the run on several nodes did not finish; what they said: {run.said}")
     except KeyboardInterrupt:
-        sys.exit(f"interrupted after step {run.story.step}; the same command goes on from there")
-    return run.rows
+        raise KeyboardInterrupt(f"after step {run.story.step}") from None
+    rows = run.outcome()
+    if run.found_finished and (missed := missing(rows, folder)):
+        sys.exit(f"\n{missed}")  # nothing that follows could make it good
+    return rows
+
+
+def missing(rows: list[Row], folder: Path) -> str:
+    """The sentence about what was not done to the run; "" where all was."""
+    names = ", ".join(f"{row.name} ({row.what})" for row in rows if not row.happened)
+    if not names:
+        return ""
+    return (f"{folder}: this was not done to the run, so it shows nothing: {names}; start anew "
+            f"with: rm -r {folder}, and the same command")  # fmt: skip
 
 
 def losses(folder: Path) -> dict[int, float]:
@@ -109,28 +148,34 @@ def losses(folder: Path) -> dict[int, float]:
 def bits(folder: Path) -> float:
     """Per byte of validation text, at the end."""
     effective, _ = split(read(FolderStore(folder)))
-    return [r.event.bits_per_byte for r in effective if isinstance(r.event, Evaluated)][-1]
+    told = [r.event.bits_per_byte for r in effective if isinstance(r.event, Evaluated)]
+    return told[-1] if told else math.nan  # which is as good as nothing, and equals nothing
 
 
-def compare(folder: Path, alone: Path) -> bool:
-    """Print both ends side by side; whether the losses are the same, to the last bit."""
+def compare(folder: Path, alone: Path, last: int) -> bool:
+    """Print both ends side by side; whether each has a loss of all steps up to the `last`, and they
+    are the same, to the last bit."""
     disturbed, undisturbed = losses(folder), losses(alone)
-    last = max(undisturbed)
-    differ = [step for step in disturbed if disturbed[step] != undisturbed.get(step)]
     rows = [
         ("", "disturbed", "undisturbed"),
-        (f"loss of step {last}", repr(disturbed.get(last)), repr(undisturbed[last])),
+        (f"loss of step {last}", repr(disturbed.get(last)), repr(undisturbed.get(last))),
         ("bits per byte", repr(bits(folder)), repr(bits(alone))),
     ]
     print()
     for name, one, other in rows:
         print(f"  {name:<18}  {one:<20}  {other:<20}".rstrip())
-    if differ or last not in disturbed or bits(folder) != bits(alone):
-        print(f"\nThe two runs differ, first at step {min(differ, default=last)}.")
+    due = range(1, last + 1)
+    for name, found in (("disturbed", disturbed), ("undisturbed", undisturbed)):
+        if untold := [step for step in due if step not in found]:
+            print(f"\n{len(untold)} of {last} steps have no loss in the journal of the {name} run, "
+                  f"the first is {untold[0]}.")  # fmt: skip
+            return False
+    differ = [step for step in due if disturbed[step] != undisturbed[step]]
+    if differ or bits(folder) != bits(alone):
+        where = f"first at step {differ[0]}" if differ else "in their validation at the end"
+        print(f"\nThe two runs differ, {where}.")
         return False
-    untold = last - len(disturbed)
-    more = f" (who did {untold} more did not live to tell)" if untold else ""
-    print(f"\nThe losses of {len(disturbed)} of {last} steps are the same, to the last bit{more}.")
+    print(f"\nThe losses of all {last} steps are the same, to the last bit.")
     return True
 
 
