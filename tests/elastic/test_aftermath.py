@@ -7,7 +7,10 @@ from typing import Any, cast
 from holdfast.config.run import RunConfig
 from holdfast.elastic.aftermath import Survivors
 from holdfast.elastic.leading import Lead, Leading
+from holdfast.events import Event, WorkerLost
 from holdfast.layout import Layout, Topology, place
+from holdfast.policy import membership
+from holdfast.policy.membership import Node, Report, Rules, Stage
 from holdfast.policy.survivors import Held
 
 CONFIG = RunConfig.model_validate({
@@ -91,3 +94,28 @@ def test_a_new_coordinator_knows_the_state_that_nobody_has_taken_into_its_genera
     ))  # fmt: skip
     lead.found(value)
     assert lead._survivors.live({4: _held(1, 5)})
+
+
+def test_whoever_comes_to_lead_tells_of_losses_in_the_generation_that_had_them() -> None:
+    """And of none where the run is taken up again: nobody holds anything of that generation."""
+    told: list[tuple[int, int, str]] = []
+
+    def late(generation: int, event: Event) -> None:
+        assert isinstance(event, WorkerLost)
+        told.append((generation, event.rank, event.cause))
+
+    unused = cast(Any, None)
+    lead = Lead(Leading(
+        CONFIG, unused, unused, "", lambda event: told.append((0, 0, event.kind)), unused, late=late
+    ))  # fmt: skip
+    lead.found({"topology": place(Layout(dp_replicate=2), 5, ("a", "b")).to_json()})
+    old = [Node(name, "old", 1, 0.0, 0.0) for name in ("a", "b")]
+    reign = membership.begin(7, 0.0, 5, old, "resume")
+    rules = Rules(lambda nodes: tuple(node.name for node in nodes))
+    reign = membership.came(reign, Node("a", "new", 1, 0.0, 0.0), 1.0, rules)
+    lead.tell_lost(reign)
+    assert reign.lost == (("a", "its agent was started anew"),)
+    assert told == []
+    held = Report("b", "old", 5, Stage.HELD)
+    lead.tell_lost(membership.heard(reign, [held], 1.0, rules))
+    assert told == [(5, 0, "its agent was started anew")]

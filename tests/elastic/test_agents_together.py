@@ -7,7 +7,8 @@ import os
 import signal
 from pathlib import Path
 
-from holdfast.events import GenerationStarted, RunFailed, StopRequested, WorkerLost
+from holdfast.events import GenerationStarted, RunFailed, StepDone, StopRequested, WorkerLost
+from holdfast.report import history
 from tests.elastic.trainer import Trainer, training
 
 NODES = ("layout.workers=2", "cluster.places=1", "cluster.min_nodes=2", "cluster.beat_seconds=0.5")
@@ -55,3 +56,32 @@ def test_whoever_waits_alone_for_others_can_be_stopped(tmp_path: Path) -> None:
     assert "stopped after step" in one.said
     assert [event.reason for event in one.events(StopRequested)] == ["SIGTERM"]
     assert len(one.events(GenerationStarted)) == 2  # the second one saved
+
+
+def test_a_run_that_is_taken_up_again_tells_of_no_loss_in_a_generation_before_all(
+    tmp_path: Path,
+) -> None:
+    """All agents were killed: whoever leads next finds nobody of the generation before."""
+    plan = {"steps": 1_000_000, "pace": 0.01}
+    with training(tmp_path / "run", plan, *NODES, "cluster.node=a") as one:
+        other = _second(one)
+        one.wait_step(3, 1)
+        for trainer in (one, other):
+            trainer.process.kill()
+            trainer.process.wait(10)
+    first = one.events(StepDone)[-1].step
+    with training(tmp_path / "run", plan | {"steps": first + 2}, *NODES, "cluster.node=a") as again:
+        other = _second(again)
+        try:
+            assert (again.end(), other.end()) == (0, 0), again.said + other.said
+        finally:
+            other.process.kill()
+            other.process.wait(10)
+    assert min(record.generation for record in again.records()) == 1
+    assert again.events(WorkerLost) == []
+    assert [event.reason for event in again.events(GenerationStarted)] == ["start", "resume"]
+    story = history.build(again.records())
+    assert [session.ended for session in story.sessions] == ["lost", "finished"]
+    (incident,) = story.incidents
+    assert (incident.kind, incident.generation) == ("session_lost", 1)
+    assert incident.seconds is not None

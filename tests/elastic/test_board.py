@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from holdfast.elastic.board import Board
-from holdfast.events import GenerationStarted, Record, StepDone
+from holdfast.events import GenerationStarted, Record, StepDone, WorkerLost
 from holdfast.wire.journal import read
 from holdfast.wire.runstore import FolderStore
 
@@ -34,3 +34,32 @@ def test_a_step_that_is_told_once_more_is_neither_shown_nor_stored(tmp_path: Pat
     assert [(r.generation, r.event.step) for r in stored] == [
         (1, 1), (1, 2), (1, 3), (1, 4), (2, 5), (3, 4), (3, 5)
     ]  # fmt: skip
+
+
+def test_what_is_told_late_of_a_generation_stands_in_it_beside_what_this_node_wrote_before(
+    tmp_path: Path,
+) -> None:
+    """Node a was killed and started anew, and comes to lead before it takes part in anything."""
+    store, shown = FolderStore(tmp_path), list[Record]()
+
+    async def go() -> None:
+        before = Board(store, [], print, "a")
+        before.begin(3)
+        before.emit("agent", _started(0))
+        assert await before.flush()
+        board = Board(store, [shown.append], print, "a")
+        for rank in (0, 1):
+            board.late("term7", 3, WorkerLost(rank, 0, "its agent has ended", "heartbeat", "b"))
+        board.begin(4)
+        board.emit("agent", _started(0))
+        board.late("term7", 4, WorkerLost(0, 0, "its agent has ended", "heartbeat", "b"))
+        assert await board.flush()
+
+    asyncio.run(go())
+    told = [(r.generation, r.writer, r.sequence, r.event.kind) for r in read(store)]
+    assert told == [
+        (3, "agent.a", 0, "generation_started"), (3, "term7.a", 0, "worker_lost"),
+        (3, "term7.a", 1, "worker_lost"), (4, "agent.a", 0, "generation_started"),
+        (4, "agent.a", 1, "worker_lost"),
+    ]  # fmt: skip
+    assert [(r.generation, r.sequence) for r in shown] == [(3, 0), (3, 1), (4, 0), (4, 1)]

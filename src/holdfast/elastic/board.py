@@ -34,6 +34,7 @@ class Board:
         self._generation = 0
         self._writers: dict[str, JournalWriter] = {}
         self._unstored: list[JournalWriter] = []  # of older generations
+        self._late: dict[tuple[int, str], JournalWriter] = {}
         self._complained = False
         # Where others lead, their agents tell of the starts; readers leave out a step too much.
         self._once = Once(all_starts=False)
@@ -52,7 +53,21 @@ class Board:
         if writer not in self._writers:
             # No read: an event must not be lost, nor the event loop wait, for a sick disk.
             self._writers[writer] = JournalWriter(self._store, writer, self._generation, fresh=True)
-        record = self._writers[writer].emit(event)
+        self._show(self._writers[writer].emit(event))
+
+    def late(self, writer: str, generation: int, event: Event) -> None:
+        """An event of a generation that this agent may have had no part in. writer: a name that
+        nobody has written under in it, not even an agent of this node before this one; where the
+        generation is the newest here, the agent's own segment is as good."""
+        if generation == self._generation:
+            self.emit("agent", event)
+            return
+        place = generation, self._named(writer)
+        if place not in self._late:
+            self._late[place] = JournalWriter(self._store, place[1], generation, fresh=True)
+        self._show(self._late[place].emit(event))
+
+    def _show(self, record: Record) -> None:
         for observer in tuple(self._observers):
             try:
                 observer(record)
@@ -72,7 +87,7 @@ class Board:
         named = None if writer is None else self._named(writer)
         chosen = [self._writers[named]] if named in self._writers else []
         if writer is None:
-            everyone = (*self._unstored, *self._writers.values())
+            everyone = (*self._unstored, *self._late.values(), *self._writers.values())
             chosen = [w for w in everyone if w.pending or sync]
         if not chosen:
             return True

@@ -36,7 +36,8 @@ class Leading:
     number of each generation whose object was made, before anybody is told of it. durable: the
     newest step that has a checkpoint in the run store. alone: the run has one node, whose mover
     knows by itself whom to ask and to send to. rest: leaves a node out, if the others are enough;
-    whether they are."""
+    whether they are. late: writes down what happened in a generation that this agent may have had
+    no part in."""
 
     config: RunConfig
     planner: Planner
@@ -47,6 +48,7 @@ class Leading:
     durable: Callable[[], int] = lambda: 0
     alone: bool = False
     rest: Callable[[str], bool] = lambda name: False
+    late: Callable[[int, Event], object] = lambda generation, event: None
 
 
 class Lead:
@@ -64,6 +66,7 @@ class Lead:
         self.speeds: dict[tuple[str, int], float] = {}
         """Beside the others' 1, of nodes' processes that are slow."""
         self._told_lost: set[tuple[int, str]] = set()
+        self._resumes = False
         self.reached = 0
         """The newest step that a generation has begun from."""
         self.tried: dict[str, str] = {}
@@ -124,6 +127,7 @@ class Lead:
     ) -> dict[str, Any]:
         """What its object says. Raises HoldfastError where no plan is possible."""
         nodes = [node for name in sorted(names) if (node := reign.node(name)) is not None]
+        self._resumes = self._before is not None and not _goes_on(reign)
         self._peers = {
             name: Peer.from_json(row)
             for name, one in known.items()
@@ -228,8 +232,9 @@ class Lead:
         for event in self.doubting.news():
             self._it.emit(event)
         first = topology.generation == 1 or self._before is None
+        reason = "resume" if self._resumes else str(value["reason"])
         self._it.emit(GenerationStarted(
-            topology.to_json(), str(value["reason"]), None if newest is None else newest.key,
+            topology.to_json(), reason, None if newest is None else newest.key,
             -1 if first else rung, value["came_from"], step=step,
         ))  # fmt: skip
 
@@ -242,16 +247,18 @@ class Lead:
         return {rank: self.speeds[who] for rank, who in seated.items() if who in self.speeds}
 
     def tell_lost(self, reign: Reign) -> None:
-        """Which ranks the running generation has lost with their nodes, and why: each once."""
+        """Which ranks the running generation has lost with their nodes, and why: each once. Where a
+        session begins, none is running: that says by itself that the one before is over."""
         before = self._before
-        if before is None or before.generation != reign.generation:
+        if before is None or before.generation != reign.generation or not _goes_on(reign):
             return
         for name, cause in reign.lost:
             if (before.generation, name) in self._told_lost:
                 continue
             self._told_lost.add((before.generation, name))
             for rank in (rank for rank, node in enumerate(before.nodes) if node == name):
-                self._it.emit(WorkerLost(rank, 0, cause, "heartbeat", name, step=self.reached))
+                lost = WorkerLost(rank, 0, cause, "heartbeat", name, step=self.reached)
+                self._it.late(before.generation, lost)
 
     # --- what the planner is told ---------------------------------------------------------------
     def _places(self, nodes: Sequence[Node]) -> list[NodePlaces]:
@@ -270,6 +277,11 @@ class Lead:
             if one.state is not None and one.state[0] == before.generation
         }  # fmt: skip
         return [rank for rank in range(before.world_size) if rank not in there]
+
+
+def _goes_on(reign: Reign) -> bool:
+    """Whether anybody here took part in the run before; else a session begins."""
+    return any(node.at for node in reign.nodes)
 
 
 def _ready(nodes: Sequence[Node]) -> list[NodePlaces]:
