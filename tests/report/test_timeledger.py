@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.events import Evaluated, Record, RunFailed, StepDone
+from holdfast.events import (
+    Evaluated,
+    GenerationStarted,
+    Record,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+    RunStopped,
+    StepDone,
+)
 from holdfast.report.history import build
 from holdfast.report.timeledger import CLASSES, TimeLedger
 from tests.report.journals import Scribe, lossy_run, step_done
@@ -21,6 +30,28 @@ def ledger_of(records: list[Record]) -> TimeLedger:
         ledger.observe(record)
         assert sum(ledger.totals().values()) == pytest.approx(ledger.wall, abs=1e-6)
     return ledger
+
+
+def passed(records: list[Record]) -> float:
+    """Seconds from the first RunStarted to the last record, of whatever class they are.
+
+    By the agent's clock, which stands still where it was set back until it is past that time
+    again. Each session has its own: one that is behind the one before begins at once. What comes
+    when a session is over, and before the next one, tells of no time.
+    """
+    seconds, began, now, open_session = 0.0, 0.0, 0.0, False
+    for record in records:
+        starts = isinstance(record.event, RunStarted)
+        if starts or (isinstance(record.event, GenerationStarted) and not open_session):
+            pause = max(0.0, record.time - now) if now else 0.0
+            seconds += now - began + pause
+            began = now = record.time
+            open_session = True
+        if open_session:
+            now = max(now, record.time)
+        if isinstance(record.event, RunStopped | RunFinished | RunFailed):
+            open_session = False
+    return seconds + now - began
 
 
 def test_a_lossy_run_to_the_last_second() -> None:
@@ -160,6 +191,35 @@ def test_steps_reported_after_the_loss_was_noticed_still_count_as_done() -> None
     assert (incident.reached, incident.steps_lost) == (5, 1)
 
 
+def test_the_classes_of_several_sessions_are_the_time_from_the_first_start_to_the_last_record() -> (
+    None
+):
+    """With a loss, a validation, a stop, a session without a word, and steps told late in each."""
+    run = Scribe()
+    for session in range(4):
+        first = 8 * session
+        run.start(resumed=bool(session), pause=10.0 * session)
+        run.generate(first, "resume" if session else "start")
+        run.steps(first + 1, first + 5)
+        run.evaluate(first + 5)
+        run.lose(1, after=2.5)
+        run.write(step_done(first + 6, 1.0, {"compute": 0.75, "reduce": 0.25}), after=0.25)
+        run.restart(first + 4)
+        run.steps(first + 5, first + 7)
+        run.capture(first + 8)
+        run.commit(first + 8, after=1.5)
+        if session != 1:
+            run.stop(after=0.5)
+    time = run.records[-1].time - run.records[0].time
+    ledger = ledger_of(run.records)
+    assert ledger.wall == pytest.approx(time) == pytest.approx(passed(run.records))
+    totals = ledger.totals()
+    assert min(totals.values()) > 0.0, "a class without a second would not be missed here"
+    assert totals["stopped"] == pytest.approx(10.0 + 20.0 + 30.0)
+    story = build(run.records)
+    assert story.wall == pytest.approx(time) == pytest.approx(sum(story.time.values()))
+
+
 def test_the_last_save_counts_as_blocked_by_the_checkpoint() -> None:
     run = Scribe()
     run.start()
@@ -216,5 +276,9 @@ def test_classes_always_add_up_to_the_wall_time(actions: list[tuple[str, float, 
             run.at -= seconds
     ledger = ledger_of(run.records)
     assert set(ledger.totals()) == set(CLASSES)
+    time = passed(run.records)
+    assert ledger.wall == pytest.approx(time, abs=1e-6), "no second is missing, or there twice"
+    if not {"clock", "stop", "fail"} & {action for action, _, _ in actions}:
+        assert time == pytest.approx(run.records[-1].time - run.records[0].time)
     assert min(ledger.totals().values()) >= 0.0, "not by a last digit either"
     assert 0.0 <= ledger.goodput <= 1.0

@@ -4,18 +4,26 @@ An incident opens when a worker is lost or stops (or when a session ends without
 with the first step of a newer generation. Its length is the RTO: seconds from the loss, as the
 agent noticed it, to the first committed step after it; the steps done again are its RPO. Its parts:
 
-    detect    from the last step before to the first word of it: at most so long was it not noticed
+    before    from the last step to the start of the generation that broke, where that one did no
+              step: an earlier incident took that time
+    detect    from then on, or from the last step, to the first word of it: at most so long was it
+              not noticed
     agree     until the next generation was decided
     restore   until its last worker had its state
     step      until its first step was done
     replay    until a step was done that had not been done before; where none was lost, no part
 
 A planned change of membership (a node came, or left in time) stands still as well, and is kept in
-the same way.
+the same way; and so is a session that goes on from an older state than the one before it reached.
+
+A step is told by rank 0 alone. That it was done may come to be known before, or without it: whoever
+stops says which step it stands after.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from holdfast.events import (
@@ -41,6 +49,8 @@ _PLANNED = {
     "worker_joined": "joined",
     "slow_worker": "",
 }
+_PAUSED = "paused after step "  # what a worker says that has ended its step, as it was told to
+_RESUMED = "resumed"  # kind of an incident: a session went on from an older state
 
 RUNGS = {
     0: "the others went on",
@@ -76,7 +86,7 @@ class Incident:
     """Times are seconds since the run's start on the agent's clock."""
 
     generation: int  # the one that broke
-    kind: str  # worker_lost, session_lost, or the reason of the next generation
+    kind: str  # worker_lost, session_lost, resumed, or the reason of the next generation
     began: float
     reached: int  # last step done before
     losses: tuple[Loss, ...] = ()
@@ -88,7 +98,9 @@ class Incident:
     rung: int = -1  # of the recovery ladder that the next generation took; -1: none
     came: tuple[str, ...] = ()  # nodes that the next generation has and the broken one had not
     gone: tuple[str, ...] = ()
-    stood: float | None = None  # the last step before was done
+    grown: tuple[str, ...] = ()  # nodes that were there, and got a worker more; once for each
+    stood: float | None = None  # the last step before was done, or the session began
+    since: float | None = None  # the same, or the start of the generation that broke, if later
     caught_up: float | None = None  # a step was done that had not been done before
     found: float = 0.0  # seconds to find and open that state
     state: CheckpointRestored | None = None  # how its slowest rank read it
@@ -118,7 +130,11 @@ class Incident:
     @property
     def phases(self) -> dict[str, float]:
         """Parts of the recovery; see the module."""
-        out = {} if self.stood is None else {"detect": self.began - self.stood}
+        out = {}
+        if self.stood is not None and self.since is not None:
+            if self.since > self.stood:
+                out["before"] = self.since - self.stood
+            out["detect"] = self.began - self.since
         marks = [("agree", self.restarted), ("restore", self.ready), ("step", self.recovered)]
         last = self.began
         for name, mark in marks:
@@ -148,9 +164,24 @@ class Incident:
             return "the session ended without a word"
         if self.kind == "slow_worker" and self.planned:
             return "a slow worker gets another share of the work"
-        if self.planned and (who := ", ".join(self.gone or self.came)):
+        if self.kind == "notice" and self.planned and self.restarted is not None:
+            # Where all are to go, one last generation saves what they hold.
+            who = ", ".join(self.gone)
+            return f"{who} {_PLANNED[self.kind]}" if who else "all nodes were told to go"
+        if self.planned and (who := ", ".join(self.came) or _more_workers(self.grown)):
             return f"{who} {_PLANNED[self.kind]}"
+        if self.kind == _RESUMED:
+            return f"resumed from the state after step {self.restart_step}"
         return self.note or self.kind.replace("_", " ")
+
+
+def _more_workers(nodes: Iterable[str]) -> str:
+    """Who came, where no node did."""
+    found = Counter(nodes)
+    return ", ".join(
+        f"a worker of {name}" if many == 1 else f"{many} workers of {name}"
+        for name, many in sorted(found.items())
+    )
 
 
 class IncidentBook:
@@ -159,12 +190,16 @@ class IncidentBook:
     def __init__(self) -> None:
         self.incidents: list[Incident] = []
         self._open: Incident | None = None
+        self._cut: int | None = None  # the one whose generation broke, though perhaps after a step
         self._generation = 0
         self._step = 0
-        self._step_at: float | None = None  # when the newest step was told
+        self._step_at: float | None = None  # when the newest step was known to be done
+        self._since: float | None = None  # the same, or when the newest generation was decided
         self._behind: int | None = None  # the incident, if any, whose steps are being done again
-        self._nodes: frozenset[str] = frozenset()  # of the newest generation
+        self._nodes: tuple[str, ...] = ()  # of the newest generation, by rank
         self._in_session = False
+        self._over = False  # the session has ended, and no other one has begun
+        self._fresh = False  # a session has begun, and no generation in it
         self._last_elapsed = 0.0
         self._note = ""
 
@@ -180,17 +215,16 @@ class IncidentBook:
         if isinstance(event, WorkerLost):
             self._lose(record.generation, event, elapsed)
         elif isinstance(event, WorkerHeld):
-            self._hold(record.generation, event, elapsed)
+            ended = self._hold(record.generation, event, elapsed)
         elif isinstance(event, NonFinite):
             self._note = f"{event.parameter} not finite on rank {event.rank}, step {event.step}"
         elif isinstance(event, RunStarted):
-            if self._in_session:  # its agent was killed, or its machine went away
-                self._begin("session_lost", self._generation, self._last_elapsed)
-            self._in_session = True
+            self._start_session(elapsed)
         elif isinstance(event, _ENDS):
-            self._in_session = False
+            self._in_session, self._over = False, True
+            self._open = self._cut = None  # what the run did not get over, it ended with
         elif isinstance(event, GenerationStarted):
-            self._restart(record.generation, event, elapsed)
+            ended = self._restart(record.generation, event, elapsed)
         elif isinstance(event, RestorePointFound):
             self._update(found=event.seconds)
         elif isinstance(event, CheckpointRestored):
@@ -200,16 +234,115 @@ class IncidentBook:
         elif isinstance(event, WorkerReady):
             self._update(ready=elapsed)
         elif isinstance(event, StepDone):
-            self._step = max(self._step, event.step)
-            self._catch_up(event.step, elapsed)
-            if self._open is not None and self._late(record.generation, event.step):
-                # A report that came in after the loss was noticed.
-                self._update(reached=max(self._open.reached, event.step))
-            else:
-                self._step_at = elapsed
-                ended = self._recover(record.generation, event.step, elapsed)
+            ended = self._take_step(record.generation, event.step, elapsed)
         self._last_elapsed = elapsed
         return ended
+
+    # --- a session ------------------------------------------------------------------------------
+    def _start_session(self, elapsed: float) -> None:
+        if self._in_session:  # its agent was killed, or its machine went away
+            self._break_off()
+            self._begin("session_lost", self._generation, self._last_elapsed)
+        self._in_session = True
+        self._open_session(elapsed)
+
+    def _open_session(self, elapsed: float) -> None:
+        self._over, self._fresh = False, True
+        self._step_at = self._since = elapsed  # a pause between two sessions is no incident's
+
+    def _begin(self, kind: str, generation: int, elapsed: float) -> None:
+        if self._open is None:
+            self._open = Incident(
+                generation, kind, elapsed, self._step, note=self._note, stood=self._step_at,
+                since=self._since,
+            )  # fmt: skip
+            self.incidents.append(self._open)
+            self._note = ""
+
+    # --- somebody stops -------------------------------------------------------------------------
+    def _lose(self, generation: int, event: WorkerLost, elapsed: float) -> None:
+        if self._over or generation < 1:
+            return  # a session that was about to begin found nobody of the one before
+        late = self._open is not None and self._open.generation == generation
+        if generation < self._generation and not late:
+            return  # a node that was cut off tells it now
+        if not late:
+            self._break_off()
+        self._begin("worker_lost", generation, elapsed)
+        assert self._open is not None
+        loss = Loss(event.rank, event.cause, event.noticed_by, event.node)
+        self._update(kind="worker_lost", losses=(*self._open.losses, loss))
+
+    def _hold(self, generation: int, event: WorkerHeld, elapsed: float) -> Incident | None:
+        """Somebody stopped, perhaps before it is known who is lost, if anybody is."""
+        if self._over or generation < self._generation:
+            return None  # a node that was cut off tells it now
+        ended = self._recover(generation, event.applied, elapsed)
+        if ended is not None or (self._open is None and event.why.startswith(_PAUSED)):
+            if event.applied > self._step:  # rank 0 has not told of it yet
+                self._done(event.applied, elapsed)
+        else:
+            ended = self._recover_late(event.applied)
+        self._break_off()
+        if self._open is None:
+            self._begin("held", generation, elapsed)
+            self._update(note=event.why)
+        return ended
+
+    def _break_off(self) -> None:
+        """The generation that should have ended the incident broke too: one more. It may yet be
+        heard that it had done a step."""
+        if self._open is not None and self._open.restarted is not None:
+            self._open, self._cut = None, len(self.incidents) - 1
+
+    # --- a generation begins --------------------------------------------------------------------
+    def _restart(
+        self, generation: int, event: GenerationStarted, elapsed: float
+    ) -> Incident | None:
+        if self._over:  # a journal that lacks the session's beginning
+            self._open_session(elapsed)
+        ended = self._recover(self._generation, event.step, elapsed)
+        if ended is not None:  # the one before did a step, of which nobody has told yet
+            self._done(event.step, elapsed)
+        if self._open is None and self._generation:
+            self._why(event, elapsed)
+        nodes = tuple(event.topology.get("nodes", ()))
+        if self._open is not None and generation > self._open.generation:
+            kind = event.reason if self._open.kind == "held" else self._open.kind
+            before, now = set(self._nodes), set(nodes)
+            more = (Counter(nodes) - Counter(self._nodes)).elements()
+            self._update(
+                kind=kind, restarted=elapsed, restart_step=event.step, rung=event.rung,
+                came=tuple(sorted(now - before)), gone=tuple(sorted(before - now)),
+                grown=tuple(sorted(name for name in more if name in before)),
+            )  # fmt: skip
+        self._nodes, self._since = nodes, elapsed
+        if self._step_at is None or (self._fresh and self._open is None):
+            self._step_at = elapsed
+        self._generation = max(self._generation, generation)
+        self._step, self._fresh = event.step, False
+        return ended
+
+    def _why(self, event: GenerationStarted, elapsed: float) -> None:
+        """Nobody has said yet that the generation before is over."""
+        if not self._fresh:
+            if event.reason not in ("start", "resume"):
+                self._begin(event.reason, self._generation, elapsed)
+        elif event.step < self._step:
+            # The session before ended as it should; what it did last was not saved.
+            self._begin(_RESUMED, self._generation, elapsed if self._since is None else self._since)
+            self._update(stood=None, since=None)
+
+    # --- steps ----------------------------------------------------------------------------------
+    def _take_step(self, generation: int, step: int, elapsed: float) -> Incident | None:
+        if self._open is not None and self._late(generation, step):
+            # A report that came in after the loss was noticed.
+            self._step = max(self._step, step)
+            self._catch_up(step, elapsed)
+            self._update(reached=max(self._open.reached, step))
+            return self._recover_late(step)
+        self._done(step, elapsed)
+        return self._recover(generation, step, elapsed)
 
     def _late(self, generation: int, step: int) -> bool:
         """Whether a step was done before the incident: told in its generation, or in the next one,
@@ -218,46 +351,11 @@ class IncidentBook:
         again = self._open.restarted is not None and step <= (self._open.restart_step or 0)
         return generation == self._open.generation or again
 
-    def _begin(self, kind: str, generation: int, elapsed: float) -> None:
-        if self._open is None:
-            self._open = Incident(
-                generation, kind, elapsed, self._step, note=self._note, stood=self._step_at
-            )
-            self.incidents.append(self._open)
-            self._note = ""
-
-    def _lose(self, generation: int, event: WorkerLost, elapsed: float) -> None:
-        again = self._open is not None and self._open.restarted is not None
-        if again:  # the generation that should have ended the incident broke too: one more
-            self._open = None
-        self._begin("worker_lost", generation, elapsed)
-        assert self._open is not None
-        loss = Loss(event.rank, event.cause, event.noticed_by, event.node)
-        self._update(kind="worker_lost", losses=(*self._open.losses, loss))
-
-    def _hold(self, generation: int, event: WorkerHeld, elapsed: float) -> None:
-        """Somebody stopped, perhaps before it is known who is lost, if anybody is."""
-        if generation < self._generation:
-            return  # a node that was cut off tells it now
-        if self._open is not None and self._open.restarted is not None:
-            self._open = None  # the generation that should have ended the incident stopped too
-        if self._open is None:
-            self._begin("held", generation, elapsed)
-            self._update(note=event.why)
-
-    def _restart(self, generation: int, event: GenerationStarted, elapsed: float) -> None:
-        nodes = frozenset(event.topology.get("nodes", ()))
-        if self._open is None and self._generation and event.reason not in ("start", "resume"):
-            self._begin(event.reason, self._generation, elapsed)
-        if self._open is not None and generation > self._open.generation:
-            kind = event.reason if self._open.kind == "held" else self._open.kind
-            self._update(
-                kind=kind, restarted=elapsed, restart_step=event.step, rung=event.rung,
-                came=tuple(sorted(nodes - self._nodes)), gone=tuple(sorted(self._nodes - nodes)),
-            )  # fmt: skip
-        self._nodes = nodes
-        self._generation = max(self._generation, generation)
-        self._step = event.step
+    def _done(self, step: int, elapsed: float) -> None:
+        self._step = max(self._step, step)
+        self._step_at = self._since = elapsed
+        self._cut = None
+        self._catch_up(step, elapsed)
 
     def _catch_up(self, step: int, elapsed: float) -> None:
         """The steps of an incident that is over have been done again."""
@@ -267,14 +365,28 @@ class IncidentBook:
             self._behind = None
 
     def _recover(self, generation: int, step: int, elapsed: float) -> Incident | None:
+        """A newer generation has done a step."""
         if self._open is None or self._open.restarted is None:
             return None
-        if generation <= self._open.generation:
+        if generation <= self._open.generation or step <= (self._open.restart_step or 0):
             return None
-        self._update(recovered=elapsed)
-        if self._open.steps_lost and step <= self._open.reached:
-            self._behind = len(self.incidents) - 1
-        ended, self._open = self._open, None
+        self._open, self._cut = None, None
+        return self._close(len(self.incidents) - 1, step, elapsed)
+
+    def _recover_late(self, step: int) -> Incident | None:
+        """The generation that broke before it had told of a step had done one, by the time at which
+        it broke."""
+        cut = self._cut
+        if cut is None or self._open is None or step <= (self.incidents[cut].restart_step or 0):
+            return None
+        self._cut = None
+        self._update(reached=max(self._open.reached, step))
+        return self._close(cut, step, self._open.began)
+
+    def _close(self, index: int, step: int, elapsed: float) -> Incident:
+        ended = self.incidents[index] = replace(self.incidents[index], recovered=elapsed)
+        if ended.steps_lost and step <= ended.reached:
+            self._behind = index
         return ended
 
     def _update(self, **changes: object) -> None:

@@ -81,9 +81,9 @@ class View:
 
     def observe(self, record: Record) -> None:
         with self._lock:
-            happening = self.progress.observe(record)
+            happenings = self.progress.observe(record)
         if self._live is None:
-            self._plain(record, happening)
+            self._plain(record, happenings)
 
     def replay(self, records: Iterable[Record]) -> None:
         """Take what older sessions wrote, so that the curve is whole, without a line about it."""
@@ -96,9 +96,9 @@ class View:
         self._printer.put(line)
 
     # --- plain lines ------------------------------------------------------------------------
-    def _plain(self, record: Record, happening: Happening | None) -> None:
+    def _plain(self, record: Record, happenings: Iterable[Happening]) -> None:
         event = record.event
-        if happening is not None:
+        for happening in happenings:
             self._printer.put(f"[{clock(happening.at)}] {happening.text}")
         if isinstance(event, StepDone):
             last = event.step >= self.progress.total_steps

@@ -24,7 +24,7 @@ from holdfast.events import (
     WorkerStarted,
 )
 from holdfast.report.history import notice
-from holdfast.report.incidents import RUNGS, IncidentBook, Loss
+from holdfast.report.incidents import RUNGS, Incident, IncidentBook, Loss
 from holdfast.report.numbers import duration, plural, size
 from holdfast.report.timeledger import TimeLedger
 
@@ -79,31 +79,18 @@ class Progress:
             return None
         return (self.total_steps - self.step) * (now - begun) / (last - first)
 
-    def observe(self, record: Record) -> Happening | None:
-        """Take one record; returns what a person should be told of it, if anything."""
+    def observe(self, record: Record) -> list[Happening]:
+        """Take one record; returns what a person should be told of it."""
         self.ledger.observe(record)
         elapsed = self.ledger.running
         ended = self.book.observe(record, self.ledger.wall)
+        told = [] if ended is None else [Happening(elapsed, _over(ended), "good")]
         if isinstance(record.event, StepDone):
             self._step(record.event, record.time)
-            found = None
-            if ended is not None and ended.seconds is not None:
-                lost = plural(ended.steps_lost, "step")
-                still = ended.stood_still
-                cost = duration(ended.seconds if still is None else still)
-                if ended.rung < 0:
-                    text = f"recovered in {duration(ended.seconds)}, {lost} done again"
-                elif ended.planned:
-                    text = f"{ended.title}: training stood still for {cost}"
-                else:
-                    text = f"recovered by rung {ended.rung} ({RUNGS[ended.rung]}), "
-                    text += f"stood still for {cost}, {lost} done again"
-                found = Happening(elapsed, text, "good")
-        else:
-            found = self._take(record, record.event, elapsed)
-        if found is not None:
-            self.happenings.append(found)
-        return found
+        elif (found := self._take(record, record.event, elapsed)) is not None:
+            told.append(found)
+        self.happenings.extend(told)
+        return told
 
     def _step(self, event: StepDone, at: float) -> None:
         if self.book.current is None and not self.ended:  # not a late report of a lost generation
@@ -132,8 +119,11 @@ class Progress:
             case WorkerReady():
                 self.workers[event.rank] = "ready"
             case WorkerLost():
-                self.workers[event.rank] = "lost"
-                self.state = "recovering"
+                if self.ended or record.generation < 1:
+                    return None  # a session that was about to begin found nobody of the one before
+                if record.generation >= self.generation:
+                    self.workers[event.rank] = "lost"
+                    self.state = "recovering"
                 loss = Loss(event.rank, event.cause, event.noticed_by, event.node)
                 return Happening(elapsed, f"{loss.words}: {event.cause}", "bad")
             case WorkerHeld():
@@ -177,6 +167,19 @@ class Progress:
         text = f"generation {number}, {plural(len(self.workers), 'worker')}, {origin}"
         text += _changes(before, set(ranks)) if before else _together(ranks)
         return Happening(elapsed, text, "plain" if again or not event.step else "good")
+
+
+def _over(ended: Incident) -> str:
+    """What an incident cost."""
+    seconds, still = ended.seconds or 0.0, ended.stood_still
+    lost = plural(ended.steps_lost, "step")
+    cost = duration(seconds if still is None else still)
+    if ended.rung < 0:
+        return f"recovered in {duration(seconds)}, {lost} done again"
+    if ended.planned:
+        return f"{ended.title}: training stood still for {cost}"
+    how = f"rung {ended.rung} ({RUNGS[ended.rung]})"
+    return f"recovered by {how}, stood still for {cost}, {lost} done again"
 
 
 def _together(ranks: Iterable[str]) -> str:

@@ -50,7 +50,7 @@ def summary(
             asdict(i)
             | {"losses": [asdict(loss) for loss in i.losses], "title": i.title}
             | {"seconds": i.seconds, "stood_still": i.stood_still, "planned": i.planned}
-            | {"came": list(i.came), "gone": list(i.gone)}
+            | {"came": list(i.came), "gone": list(i.gone), "grown": list(i.grown)}
             | {"steps_lost": i.steps_lost, "phases": i.phases,
                "restored": i.source}
             for i in history.incidents
