@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import NonFiniteError, PeerLostError
+from holdfast.policy.commit import Stage
 from holdfast.spec.tree import deal
 from holdfast.train import recover as recover_module
 from tests.ranks import RankContext, rank_values, run_ranks
@@ -366,6 +367,118 @@ def test_a_step_that_was_applied_in_a_recovery_that_failed_is_told_of() -> None:
     (alone,) = undisturbed("one")
     told = [event for value in found for event in value["events"] if event[0] == "done"]
     assert told == [["done", DIES, alone["curve"][str(DIES)]]]
+
+
+TOUCHED = "fill", "begun"  # where a recovery breaks off when the groups are new
+
+
+def _turned(made: Survivor, fails: str, generation: int) -> None:
+    """Three replicas enter a generation in which the first and the last have changed places. It
+    fails on all of them at `fails`, or for "begun" is over before anybody has begun its step."""
+    module: Any = recover_module
+    where, name = (module._Entry, "fill") if fails == "fill" else (module, fails)
+    plain = getattr(where, name, None)
+
+    def broken(*_: Any) -> None:
+        raise PeerLostError("a newcomer is lost")
+
+    if plain is None:
+        made.recover(topology_for("dp3", generation), [2, 1, 0])
+    else:
+        setattr(where, name, broken)
+        with pytest.raises(PeerLostError, match="a newcomer is lost"):
+            made.recover(topology_for("dp3", generation), [2, 1, 0])
+        setattr(where, name, plain)
+    made.engine.interrupt(True)
+
+
+def _broken_off(rank: RankContext, fails: list[str], summed: bool) -> list[Any]:
+    """Of step 3 rank 2 computes a part; and so many recoveries are broken off. Rank 0 leaves then.
+    summed: it held all pieces of some bucket, so nothing could be kept as long as it took part."""
+    made = Survivor(rank, "dp3", 12)
+    made.begin(topology_for("dp3", 1))
+    made.train(DIES - 1)
+    rank.barrier("trained")
+    if rank.rank != 2:
+        rank.wait_mark("stopped", 2)
+    _stopped(made, int(rank.rank == 2))
+    rank.mark("stopped")
+    if rank.rank == 0 and summed:
+        made.engine._gradients.reducers[0].summed = True  # type: ignore[attr-defined]
+    for generation, point in enumerate(fails, 2):
+        _turned(made, point, generation)
+    if rank.rank == 0:
+        rank.mark("left")
+        return []
+    rank.wait_mark("left", 0)
+    left = [0, 1] if sum(point in TOUCHED for point in fails) % 2 else [1, 2]
+    stayed = made.recover(topology_for("dp2", len(fails) + 2), left).computed
+    made.train(LAST)
+    return [stayed, made.result()]
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize(
+    "fails",
+    [
+        ["agree"], ["complete"], ["fill"], ["begun"], ["fill", "fill"], ["complete", "fill"],
+        ["fill", "complete"], ["fill", "begun"], ["begun", "fill"],
+    ],
+    ids="-".join,
+)  # fmt: skip
+def test_recoveries_that_break_off_spoil_nothing(fails: list[str], summed: bool) -> None:
+    """What a replica has computed of a step is kept among those who are left, or void: it is never
+    taken for what another replica was to compute, though its number may have changed meanwhile."""
+    (alone,) = undisturbed("one", 12)
+    tried = fails != ["agree"]  # nobody has found out then what there is
+    touched = any(point in TOUCHED for point in fails)
+    stays = int(not touched) if summed or not tried else 0
+    arguments = {"fails": fails, "summed": summed}
+    for stayed, value in filter(None, rank_values(_broken_off, 3, arguments)):
+        assert stayed == stays
+        assert value["curve"] == alone["curve"]
+        assert value["digest"] == alone["digest"]
+
+
+def _whole_among_others(rank: RankContext) -> list[Any]:
+    """Rank 0 alone knows the whole gradient of step 3, and goes on among replicas of one kind,
+    whose gradients lie otherwise. Whoever did not know it leaves before the state is complete."""
+    made = Survivor(rank, "dp2+tp2")
+    made.begin(topology_for("dp2+tp2", 1))
+    Breaks(made, 1, DIES, "whole")
+    made.lose(LAST)
+    if rank.rank > 1:
+        made.engine.interrupt(True)
+        return []
+    assert made.engine.held.whole == DIES
+    if rank.rank == 1:
+        made.engine.stage = Stage.COMPUTING  # it is interrupted a moment before
+    plain = recover_module._Entry.fill
+    module: Any = recover_module
+
+    def broken(*_: Any) -> None:
+        raise PeerLostError("a newcomer is lost")
+
+    module._Entry.fill = broken
+    with pytest.raises(PeerLostError, match="a newcomer is lost"):
+        made.recover(topology_for("dp2", 2), [0, 1])
+    module._Entry.fill = plain
+    made.engine.interrupt(True)
+    if rank.rank == 1:
+        rank.mark("left")
+        return []
+    rank.wait_mark("left", 1)
+    step = made.recover(topology_for("one", 3), [0]).step
+    made.train(LAST)
+    return [step, made.result()]
+
+
+def test_a_gradient_is_whole_only_in_the_buffers_it_was_summed_in() -> None:
+    (alone,) = undisturbed("one")
+    ((step, value),) = filter(None, rank_values(_whole_among_others, 4))
+    assert step == DIES - 1
+    for number, numbers in value["curve"].items():
+        assert numbers == pytest.approx(alone["curve"][number], rel=1e-10)
 
 
 def _bad_and_interrupted(rank: RankContext) -> dict[str, Any]:

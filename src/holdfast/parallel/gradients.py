@@ -183,7 +183,8 @@ class Feeder:
 
     def regroup(self, cells: Cells, by_unit: bool) -> bool:
         """Go on with other members of the same cells, in the same buffers. False, and nothing is
-        changed, where the cells are cut otherwise than before. No step is open."""
+        changed, where the cells are cut otherwise than before. Nothing of a step that was open is
+        `computed` any more: it was dealt to other members."""
         for reducer in self.reducers:
             reducer.join()
         if by_unit != self._by_unit or len(cells) != len(self._cells):
@@ -195,6 +196,7 @@ class Feeder:
                 return False
         for (_, team), reducer in zip(cells, self.reducers, strict=True):
             reducer.regroup(team, self._fast and len(cells) == 1)
+        self._done, self._open_leaf = [], None
         self._cells, self._counted = [cell for cell, _ in cells], _counted(cells)
         self._peers = list({id(r.peers): r.peers for r in self.reducers}.values())
         return True

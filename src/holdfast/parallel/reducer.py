@@ -178,12 +178,12 @@ class Reducer:
                 self.check()
 
     def regroup(self, team: Team, fast: bool) -> None:
-        """Go on with other members, in the same buffers; no step is open. What still waits in the
-        old team must have been woken."""
+        """Go on with other members, in the same buffers. A step that was open is over, but for what
+        was kept of it. What still waits in the old team must have been woken."""
         self.join()
         self.team, self.peers = team, team.peers
         self.fast = fast and team.plain
-        self._dealt = None
+        self._dealt, self.summed = None, False
 
     def keep(self, share: Sequence[int], done: Sequence[int]) -> None:
         """Of the share that was begun, the leaves of `done` have been computed: let their partial

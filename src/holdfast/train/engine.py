@@ -340,7 +340,7 @@ class StepEngine:
 
     @property
     def dealt(self) -> Shares:
-        """How the microbatches of that step were dealt."""
+        """How the microbatches of that step were dealt; nothing, once its generation is over."""
         return self._shares
 
     @property
@@ -372,7 +372,8 @@ class StepEngine:
         return self._gradients.computed if self.stage is Stage.COMPUTING else ()
 
     def keep(self) -> None:
-        """Let them be part of the step that is begun next; call before `regroup`."""
+        """Let them be part of the step that is begun next; call before `regroup`, after which
+        nothing is `computed`."""
         self._gradients.keep(self._shares[self.groups.coordinate.replica])
 
     def resume(self, step: int, shares: Shares, computed: Computed) -> None:
@@ -407,13 +408,17 @@ class StepEngine:
     def regroup(self, groups: Groups, dealer: Dealer) -> None:
         """Go on among other replicas, with model, state and the inside of this one as they are.
 
-        Collective over `groups`. The old ones between replicas must have been given up, and no
-        step may be open. Raises PeerLostError; this engine can be regrouped again then.
+        Collective over `groups`. The old ones between replicas must have been given up. Of a step
+        that was open only what was kept is left: how it was dealt and summed is of replicas that
+        there are no more, and all have agreed to go on from the state. Raises PeerLostError; this
+        engine can be regrouped again then.
         """
         self._gradients = self._feed(groups, self._gradients)
         self.optimizer.read(self._gradients.gradients())
         self.groups, self.dealer = groups, dealer
-        self.since, self._resumed = 0, None
+        self.since, self._resumed, self._shares = 0, None, ()
+        if self.stage is not Stage.APPLIED:
+            self.stage = advance(self.stage, Stage.COMPUTING)
         self._stopping = self._parting = False
         self._placed()
 

@@ -10,7 +10,8 @@
     move       what somebody lacks is sent by those who have it (`parallel/reshard.py`)
 
 Nothing is taken from a session before the agreement, and where the inside stays nothing is taken
-from it at all: if a peer is lost meanwhile, it can be given to `recover` once more.
+from it at all: if a peer is lost meanwhile, it can be given to `recover` once more. Once its groups
+are new, only its state counts then: what was computed or summed of the step that was open is void.
 """
 
 from __future__ import annotations
