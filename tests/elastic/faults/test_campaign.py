@@ -78,6 +78,24 @@ def test_two_at_work_in_one_folder_are_refused_unless_they_are_shards(settings: 
         pass
 
 
+def test_shards_that_begin_at_once_prepare_their_data_in_turn(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    line = [sys.executable, "-m", "holdfast.cli.main", "chaos", "--faults", "2", "--no-network",
+            "--layout", "two,replicated", "--nodes", "2", "--out", str(out), "--shard"]  # fmt: skip
+    shards = [subprocess.Popen([*line, f"{n}/2"], stderr=subprocess.DEVNULL) for n in (1, 2)]
+    try:
+        wait_until(
+            lambda: len(list(out.glob("undisturbed-*of2/undisturbed"))) == 2
+            or any(shard.poll() is not None for shard in shards),
+            120, "two undisturbed runs",
+        )  # fmt: skip
+        assert [shard.poll() for shard in shards] == [None, None]
+    finally:
+        for shard in shards:
+            shard.kill()
+            shard.wait()
+
+
 def test_nobody_trains_on_for_a_campaign_that_was_killed(tmp_path: Path) -> None:
     """Else it would be in the way of the same command."""
     out = tmp_path / "out"

@@ -300,10 +300,12 @@ class Campaign:
             *self._it.command, "train", str(self._it.run_file), *self._settings(steps),
             f"folder={folder}", "layout.workers=1", "cluster.threads_per_worker=1",
         ]  # fmt: skip
-        made = subprocess.run(
-            line, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
-            env=os.environ | {"OMP_NUM_THREADS": "1"}, preexec_fn=end_with_starter(),
-        )  # fmt: skip
+        with (self._it.out / ".preparing").open("w") as turn:
+            flock(turn, LOCK_EX)  # the first prepares the data, which no two may at once
+            made = subprocess.run(
+                line, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
+                env=os.environ | {"OMP_NUM_THREADS": "1"}, preexec_fn=end_with_starter(),
+            )  # fmt: skip
         if made.returncode:
             raise UserError(
                 f"the undisturbed run ended with {made.returncode}: {_reason(made)}",

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 IN_STEP = ("forward", "backward", "computed", "reduced", "voted", "applying", "applied")
 QUIET = ("begin", "computed", "reduced", "applied")
+UNVOTED = ("begin", "computed", "reduced")
+"""Where all others wait for the one that is there, before they make its state durable."""
 COMMIT = ("reduced", "voted", "applying", "applied")
 
 
@@ -118,8 +120,9 @@ _ALL = (
              weight=3),
     _outside("everything", "all nodes are killed at once", weight=1),
     # --- to bytes -----------------------------------------------------------------------------
-    _outside("slow-disk", "the mover of a node gets a tenth of its time", again=False, saves=True),
-    _outside("full-disk", "the mover of a node can write no file any more, for a while",
+    _outside("slow-disk", "the mover of a node gets a tenth of its time", UNVOTED, again=False,
+             saves=True),
+    _outside("full-disk", "the mover of a node can write no file any more, for a while", UNVOTED,
              again=False, saves=True, shows=("checkpoint_failed",)),
     _outside("run-store", "the run folder is out of reach for a while", again=False),
     _outside("run-store-long", "the run folder is out of reach for two minutes", again=False,
