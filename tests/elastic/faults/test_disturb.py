@@ -115,6 +115,7 @@ def test_a_nan_is_named_where_the_journal_has_its_rank_and_step(
         NonFinite(2, "w", step=7),
         NonFinite(1, "w", step=8),
         WorkerLost(0, 44, "SIGKILL", "exit", step=9),
+        WorkerLost(1, 45, "did not stop", "halt", step=9),
     ]
     seen = SimpleNamespace(records=[SimpleNamespace(event=event) for event in events])
     monkeypatch.setattr(said.it._watcher, "look", lambda: seen)
@@ -122,13 +123,14 @@ def test_a_nan_is_named_where_the_journal_has_its_rank_and_step(
         10: Hit(10, 1, 7, 2, 5, "a"),
         20: Hit(20, 1, 8, 2, 5, "a"),
         30: Hit(30, 1, 9, 0, 44, "a"),
+        40: Hit(40, 1, 9, 1, 45, "a"),
     }
     monkeypatch.setattr(said.it._armoury, "hit", hits.get)
-    names = ("gradient", "gradient", "kill", "agent")
+    names = ("gradient", "gradient", "kill", "hang", "agent")
     story = said.it.story
     story.faults += [Done(n, name, "backward", 7, "", 1) for n, name in enumerate(names, 1)]
     said.it._look_who_was_named()
-    assert [done.named for done in story.faults] == [True, False, True, None]
+    assert [done.named for done in story.faults] == [True, False, True, False, None]
 
 
 def test_the_fault_that_a_run_does_not_survive_is_told(

@@ -161,7 +161,11 @@ class Disturbance:
     def _look_who_was_named(self) -> None:
         """At the end: who lost a worker tells of it when it comes to that."""
         records = self._watcher.look().records
-        lost = {r.event.pid for r in records if isinstance(r.event, WorkerLost)}
+        lost = {  # who was killed because it did not stop when all were told to was not named
+            r.event.pid
+            for r in records
+            if isinstance(r.event, WorkerLost) and r.event.noticed_by != "halt"
+        }
         bad = {(r.event.step, r.event.rank) for r in records if isinstance(r.event, NonFinite)}
         for done in self.story.faults:
             hit = self._armoury.hit(done.number * _PARTS)
