@@ -12,13 +12,12 @@ import typer
 from holdfast.cli.call import app as make_app
 from holdfast.cli.call import crash_log_in
 from holdfast.cli.output import say
-from holdfast.cli.runs import RESOLVED, read_resolved, trainer_answers
+from holdfast.cli.run_folder import refuse_alone
+from holdfast.cli.runs import RESOLVED, read_resolved
 from holdfast.cli.train import finished
 from holdfast.cli.views import Views
 from holdfast.config.load import Loaded, resolve
 from holdfast.errors import RunFolderError
-from holdfast.wire.runstore import FolderStore
-from holdfast.wire.term import newest_term
 
 app = make_app("Take part in a run on several machines.")
 
@@ -59,7 +58,7 @@ def join(
             "no run has been started here", where=str(folder),
             remedy="start one with: holdfast train RUN_FILE cluster.node=NAME",
         )  # fmt: skip
-    _refuse_alone(folder)
+    refuse_alone(folder)
     name = node or platform.node() or "localhost"
     given = [f"cluster.node={name}", f"folder={folder}", *_own(overrides or [])]
     if dataset := stored.get("dataset", {}).get("folder"):
@@ -79,17 +78,6 @@ def join(
             resume=shlex.join(
                 ["holdfast", "join", str(folder), "--node", name, *(overrides or ())]
             ),
-        )  # fmt: skip
-
-
-def _refuse_alone(folder: Path) -> None:
-    """Raises RunFolderError where somebody trains without other nodes."""
-    _, holder = newest_term(FolderStore(folder))
-    if holder is not None and holder.get("alone") and trainer_answers(folder):
-        raise RunFolderError(
-            f"process {holder.get('pid')} on {holder.get('node')} trains this run without other "
-            "nodes", where=str(folder),
-            remedy="stop it, and start it with cluster.node=NAME; then others can join",
         )  # fmt: skip
 
 

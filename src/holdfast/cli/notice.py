@@ -45,6 +45,11 @@ def notice(
             f"a notice of {seconds:g} seconds makes no sense", where="--seconds",
             remedy="say in how many seconds the machines will be gone",
         )  # fmt: skip
+    names = list(dict.fromkeys(node or ()))
+    if "" in names:
+        raise UserError(
+            "a node without a name", where="--node", remedy="name one, or leave --node out: all"
+        )
     found = open_run(run)
     if not trainer_answers(found.folder):
         raise RunFolderError(
@@ -54,7 +59,7 @@ def notice(
     _, holder = newest_term(found.store)
     client = Client(str((holder or {}).get("address", "")), open_secret(found.folder))
     try:
-        plan = client.post(NOTICE, {"seconds": seconds, "nodes": list(node or ()), "leave": leave})
+        plan = client.post(NOTICE, {"seconds": seconds, "nodes": names, "leave": leave})
     except RequestError as error:
         raise UserError(str(error), where="notice", remedy="see holdfast notice --help") from error
     except HoldfastError as error:
@@ -63,6 +68,10 @@ def notice(
         ) from error
     finally:
         client.close()
+    if "refused" in plan:
+        raise UserError(
+            str(plan["refused"]), where="--node", remedy=f"there are {', '.join(plan['nodes'])}"
+        )
     if json:
         print_json(plan)
     else:

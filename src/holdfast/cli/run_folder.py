@@ -14,20 +14,22 @@ import platform
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.runs import RESOLVED, read_resolved
+from holdfast.cli.runs import FAR_SECONDS, RESOLVED, read_resolved, trainer_answers
 from holdfast.config.identity import config_hash, refuse_other_run
 from holdfast.config.load import Loaded
-from holdfast.errors import OutOfSpaceError, RunFolderError
+from holdfast.elastic.ending import trains_alone
+from holdfast.errors import CorruptError, OutOfSpaceError, RunFolderError
 from holdfast.plan.hardware import Machine
-from holdfast.wire.runstore import FolderStore
-from holdfast.wire.secret import read_secret
+from holdfast.wire.runstore import FolderStore, MissingKeyError
+from holdfast.wire.secret import VARIABLE, Secret, open_secret
 from holdfast.wire.stores import check
-from holdfast.wire.term import asks, newest_term
+from holdfast.wire.term import GENERATIONS, TERMS, asks, newest_generation, newest_term, object_of
 
 FIRST = frozenset({"run.yaml", "environment.json"})
 """What a start that was cut short may leave before `resolved.json` makes it a run folder."""
@@ -36,20 +38,61 @@ PACKAGES = ("holdfast", "torch", "numpy", "pydantic", "tokenizers", "safetensors
             "httptools", "psutil", "rich", "typer")  # fmt: skip
 
 
+MOST_ASKED = 64
+"""Nodes of a run that are asked whether they are still there: if it is alive, so is one of them."""
+
+
 def refuse_in_use(folder: Path) -> None:
-    """Raises RunFolderError when a trainer of this run folder answers. (The term that a trainer
-    opens is what decides; this asks before anything in the folder is touched.)"""
-    store = FolderStore(folder)
-    if not (folder / "secret").exists():
+    """Raises RunFolderError when a trainer of this run folder answers: who holds the newest term,
+    or a node of the newest generation, which may be about to open the next. (The term that a
+    trainer opens is what decides; this asks before anything in the folder is touched.)"""
+    secret = _secret_of(folder)
+    if secret is None:
         return
+    store = FolderStore(folder)
     _, holder = newest_term(store)
-    if holder is not None and asks(read_secret(folder / "secret"))(str(holder.get("address", ""))):
-        raise RunFolderError(
-            f"another trainer uses this run folder: process {holder.get('pid')} on "
-            f"{holder.get('node')}",
-            where=str(folder),
-            remedy="stop it, or choose another with folder=...",
-        )
+    if holder is None:
+        return
+    told = f"process {holder.get('pid')} on {holder.get('node')}"
+    if not asks(secret)(str(holder.get("address", ""))):
+        node = _anybody(store, secret)
+        if node is None:
+            return
+        told = f"node {node} is at work"
+    raise RunFolderError(
+        f"another trainer uses this run folder: {told}",
+        where=str(folder),
+        remedy="stop it, or choose another with folder=...",
+    )
+
+
+def refuse_alone(folder: Path) -> None:
+    """Raises RunFolderError where somebody trains without other nodes."""
+    _, holder = newest_term(FolderStore(folder))
+    if holder is not None and holder.get("alone") and trainer_answers(folder):
+        raise trains_alone(holder, str(folder))
+
+
+def _secret_of(folder: Path) -> Secret | None:
+    """None is made where there is none."""
+    there = bool(os.environ.get(VARIABLE)) or (folder / "secret").exists()
+    return open_secret(folder) if there else None
+
+
+def _anybody(store: FolderStore, secret: Secret) -> str | None:
+    """A node of the newest generation that answers."""
+    newest = newest_generation(store)
+    try:
+        said = dict(object_of(store, newest).get("agents", {})) if newest else {}
+    except (CorruptError, MissingKeyError):
+        return None
+    names = sorted(said)[:MOST_ASKED]
+    if not names:
+        return None
+    ask = asks(secret, FAR_SECONDS)
+    with ThreadPoolExecutor(len(names), "ask") as threads:
+        answers = threads.map(lambda name: ask(str(said[name].get("address", ""))), names)
+        return next((name for name, there in zip(names, answers, strict=True) if there), None)
 
 
 def refuse_other(folder: Path, loaded: Loaded, dataset_version: str) -> None:
@@ -86,13 +129,39 @@ def _just_begun(folder: Path) -> dict[str, Any] | None:
     return read_resolved(folder)
 
 
+def identity(folder: Path) -> tuple[int, int] | None:
+    """Which folder lies at that path; None for none."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def begun_beside(
+    folder: Path, before: tuple[int, int] | None, loaded: Loaded, dataset_version: str
+) -> bool:
+    """Whether another node that was started with --fresh has begun this folder: it is another one
+    than lay there `before`, when this command began, or one of this run that has no term yet."""
+    if identity(folder) != before:
+        return True
+    try:
+        refuse_other(folder, loaded, dataset_version)
+    except RunFolderError:
+        return False
+    store = FolderStore(folder)
+    return not any(store.list(prefix) for prefix in (TERMS, GENERATIONS, "commits/"))
+
+
 def set_aside(folder: Path) -> Path | None:
     """Move a run folder to `<folder>.old-<n>`; None when there was nothing to move.
 
-    Raises RunFolderError for a folder that no `train` made: it is not ours to move.
+    Raises RunFolderError for a folder that somebody uses, or that no `train` made: it is not ours
+    to move.
     """
     if not folder.exists():
         return None
+    refuse_in_use(folder)
     refuse_foreign(folder)
     number = 1
     while True:
@@ -102,6 +171,8 @@ def set_aside(folder: Path) -> Path | None:
         number += 1
     try:
         folder.rename(target)
+    except FileNotFoundError:  # another node that was started with --fresh was quicker
+        return None
     except OSError as error:
         raise RunFolderError(
             f"cannot be moved to {target} ({error.strerror})",

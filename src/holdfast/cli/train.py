@@ -13,7 +13,15 @@ from holdfast.cli.call import app as make_app
 from holdfast.cli.call import crash_log_in
 from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import Progress
-from holdfast.cli.run_folder import describe, refuse_in_use, refuse_other, set_aside
+from holdfast.cli.run_folder import (
+    begun_beside,
+    describe,
+    identity,
+    refuse_alone,
+    refuse_in_use,
+    refuse_other,
+    set_aside,
+)
 from holdfast.config.load import Loaded, Origin, load
 from holdfast.errors import ConfigError, LayoutError
 from holdfast.layout import Layout
@@ -60,13 +68,19 @@ def _train(loaded: Loaded, machine: Machine, folder: Path, *, fresh: bool, json:
     from holdfast.launch import local
 
     several = bool(loaded.config.cluster.node)  # one node of several: others may be there already
-    if not several:
+    before = identity(folder)  # what two nodes with --fresh both find, only one of them moves
+    if several:
+        refuse_alone(folder)
+    if fresh or not several:
         refuse_in_use(folder)
     dataset = ready_dataset(loaded, wait=several)
     loaded = with_vocabulary(loaded, dataset.vocab_size)
-    if fresh and (old := set_aside(folder)) is not None:
+    beside = fresh and several and begun_beside(folder, before, loaded, dataset.version)
+    if fresh and not beside and (old := set_aside(folder)) is not None:
         say(f"the old run folder is now {old}")
     refuse_other(folder, loaded, dataset.version)
+    if several:
+        refuse_alone(folder)  # the dataset may have taken its time
     if (last := finished(folder, loaded.config.train.steps)) is not None:
         say(f"this run is finished: all {last} steps are done; see it with: holdfast report "
             f"{folder}, or start over with --fresh")  # fmt: skip

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from holdfast.config.base import Section
+
+LONGEST_NAME = 63
+"""Of a node: its name becomes a part of names of files."""
 
 
 class ClusterConfig(Section):
@@ -111,3 +114,13 @@ class ClusterConfig(Section):
         description="folder of orders by which workers break on purpose (holdfast chaos); left "
         "out: nobody looks for any",
     )
+
+    @field_validator("node")
+    @classmethod
+    def _fits(cls, name: str) -> str:
+        if len(name) > LONGEST_NAME:
+            raise ValueError(
+                f"a name of {len(name)} characters is too long, {LONGEST_NAME} are allowed: "
+                "use a shorter one, such as node-1"
+            )
+        return name

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from holdfast.elastic.board import Board, Say
-from holdfast.errors import CannotGoOnError, HoldfastError, UserError
+from holdfast.errors import CannotGoOnError, HoldfastError, RunFolderError, UserError
 from holdfast.events import Event, RunFailed, RunFinished, RunStopped
 
 
@@ -25,14 +25,23 @@ class Over(StrEnum):
     TOO_FEW = "too few"  # fewer nodes than the run is to have
     FENCED = "fenced"  # another trainer has the run folder, or nobody: the journal is not ours
     STOPPED = "stopped"  # it was to stop, and something was lost while it saved
+    REPLACED = "replaced"  # another agent has this one's name: the run goes on with that one
 
 
 class EndedError(HoldfastError):
-    """There is to be no next generation."""
+    """There is to be no next generation, or none with this node."""
 
     def __init__(self, sentence: str, kind: Over = Over.FAILED) -> None:
         self.kind = kind
         super().__init__(sentence)
+
+
+def trains_alone(holder: Mapping[str, Any], where: str) -> RunFolderError:
+    """Whoever holds the term takes in no other node."""
+    return RunFolderError(
+        f"process {holder.get('pid')} on {holder.get('node')} trains this run without other nodes",
+        where=where, remedy="stop it, and start it with cluster.node=NAME; then others can join",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,8 @@ def _cut_short(verdict: str, kind: str, committed: int) -> End:
             return _stopped(committed, verdict, CannotGoOnError.exit_code)
         case Over.FENCED:
             return End(None, verdict, 1)
+        case Over.REPLACED:
+            return End(None, "", UserError.exit_code, UserError(verdict))
         case Over.MEND:
             return End(failed, "", UserError.exit_code, UserError(verdict))
         case Over.STATELESS:

@@ -31,7 +31,7 @@ from holdfast.elastic.coordinator import (
     Coordinator,
     within,
 )
-from holdfast.elastic.ending import EndedError
+from holdfast.elastic.ending import EndedError, Over, trains_alone
 from holdfast.elastic.noticing import Blame
 from holdfast.elastic.reaching import Reaching
 from holdfast.elastic.searching import Search
@@ -47,6 +47,7 @@ from holdfast.wire.talker import DeadError, Talker
 from holdfast.wire.term import (
     QUESTION,
     Term,
+    asks,
     claim,
     newest_term,
     object_of,
@@ -61,8 +62,19 @@ LONGEST_REST = 60.0
 """Seconds before an agent whose terms ended by a fault of its own claims another one."""
 
 
-class ReplacedError(HoldfastError):
+class ReplacedError(EndedError):
     """Another agent calls itself by the same name, or this one was given up and started anew."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"another agent has joined as {name} since, and the run goes on with that one: where "
+            "both are to take part, give each a name of its own (cluster.node=NAME)",
+            Over.REPLACED,
+        )
+
+
+async def _no_check() -> None:
+    """A run store that cannot be lost."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +107,14 @@ class Follower:
         told: Mapping[str, Any] | None = None, patience: Patience | None = None, beat: float = 2.0,
         complain: Callable[[str], None] = lambda sentence: None,
         read: Callable[[int], Awaitable[Opened]] | None = None, own: Term | None = None,
+        check: Callable[[], Awaitable[None]] = _no_check,
     ) -> None:  # fmt: skip
         """address: where this agent's control listens. reign: makes the coordinator of a term that
         this agent has opened. told: what the coordinator is to know of this node. beat: seconds
         from one heartbeat to the next, when nothing happens. read: reads a generation's object, in
         place of `read_opened`. own: a term that was opened for a run of this node alone: it follows
-        nobody else, and leaves when that term is over."""
+        nobody else, and leaves when that term is over. check: raises HoldfastError where what the
+        run store says is not this run's any more."""
         self.seat = Seat(name)
         self.mark = secrets.token_hex(8)
         self.coordinator: Coordinator | None = None
@@ -115,7 +129,7 @@ class Follower:
         """Why the coordinator of a node alone ended: a bug of ours."""
         self._faults = 0  # terms that ended by such a bug
         self._address, self._store, self._secret, self._work = address, store, secret, work
-        self._make_reign, self._places, self._own = reign, places, own
+        self._make_reign, self._places, self._own, self._check = reign, places, own, check
         self._patience, self._beat, self._complain = patience or Patience(), beat, complain
         self._read = read or partial(read_opened, store)
         self._loop = asyncio.get_running_loop()
@@ -136,8 +150,8 @@ class Follower:
 
     async def run(self) -> str:
         """Follow and, where it falls to this agent, lead, until the run is over or this node leaves
-        it; the verdict with which it is over. Raises ReplacedError, and EndedError where the run
-        cannot begin."""
+        it; the verdict with which it is over. Raises EndedError where the run cannot begin, or is
+        not to have this agent."""
         parts = {
             Standing.SEEKING: self._seek, Standing.FOLLOWING: self._follow,
             Standing.SILENT: self._look_around, Standing.CLAIMING: self._claim,
@@ -149,7 +163,7 @@ class Follower:
             while self.seat.standing is not Standing.LEFT:
                 try:
                     await parts[self.seat.standing]()
-                except (ReplacedError, EndedError):
+                except EndedError:
                     raise
                 except HoldfastError as error:
                     self._say(str(error))
@@ -195,15 +209,23 @@ class Follower:
     # --- seeking --------------------------------------------------------------------------------
     async def _seek(self) -> None:
         self._end_search()
+        await self._check()
         term, holder = await asyncio.to_thread(newest_term, self._store)
         address = "" if holder is None else str(holder.get("address", ""))
         if address == self._address and self.coordinator is None:
             address = ""  # it was this agent, before it was started anew or its reign failed
+        elif holder is not None and holder.get("alone"):
+            await self._refuse_alone(holder, address)
         self._set(succession.found(self.seat, term, address, self._now))
         if self.seat.standing is Standing.SEEKING:
             await self._ask(JOIN, self._joining())
             if self.seat.standing is Standing.SEEKING:  # it refused: somebody newer is to come
                 await self._pause(PAUSE_SECONDS)
+
+    async def _refuse_alone(self, holder: Mapping[str, Any], address: str) -> None:
+        """Raises EndedError where a run of one node is at work: it would never take this one in."""
+        if await asyncio.to_thread(asks(self._secret), address):
+            raise EndedError(str(trains_alone(holder, "cluster.node")), Over.MEND)
 
     def _joining(self) -> dict[str, Any]:
         return {
@@ -320,10 +342,7 @@ class Follower:
             self._set(succession.refused(self.seat, self._now))
             return
         if order == REPLACED:
-            raise ReplacedError(
-                f"another agent has joined as {self.seat.name}: give each a name of its own "
-                "(cluster.node)"
-            )
+            raise ReplacedError(self.seat.name)
         self._set(succession.answered(self.seat, term, self._now))
         if order == JOIN_FIRST:
             await self._ask(JOIN, self._joining())
@@ -380,6 +399,7 @@ class Follower:
         search = self._search
         term, holder = await asyncio.to_thread(newest_term, self._store)
         if term > self.seat.term:
+            await self._check()
             address = "" if holder is None else str(holder.get("address", ""))
             self._end_search()
             self._set(succession.found(self.seat, term, address, self._now))
@@ -421,6 +441,7 @@ class Follower:
         if self._faults:  # what ended a term so may end the next: others are to have a chance
             await asyncio.sleep(min(2.0**self._faults, LONGEST_REST))
         if term is None:
+            await self._check()
             number += 1
             term = await asyncio.to_thread(
                 claim, self._store, number, self._address, self.seat.name

@@ -11,6 +11,7 @@ runs everything:
     station          what the orders mean for this node's processes (`station.py`)
     office           where it leads: what each generation is, and when there is none (`office.py`)
     leaving          signals and notices (`leaving.py`)
+    losing           a run folder that is there no more (`lost_folder.py`)
 
 A run of one node is the same with nobody else: its term is opened before, so that a second trainer
 is refused, nobody is waited for, and the run is over when its term is.
@@ -22,6 +23,7 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -39,6 +41,7 @@ from holdfast.elastic.generation import Generation
 from holdfast.elastic.host import Host
 from holdfast.elastic.last_upload import LastUpload
 from holdfast.elastic.leaving import Leaving
+from holdfast.elastic.lost_folder import GONE, WAITED, Losing, RunFolder
 from holdfast.elastic.mover_link import MoverLink
 from holdfast.elastic.notice_watch import NoticeWatch
 from holdfast.elastic.notices import NOTICE, Notices
@@ -66,6 +69,9 @@ from holdfast.wire.term import newest_generation
 
 TERM_SECONDS = 2.0
 """How often the run store is asked whether there is a newer term."""
+CLEAN_SECONDS = 60.0
+"""For what an agent does after its last word, where it ends because its run folder is lost: a disk
+that does not answer may keep a thread for ever."""
 LEFT_AT_ONCE = 130
 """Exit code after a second Ctrl-C: 128 + SIGINT, as a shell would say."""
 
@@ -95,6 +101,7 @@ class NodeAgent:
         self._opened = 0  # the newest generation that is known here
         self._committed = 0
         self._now = False  # whether nothing is waited for any more
+        self._late: threading.Timer | None = None
 
     def run(self) -> int:
         """Until the run is over, or this node leaves it. The exit code: 0, 1, 130.
@@ -102,7 +109,11 @@ class NodeAgent:
         Raises UserError for what the person can mend (no checkpoint can be trusted, an address
         that cannot be listened on, an error of that kind in a worker), and CannotGoOnError.
         """
-        return asyncio.run(self._main())
+        try:
+            return asyncio.run(self._main())
+        finally:
+            if self._late is not None:
+                self._late.cancel()
 
     # --- the outer frame ------------------------------------------------------------------------
     async def _main(self) -> int:
@@ -125,10 +136,16 @@ class NodeAgent:
             mover_gone=self._mover_gone, template_gone=self._template_gone,
         )  # fmt: skip
         self._upload = LastUpload(self._mover, it.config.checkpoint.bucket_wait_seconds, self._say)
+        run_folder = RunFolder(it.folder, it.store)
+        self._losing = Losing(
+            run_folder, lambda: self._leaving.why or "", self._time_left, self._part_with,
+            self._say,
+        )  # fmt: skip
         self._furnish()
         try:
             return await self._serve(metrics)
         finally:
+            run_folder.close()
             if self._now:
                 os.close(line_end)  # ends every child
             await self._reviving.stop()
@@ -162,7 +179,8 @@ class NodeAgent:
             it.node, address, it.store, it.secret, self._station, self._office.reign,
             places=it.places, told={"address": address},
             patience=Patience(silence, cluster.beat_seconds / 2, cluster.alone_seconds),
-            beat=cluster.beat_seconds, complain=self._say, own=it.alone,
+            beat=cluster.beat_seconds, complain=self._complain, own=it.alone,
+            check=self._losing.check,
         )  # fmt: skip
         self._leaving = Leaving(
             it.config, it.node, alone, board=self._board, say=self._say, station=self._station,
@@ -213,7 +231,7 @@ class NodeAgent:
             await asyncio.wait(served, timeout=5.0)
 
     def _guard(self) -> Guard:
-        outside = {"/orders": self._host.orders, NOTICE: self._leaving.asked,
+        outside = {"/orders": self._host.orders, NOTICE: self._noticed,
                    **self._follower.handlers}  # fmt: skip
         return Guard(
             {"/report": self._report, "/store": self._rendezvous.handle, **outside},
@@ -234,12 +252,47 @@ class NodeAgent:
             return 1
         self._mover_back()
         try:
-            await self._follower.run()
+            await self._follow()
         except EndedError as error:
             return self._tell(end_of(str(error), error.kind, (), "", self._saved))
         if self._follower.fault is not None:
             raise self._follower.fault
         return await self._code()
+
+    async def _follow(self) -> None:
+        """Until this node has no part in the run any more, or cannot wait for its folder. Raises
+        EndedError."""
+        following = asyncio.create_task(self._follower.run())
+        losing = asyncio.create_task(self._losing.end())
+        try:
+            await asyncio.wait({following, losing}, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+                return
+            error = losing.result()
+            code = end_of(str(error), error.kind, (), "", self._saved).code
+            self._late = threading.Timer(CLEAN_SECONDS, os._exit, (code,))
+            self._late.daemon = True
+            self._late.start()
+            raise error
+        finally:
+            for task in (following, losing):
+                task.cancel()
+            await asyncio.wait({following, losing})
+
+    def _complain(self, sentence: str) -> None:
+        if sentence != WAITED:  # that has been said
+            self._say(sentence)
+
+    def _time_left(self) -> float:
+        """Of one that is to go; 0 where nobody said."""
+        return self._notices.seconds_left() or self._follower.leaving
+
+    def _part_with(self, seconds: float) -> None:
+        """The others see for themselves whether they have the run folder: they may go on."""
+        self._say(f"{GONE}: {self._it.node} leaves")
+        self._follower.leaving = self._follower.leaving or seconds
+        self._station.changed.set()
 
     async def _recall(self) -> None:
         """What older sessions saw break, and how long their saves took. A journal that cannot be
@@ -256,6 +309,8 @@ class NodeAgent:
     async def _code(self) -> int:
         """The exit code; the coordinator's agent has written the end into the journal."""
         end = await self._end()
+        if end is None and self._losing.given_up:
+            end = end_of(GONE, Over.FENCED, (), "", self._saved)
         if end is None:
             self._say(f"{self._it.node} has left the run ({self._leaving.why or 'it was told to'})")
             return 0
@@ -304,9 +359,18 @@ class NodeAgent:
                 current = self._station.current
                 if self._it.alone is not None and current is not None:
                     current.decide(Failed(str(error), exits.FENCED))  # nothing else is told of it
-                coordinator.fence()
+                if self._it.alone is not None or await self._is_ours():
+                    coordinator.fence()
             except HoldfastError:
                 continue  # the run store is out of reach: that stops no training
+
+    async def _is_ours(self) -> bool:
+        """Whether it is the run folder that says so, and not what lies at its path by now."""
+        try:
+            await self._losing.check()
+        except HoldfastError:
+            return False  # it may come back
+        return True
 
     @property
     def _saved(self) -> int:
@@ -421,6 +485,16 @@ class NodeAgent:
             "stop": stop, "generation": number, "stored": stored, "pause": self._station.pausing,
             "parting": self._station.parting,
         } | told  # fmt: skip
+
+    async def _noticed(self, number: int, body: dict[str, Any]) -> dict[str, Any]:
+        """`holdfast notice`. A name that nobody has is the person's slip, no malformed request."""
+        coordinator, nodes = self._follower.coordinator, body.get("nodes")
+        if coordinator is not None and isinstance(nodes, list):
+            known = sorted(node.name for node in coordinator.reign.nodes)
+            for name in nodes:
+                if known and name not in known:
+                    return {"refused": f"there is no node {name} in this run", "nodes": known}
+        return await self._leaving.asked(number, body)
 
     def _health(self) -> dict[str, Any]:
         current = self._station.current

@@ -1,0 +1,137 @@
+"""Whether a run folder is here, away or gone, by what an agent sees of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from holdfast.elastic import lost_folder
+from holdfast.elastic.lost_folder import Losing, Place, RunFolder
+from holdfast.errors import RunFolderError
+from holdfast.wire.runstore import FolderStore
+from holdfast.wire.term import claim
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[RunFolder]:
+    """A run folder with a term, as an agent has it that has looked once."""
+    store = FolderStore(folder)
+    found = RunFolder(folder, store)
+    try:
+        assert claim(store, 1, "127.0.0.1:1", "a") is not None
+        assert found.look() is Place.HERE
+        yield found
+    finally:
+        found.close()
+
+
+def test_a_folder_that_is_put_back_is_here_again(tmp_path: Path) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+    with _held(folder) as found:
+        folder.rename(other)
+        assert found.look() is Place.GONE
+        folder.mkdir()
+        assert found.look() is Place.GONE
+        folder.rmdir()
+        other.rename(folder)
+        assert found.look() is Place.HERE
+        assert claim(FolderStore(folder), 2, "127.0.0.1:2", "b") is not None
+        assert found.look() is Place.HERE
+
+
+def test_a_folder_that_was_emptied_is_gone_whoever_begins_in_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with _held(folder) as found:
+        shutil.rmtree(folder / "terms")
+        assert found.look() is Place.GONE
+        assert claim(FolderStore(folder), 1, "127.0.0.1:2", "b") is not None
+        assert found.look() is Place.GONE
+
+
+def test_a_folder_that_cannot_be_looked_at_is_away(tmp_path: Path) -> None:
+    folder, real = tmp_path / "run", tmp_path / "real"
+    real.mkdir()
+    folder.symlink_to(real.name)
+    with _held(folder) as found:
+        folder.unlink()
+        folder.symlink_to(folder.name)  # to itself
+        assert found.look() is Place.AWAY
+        folder.unlink()
+        assert found.look() is Place.GONE
+        folder.symlink_to(real.name)
+        assert found.look() is Place.HERE
+
+
+def _mount(*arguments: str | Path) -> bool:
+    return subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("below", [".", "runs/one"])
+def test_a_file_system_that_is_not_mounted_is_away(tmp_path: Path, below: str) -> None:
+    disk, point = tmp_path / "disk", tmp_path / "mounted"
+    disk.mkdir()
+    point.mkdir()
+    if os.geteuid() or not _mount("--bind", disk, point):
+        pytest.skip("nothing can be mounted here")
+    try:
+        with _held(point / below) as found:
+            subprocess.run(["umount", "--lazy", point], check=True)
+            assert found.look() is Place.AWAY
+            assert _mount("--bind", disk, point)
+            assert found.look() is Place.HERE
+            shutil.rmtree(point / below / "terms")
+            assert found.look() is Place.GONE
+    finally:
+        subprocess.run(["umount", "--lazy", point], capture_output=True, check=False)
+
+
+def test_a_disk_that_says_nothing_keeps_nobody_who_is_told_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_folder, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(lost_folder, "HUNG_SECONDS", 0.2)
+    told: list[str] = []
+    lasts = threading.Event()
+
+    class Silent(RunFolder):
+        def look(self) -> Place:
+            lasts.wait(60)
+            return super().look()
+
+    async def scene(folder: RunFolder) -> None:
+        losing = Losing(folder, lambda: "".join(told), lambda: 1.5, _nobody, told.append)
+        ending = asyncio.create_task(losing.end())
+        await asyncio.sleep(1.0)
+        assert not ending.done()
+        told.append("SIGTERM")
+        error = await asyncio.wait_for(ending, 20)
+        assert str(error).startswith("SIGTERM: the run folder is out of reach")
+        lasts.set()
+
+    folder = Silent(tmp_path / "run", FolderStore(tmp_path / "run"))
+    asyncio.run(scene(folder))
+    folder.close()
+
+
+def _nobody(seconds: float) -> None:
+    raise AssertionError("nobody has to do without it")
+
+
+def test_what_lies_at_the_path_of_a_lost_folder_is_not_asked(tmp_path: Path) -> None:
+    async def scene(found: RunFolder) -> None:
+        losing = Losing(found, lambda: "", lambda: 0.0, _nobody, print)
+        await losing.check()
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(RunFolderError, match="moved, removed or replaced"):
+            await losing.check()
+
+    with _held(tmp_path / "run") as found:
+        asyncio.run(scene(found))
