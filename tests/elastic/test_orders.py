@@ -6,7 +6,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from holdfast.elastic import exits
 from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.worker import orders as orders_module
 from holdfast.elastic.worker.orders import Begin, End, HaltedError, Held, Orders
 from holdfast.elastic.worker.stuck import Sleeper, Who, stuck
 from holdfast.errors import PeerLostError
@@ -72,6 +73,38 @@ def test_a_halt_wakes_who_blocks_and_one_of_the_past_does_not() -> None:
     with pytest.raises(HaltedError), orders.interruptible(2, interrupt):
         pytest.fail("a generation that is over was entered")
     orders.check(3)
+
+
+def test_who_is_woken_slowly_is_woken_once_more_all_the_same() -> None:
+    """The first attempt lasts until after the second one is due, and was not enough."""
+    woken: list[bool] = []
+
+    def interrupt(inside: bool) -> None:
+        woken.append(inside)
+        threading.Event().wait(0.0 if len(woken) > 1 else 3.0)
+
+    with asking() as (orders, desk), orders.interruptible(2, interrupt):
+        desk.give(7, _halt(2, inside=False))
+        wait_until(lambda: woken == [False, True], 10.0, "the second attempt")
+
+
+def test_who_comes_back_while_it_is_woken_is_not_woken_once_more() -> None:
+    """It waits for the end of a slow attempt: what lies inside its replica is not given up."""
+    woken: list[bool] = []
+    wake = threading.Event()
+
+    def interrupt(inside: bool) -> None:
+        woken.append(inside)
+        wake.set()
+        threading.Event().wait(2.5)
+
+    with asking() as (orders, desk):
+        with orders.interruptible(2, interrupt):
+            desk.give(7, _halt(2, inside=False))
+            assert wake.wait(SECONDS)
+        with orders.interruptible(3, interrupt):
+            threading.Event().wait(2.0)
+    assert woken == [False]
 
 
 def test_what_is_held_is_told_at_once_and_orders_count_once() -> None:
@@ -176,6 +209,56 @@ def test_who_cannot_even_be_woken_ends(rank: RankContext) -> None:
         desk.give(7, _halt(2))
         assert wakes.wait(SECONDS)
         rank.mark("waits")
+
+
+@ranks(2, dies={0: exits.PEER_LOST})
+def test_who_gets_stuck_as_it_wakes_once_more_is_seen(rank: RankContext) -> None:
+    """The first attempt is over at once and in vain; the second one waits in gloo itself."""
+    peers = Peers(rank.store(), "inside", rank.rank, 2, seconds=600)
+    if rank.rank == 1:
+        rank.wait_mark("waits", 0)
+        with pytest.raises(PeerLostError):
+            exchange(peers, torch.ones(1, dtype=torch.int64), [1, 1], 2)
+        return
+    attempts: list[bool] = []
+
+    def interrupt(inside: bool) -> None:
+        attempts.append(inside)
+        if len(attempts) == 2:
+            rank.mark("waits")
+            exchange(peers, torch.ones(1, dtype=torch.int64), [1, 1], 1)
+
+    with asking() as (orders, desk), orders.interruptible(2, interrupt, mortal=True):
+        desk.give(7, _halt(2, inside=False))
+        rank.wait_mark("never", 1)
+
+
+@ranks(1)
+def test_a_log_that_hangs_as_it_is_written_into_holds_nobody(rank: RankContext) -> None:
+    """Who has come back gets its orders, and is halted, though its trace is still under way."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(write, bytes(1 << 16))
+    os.set_blocking(write, True)
+    own = os.dup(2)
+    os.dup2(write, 2)
+    with asking() as (orders, desk):
+        with orders.interruptible(2, lambda _: None):
+            desk.give(7, _halt(2))
+            threading.Event().wait(orders_module._TELL_SECONDS + 1.0)
+        desk.give(7, _begin(3))
+        assert isinstance(orders.next(None), Begin)
+        with orders.interruptible(3, lambda _: None):
+            desk.give(7, _halt(3))
+            wait_until(lambda: orders.halted(3), SECONDS, "the next halt")
+        desk.give(7, {"kind": "end"})
+        assert orders.next(None) == End()
+        said = b""
+        while b"stand as above" not in said or b"in test_a_log_that_hangs" not in said:
+            said += os.read(read, 1 << 16)
+        os.dup2(own, 2)
 
 
 @ranks(1)

@@ -11,7 +11,6 @@ An agent out of reach is asked again: when it is gone for good, the lifeline end
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import threading
 import time
@@ -24,7 +23,7 @@ from typing import Any
 from holdfast.elastic import exits
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.rendezvous import LONGEST_POLL
-from holdfast.elastic.worker.stuck import Who, stuck
+from holdfast.elastic.worker.stuck import Trace, Who, stuck
 from holdfast.errors import HoldfastError
 from holdfast.layout import Topology
 from holdfast.wire.client import Client
@@ -37,7 +36,7 @@ _VAIN_SECONDS = 1.0
 """Who stands still for so long after all connections were closed waits in vain."""
 _TELL_SECONDS = 5.0
 """Whose process has not come back after so long writes down where its threads are: it is killed
-soon, and nobody could say why."""
+after `elastic.station.HOLD_SECONDS` and three of its steps, and nobody could say why."""
 _PAUSE = 0.1  # seconds before an agent that did not answer is asked again
 
 Interrupt = Callable[[bool], None]
@@ -104,10 +103,12 @@ class Orders:
         self._next: Begin | End | None = None
         self._waking = threading.Lock()  # held while an interrupt runs
         self._wakes: Who | None = None  # the thread that runs one
+        self._back = False  # who was to be woken waits for nothing but the end of an interrupt
         self._interrupt: Interrupt | None = None
         self._generation = 0  # that the interrupt is of
         self._mortal = False
         self._trains = Who.me()  # the thread that is woken
+        self._trace = Trace(_TELL_SECONDS)
         self._thread = threading.Thread(target=self._run, name="orders", daemon=True)
 
     def start(self) -> None:
@@ -147,12 +148,13 @@ class Orders:
         process. Raises HaltedError when there was a halt before."""
         with self._waking:
             self.check(generation)
-            self._mortal = mortal
+            self._mortal, self._back = mortal, False
             self._generation, self._interrupt = generation, interrupt
             self._trains = Who.me()
         try:
             yield
         finally:
+            self._back = True
             with self._waking:
                 self._interrupt = None
 
@@ -165,7 +167,8 @@ class Orders:
             client.abort()  # the open question knows nothing of what is held
         with self._changed:
             self._idle = True
-            faulthandler.cancel_dump_traceback_later()
+        self._trace.call_off()
+        with self._changed:
             self._changed.wait_for(lambda: self._next is not None)
             orders, self._next, self._held = self._next, None, None
             self._idle = False
@@ -204,27 +207,42 @@ class Orders:
                 self._next = orders
             elif told is not None:
                 self._next = None  # a halt takes back what was ordered before
-                if not self._idle:
-                    faulthandler.dump_traceback_later(_TELL_SECONDS, file=2)
+            busy = not self._idle
             self._changed.notify_all()
         if told is None:
             return
-        inside = bool(told.get("inside", True))
+        if orders is None and busy:
+            self._trace.arm()
+            if self._idle:  # it came back meanwhile
+                self._trace.call_off()
+        inside, woken = bool(told.get("inside", True)), threading.Event()
         threading.Thread(
-            target=self._see_through, args=(over, inside), name="halt", daemon=True
+            target=self._see_through, args=(over, inside, woken), name="halt", daemon=True
         ).start()
         self._wake(over, inside)
+        woken.set()
 
-    def _see_through(self, over: float, inside: bool) -> None:
-        """Who was woken comes back by itself; or is woken by all means; or never comes."""
+    def _see_through(self, over: float, inside: bool, woken: threading.Event) -> None:
+        """Who was woken comes back by itself; or is woken by all means; or never comes. woken: the
+        first attempt is over, which takes long where there are many peers and few cores."""
         begun = time.monotonic()
         if inside:
             self._end_if_stuck(over)
         threading.Event().wait(max(0.0, begun + _AGAIN_SECONDS - time.monotonic()))
-        if self._wakes is None:
-            self._wake(over, True)
+        if not woken.is_set():
+            while self._away(over) and not woken.wait(_PAUSE):
+                self._end_if_stuck(over)
+            threading.Event().wait(_VAIN_SECONDS)  # to come back in
+        if self._away(over):  # not by this thread: it may get stuck, and nobody would see it
+            again = threading.Thread(target=self._wake, args=(over, True), name="wake", daemon=True)
+            again.start()
+            again.join(_VAIN_SECONDS)
         while self._may_be_stuck(over):
             self._end_if_stuck(over)
+
+    def _away(self, over: float) -> bool:
+        """Whether who was to be woken has not come back. Asks without the lock, as below."""
+        return not self._back and self._interrupt is not None and self._generation <= over
 
     def _end_if_stuck(self, over: float) -> None:
         """It may be the thread that wakes the other which is stuck, within gloo."""
@@ -243,7 +261,7 @@ class Orders:
         """Wake who is in a generation up to `over`; it may have left it long ago."""
         with self._waking:
             interrupt = self._interrupt
-            if interrupt is None or self._generation > over:
+            if interrupt is None or not self._away(over):
                 return
             self._wakes = Who.me()
             try:

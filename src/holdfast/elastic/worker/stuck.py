@@ -12,10 +12,13 @@ step; there a rank is of no use anyway once one of them is gone, and its state i
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +30,8 @@ import holdfast.train
 BUSY = 0.1
 """Of a core: who uses more of it than its own small threads do computes, and comes back."""
 _LOOKS = 10
+_NEAR = 0.5
+"""Seconds around the moment when a trace is due in which it may be being written."""
 _LATE = 0.2  # seconds: who looks so late was kept from running, and so was whom he looks at
 _ROOMS = tuple(
     f"{Path(str(module.__file__)).parent}/" for module in (torch, holdfast.parallel, holdfast.train)
@@ -59,6 +64,50 @@ class Sleeper:
         place = _place(self._thread.identity)
         same, self._before = place is not None and place == self._before, place
         return same and _sleeps(self._thread.native) and not _on_a_device()
+
+
+class Trace:
+    """The log says where all threads stand, unless that is called off within so many seconds.
+
+    A thread of faulthandler's writes it, which needs no interpreter. But whoever calls it off while
+    it is being written, or arms the next one, waits for its end, and holds the interpreter: where
+    the log's disk hangs the whole process would. So from when it is due nobody does, until the same
+    log has taken something else.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._due: float | None = None
+
+    def arm(self) -> None:
+        """Begin to count, anew where it was armed."""
+        with self._lock:
+            if self._near:
+                return
+            faulthandler.dump_traceback_later(self._seconds, file=2)
+            due = self._due = time.monotonic() + self._seconds
+        threading.Thread(target=self._follow, args=(due,), name="trace", daemon=True).start()
+
+    def call_off(self) -> None:
+        with self._lock:
+            if self._due is not None and not self._near:
+                faulthandler.cancel_dump_traceback_later()
+                self._due = None
+
+    @property
+    def _near(self) -> bool:
+        return self._due is not None and time.monotonic() > self._due - _NEAR
+
+    def _follow(self, due: float) -> None:
+        threading.Event().wait(max(0.0, due + _NEAR - time.monotonic()))
+        if self._due == due:
+            with suppress(OSError):  # a disk may be full
+                os.write(
+                    2, b"was told to stop and did not come back soon: its threads stand as above\n"
+                )
+            with self._lock:
+                self._due = None
 
 
 def stuck(threads: Sequence[Who], seconds: float) -> bool:
