@@ -48,6 +48,8 @@ def test_two_nodes_become_five_and_then_three(
         for name in lost:
             nodes.kill(name)
         nodes.wait_generation(everybody - set(lost), grown)
+        rungs = {e.topology["generation"]: e.rung for e in nodes.events(GenerationStarted)}
+        assert rungs[grown] == 5
         gate.open_gate(STEPS)
         assert set(nodes.end().values()) == {0}, nodes.story()
         losses = nodes.losses()

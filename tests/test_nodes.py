@@ -72,6 +72,7 @@ def test_nodes_are_killed_and_the_others_go_on(
         assert set(nodes.end().values()) == {0}, nodes.story()
         assert nodes.leader != first
         assert nodes.nodes(nodes.newest) == {*"abcd"} - {lost, first}
+        assert _rungs(nodes)[-2:] == [0, 0]
         _same_run(nodes, undisturbed)
 
 
@@ -90,6 +91,7 @@ def test_too_few_nodes_wait_with_what_they_hold(
         nodes.wait_step(30, nodes.newest, {"a", "b", "c", "d"} - {lost})
         assert set(nodes.end().values()) == {0}, nodes.story()
         assert _live(nodes) == [False, True]  # two of three held the state meanwhile
+        assert _rungs(nodes) == [-1, 3], "the stranger took the place"
         _same_run(nodes, undisturbed)
 
 
@@ -115,6 +117,7 @@ def test_all_nodes_are_lost_and_the_newest_checkpoint_is_rotten(
         assert set(nodes.end().values()) == {0}, nodes.story()
         begun = [event.restored_from for event in nodes.events(GenerationStarted)]
         assert begun[-2:] == [newest, older]
+        assert _rungs(nodes)[-2:] == [6, 6]
         _same_run(nodes, undisturbed)
 
 
@@ -138,6 +141,7 @@ def test_nodes_that_are_told_to_go_leave_and_the_others_go_on(
         assert set(nodes.end().values()) == {0}, nodes.story()
         assert nodes.nodes(nodes.newest) == {*"abcd"} - {warned, leads}
         assert [e.nodes for e in nodes.events(NoticeReceived)] == [[warned]]
+        assert _rungs(nodes)[-2:] == [0, 0]
         _same_run(nodes, undisturbed)
         done = [step.step for step in nodes.events(StepDone)]
         assert len(done) == len(set(done)), "a step was done twice"
@@ -146,3 +150,8 @@ def test_nodes_that_are_told_to_go_leave_and_the_others_go_on(
 def _live(nodes: Nodes) -> list[bool]:
     """Of every generation, whether it began from what the processes held."""
     return [event.came_from is not None for event in nodes.events(GenerationStarted)]
+
+
+def _rungs(nodes: Nodes) -> list[int]:
+    """Of every generation, by which rung of the recovery ladder it came about."""
+    return [event.rung for event in nodes.events(GenerationStarted)]

@@ -46,12 +46,6 @@ class Aftermath:
             return None
         return {"topology": self.before.to_json(), "step": self.live.step}
 
-    def rung(self, in_memory: bool) -> int:
-        """Of the ladder. in_memory: the state that is restored is nowhere else."""
-        if self.live is None and not in_memory:
-            return 6
-        return 1 if self.stay == len(self.seats.processes) else 2
-
 
 class Survivors:
     """Remembers the topologies by which states are laid out."""
