@@ -5,14 +5,26 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from holdfast.elastic.faults.armed import Armoury, Order
-from holdfast.events import GenerationStarted, StateDiffers, WorkerLost, WorkerStarted
+from holdfast.events import (
+    GenerationStarted,
+    StateDiffers,
+    StepDone,
+    WorkerLost,
+    WorkerPaced,
+    WorkerStarted,
+)
 from tests.cli.support import start
 from tests.nodes import Nodes, nodes_of
 
@@ -21,6 +33,20 @@ SETTINGS = (
     f"train.steps={STEPS}", "train.batch_size=8", "train.evaluate.every=25",
     "checkpoint.every_steps=25", "layout.workers=4",
 )  # fmt: skip
+FIVE = 5
+"""A deadline that is behaviour is tested at so many times its limit."""
+
+
+@contextmanager
+def _busy_cores() -> Iterator[None]:
+    """Two loops beside it."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 @pytest.fixture(scope="module")
@@ -30,13 +56,8 @@ def undisturbed(run_file: Path) -> dict[int, float]:
     with nodes_of(run_file, folder) as run:
         run.agents["alone"] = start("train", run_file, f"folder={folder}", *SETTINGS)
         run.wait_step(1)
-        loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
-        try:
+        with _busy_cores():
             assert run.end() == {"alone": 0}, run.story()
-        finally:
-            for loop in loops:
-                loop.kill()
-                loop.wait()
         assert run.events(WorkerLost) == []
         assert len(run.events(GenerationStarted)) == 1
         return run.losses()
@@ -47,6 +68,21 @@ def _live(run: Nodes) -> bool:
     return all(e.came_from is not None for e in run.events(GenerationStarted)[1:])
 
 
+def _in_time(run: Nodes, begun: float, rank: int) -> None:
+    """The generation without `rank` began soon after it was stopped: within three normal steps and
+    a second, five times over here, where other tests run on the same cores."""
+    records = run.records()
+    before = [r.time for r in records if isinstance(r.event, StepDone) and r.time < begun]
+    normal = statistics.median(b - a for a, b in pairwise(before))
+    started, event = next(
+        (r.time, r.event) for r in records
+        if isinstance(r.event, GenerationStarted) and r.time >= begun
+    )  # fmt: skip
+    assert event.came_from is not None
+    assert rank not in event.came_from
+    assert started - begun <= FIVE * (3 * normal + 1.0), run.story()
+
+
 @pytest.mark.parametrize("nodes", ["ab", "a"])
 def test_a_worker_that_is_stopped_is_named_and_killed(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path, nodes: str
@@ -55,8 +91,10 @@ def test_a_worker_that_is_stopped_is_named_and_killed(
         run.start(*nodes, settings=[f"cluster.places={4 // len(nodes)}"])
         run.wait_step(20, nodes=set(nodes))
         stopped = next(e for e in run.events(WorkerStarted) if e.rank == 2)
+        begun = time.time()
         os.kill(stopped.pid, signal.SIGSTOP)
         assert set(run.end().values()) == {0}, run.story()
+        _in_time(run, begun, 2)
         (lost,) = run.events(WorkerLost)
         assert (lost.rank, lost.pid, lost.node) == (2, stopped.pid, stopped.node)
         assert lost.noticed_by == "stopped"
@@ -81,9 +119,11 @@ def test_a_node_that_is_stopped_is_done_without_and_joins_again_when_it_wakes(
         run.wait_step(20, nodes={"a", "b", "c"})
         stopped = next(e for e in run.events(WorkerStarted) if e.node != run.leader)
         gate.open_gate(60)
+        begun = time.time()
         run.signal(stopped.node, signal.SIGSTOP)
         os.kill(stopped.pid, signal.SIGSTOP)
         run.wait_step(21, nodes={"a", "b", "c"} - {stopped.node})
+        _in_time(run, begun, stopped.rank)
         (lost,) = run.events(WorkerLost)
         assert (lost.rank, lost.node, lost.noticed_by) == (stopped.rank, stopped.node, "heartbeat")
         run.signal(stopped.node, signal.SIGCONT)
@@ -174,3 +214,26 @@ def test_a_worker_whose_state_is_not_that_of_the_others_takes_theirs(
         assert _live(run)
         assert len(run.events(GenerationStarted)[-1].topology["nodes"]) == 4
         assert run.losses() == undisturbed, run.story()
+
+
+@pytest.mark.slow
+def test_nobody_is_named_in_two_thousand_undisturbed_steps(run_file: Path, tmp_path: Path) -> None:
+    """In the second half both cores are busy. `benchmarks.noticing undisturbed` tells the pace."""
+    steps = 2000
+    settings = (
+        *SETTINGS,
+        f"train.steps={steps}",
+        "checkpoint.every_steps=100",
+        "cluster.min_nodes=4",
+    )
+    with nodes_of(run_file, tmp_path / "run", *settings) as run:
+        run.start(*"abcd")
+        for step in range(100, steps // 2 + 1, 100):  # each has a deadline of its own
+            run.wait_step(step, nodes={*"abcd"})
+        with _busy_cores():
+            for step in range(steps // 2 + 100, steps + 1, 100):
+                run.wait_step(step)
+        assert set(run.end().values()) == {0}, run.story()
+        assert [*run.events(WorkerLost), *run.events(WorkerPaced)] == []
+        assert len(run.events(GenerationStarted)) == 1
+        assert sorted(run.losses()) == list(range(1, steps + 1))
