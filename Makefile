@@ -3,6 +3,7 @@
 # make test         every check that a change has to pass
 # make test-torch   the tests on another release of torch: make test-torch TORCH=2.11
 # make campaign     the long tests (marker slow)
+# make endless      what takes hours and many GiB (marker endless)
 # make chaos      over 1,000 faults of a run that several nodes train (docs/chaos.md); SHARD=1/4
 # make rotten       of these, the faults of checkpoints: torn, rotten, killed at every point
 
@@ -22,7 +23,7 @@ ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 # Processes start by the hundred: what they import is compiled once, whatever the machine's setting.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install install-dev quickstart test lint pytest test-torch campaign chaos rotten docs clean
+.PHONY: install install-dev quickstart test lint pytest test-torch campaign endless chaos rotten docs clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -57,10 +58,13 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/lint-imports --no-logo
 
 pytest: $(VENV)/.installed-dev
-	$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow'
+	$(ONE_THREAD) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not endless'
 
 campaign: $(VENV)/.installed-dev
 	$(ONE_THREAD) $(BIN)/python -m pytest -m slow
+
+endless: $(VENV)/.installed-dev
+	$(ONE_THREAD) $(BIN)/python -m pytest -m endless
 
 chaos: $(VENV)/.installed
 	$(BIN)/holdfast chaos --faults 1100 --shard $(SHARD) --out $(CHAOS) \
@@ -72,7 +76,7 @@ rotten: $(VENV)/.installed-dev
 
 # Another release of torch gets an environment of its own and every other constraint.
 test-torch: $(VENV)-torch$(TORCH)/.installed
-	$(ONE_THREAD) $(VENV)-torch$(TORCH)/bin/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow'
+	$(ONE_THREAD) $(VENV)-torch$(TORCH)/bin/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow and not endless'
 
 $(VENV)-torch$(TORCH)/.installed: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)

@@ -107,7 +107,7 @@ def test_a_run_goes_on_after_two_agents_have_died_and_returned(kind: str) -> Non
     _check_folded(Folded(model, [model.training(faults=2)]))
 
 
-@pytest.mark.slow
+@pytest.mark.endless
 @pytest.mark.parametrize("start", ["cold", "training"])
 def test_a_run_goes_on_after_any_two_faults(start: str) -> None:
     """Each may end at any moment, too; and requests are held up. Hours, and many GiB."""
