@@ -8,13 +8,21 @@ somewhere in a step, again and again; between two faults all are there again.
     to next s    from SIGKILL (an exception being raised, a notice) to the next step that is
                  committed in the generation that follows; CPU: seconds of the whole machine
                  meanwhile
-    beyond s     what of that is more than one step of those who are left
-    lost         steps that were done again, or computed and given up
+    beyond s     what of that is more than one step of those who are left; then, more than one step
+                 before, which is shorter where fewer are left to compute the same
+    lost         steps that were done again: those that were committed before, and the step in
+                 flight where what was computed of it was thrown away. A step that goes on with what
+                 those who stay had computed of it is none (who raised an exception in it computes
+                 its own share anew); where nobody stays it always is one
+    rung         of the ladder, as the journal says
 
-Ours by rung: 0 replica lost, 1 error without loss of a process, 2 process lost and replaced by a
-standby, 4 node lost and nothing in its place; a planned move is a node that is told to go.
-torchrun starts everybody anew from a checkpoint of DCP; torchft is told of a loss by its lighthouse
-after 0.5 s; Ray Train starts the group anew.
+Ours by rung: 0 replica lost, 1 error without loss of a process, 2 one of four shards lost and
+replaced by a standby, 3 node lost and an idle one in its place, 4 node lost and nothing in its
+place, 5 a node that was lost is back ("to next s" is for how long training stands still, from the
+last step before to the first after; CPU is from the start of its agent), 6 all agents killed and
+started again by the same commands, from a checkpoint of every fifth step; a planned move is a node
+that is told to go. torchrun starts everybody anew from a checkpoint of DCP, of every fifth step,
+too; torchft is told of a loss by its lighthouse after 0.5 s; Ray Train starts the group anew.
 
 Below the rows each bar, with the measured beside it, as a multiple of the floors and, where the
 peers ran, a share of theirs.
@@ -39,18 +47,25 @@ from benchmarks.recovering.lines import Found, SilentError
 
 HEAD = (
     f"{'':<24}{'n':>4}{'step s':>9}{'after':>8}{'to next s':>11}{'worst':>8}{'beyond s':>10}"
-    f"{'worst':>8}{'CPU s':>8}{'lost':>6}"
+    f"{'worst':>8}{'before':>10}{'worst':>8}{'CPU s':>8}{'lost':>6}{'rung':>6}"
+)
+FOOT = (
+    "lost: steps committed before and done again, and the step in flight where what was computed\n"
+    "of it was thrown away (told by those who stay; always where nobody stays), in all rows alike"
 )
 
 
 def row(name: str, found: list[Found]) -> str:
     seconds, beyond = [f.seconds for f in found], [f.beyond for f in found]
+    before = [f.beyond_before for f in found]
+    rungs = ",".join(str(rung) for rung in sorted({f.rung for f in found if f.rung >= 0}))
     return (
         f"{name:<24}{len(found):4d}{statistics.median(f.before for f in found):9.3f}"
         f"{statistics.median(f.after for f in found):8.3f}"
         f"{statistics.median(seconds):11.3f}{max(seconds):8.3f}"
         f"{statistics.median(beyond):10.3f}{max(beyond):8.3f}"
-        f"{statistics.median(f.cpu for f in found):8.2f}{max(f.lost for f in found):6d}"
+        f"{statistics.median(before):10.3f}{max(before):8.3f}"
+        f"{statistics.median(f.cpu for f in found):8.2f}{max(f.lost for f in found):6d}{rungs:>6}"
     )
 
 
@@ -152,7 +167,7 @@ def main() -> int:
                 print(row(peer.name, rows[peer.name]), flush=True)
             except SilentError as error:
                 print(f"{peer.name:<24} no result: {error}", flush=True)
-    print(*verdicts(rows, settings.step, floors()), sep="\n")
+    print(FOOT, *verdicts(rows, settings.step, floors()), sep="\n")
     return int(failed)
 
 

@@ -27,18 +27,30 @@ class Line:
 @dataclass(frozen=True)
 class Found:
     """One loss. seconds: from the fault to the next committed step; step: how long a step took
-    before and after; cpu: seconds of the whole machine meanwhile; lost: steps done again."""
+    before and after; cpu: seconds of the whole machine meanwhile; generation: in which that next
+    step was; rung: by which it came about, as its journal says.
+
+    lost: steps done again. For everybody alike these are the steps that were committed before and
+    once more after, and the step in flight where what was computed of it was thrown away: somebody
+    who stays says so (a line with its number below zero), or nobody stays."""
 
     seconds: float
     before: float
     after: float
     cpu: float
     lost: int
+    generation: int
+    rung: int = -1
 
     @property
     def beyond(self) -> float:
         """What it took beyond one step among those who are left."""
         return self.seconds - max(self.before, self.after)
+
+    @property
+    def beyond_before(self) -> float:
+        """The same beyond a step before it, which is the shorter one where fewer are left."""
+        return self.seconds - self.before
 
 
 class Lines:
@@ -81,12 +93,16 @@ class Lines:
 
         return self.until(due, f"{workers} workers at work")
 
-    def befall(self, deed: Callable[[list[Line]], None], after_steps: int = 3) -> Found:
-        """Do it, and see what comes of it."""
+    def befall(
+        self, deed: Callable[[list[Line]], None], after_steps: int = 3, still: bool = False
+    ) -> Found:
+        """Do it, and see what comes of it. still: nothing breaks, and it counts from the last step
+        before, not from the deed, for how long training stands still."""
         known = self.read()
         newest = max(line.generation for line in known)
         cpu, begun = machine_cpu(), time.time()
-        deed([line for line in known if line.generation == newest])
+        here = [line for line in known if line.generation == newest]
+        deed(here)
         found = self.until(
             lambda lines: any(_after(line, newest, begun) for line in lines),
             "a step after the fault",
@@ -98,11 +114,15 @@ class Lines:
         found = self.until(
             lambda lines: len(commits(lines, reached)) >= after_steps, "steps after the fault"
         )
-        old = set(commits(found, newest))
-        again = old & set(commits(found, reached))
-        given_up = {line.step for line in found if line.step < 0 and line.time > begun}
-        steps = (_gap(commits(found, newest)), _gap(commits(found, reached)))
-        return Found(first - begun, *steps, cpu, len(again) + len(given_up))
+        old, new = commits(found, newest), commits(found, reached)
+        later = [line for line in found if line.time > begun]
+        lost = (old.keys() & new.keys()) | {-line.step for line in later if line.step < 0}
+        stay = {line.pid for line in later if line.generation == reached}
+        if stay.isdisjoint(line.pid for line in here):
+            lost.add(max(old) + 1)
+        if still:
+            begun = max(old.values())
+        return Found(first - begun, _gap(old), _gap(new), cpu, len(lost), reached)
 
 
 def _after(line: Line, generation: int, begun: float) -> bool:

@@ -78,7 +78,7 @@ def measure(peer: Peer, python: str, folder: Path, step: float, rounds: int, sec
             known = lines.steady(WORLD, 8, after)
             after = max(line.generation for line in known)
             time.sleep(chosen.uniform(0, step))
-            found.append(lines.befall(lambda here: kill_worker(here, {})))
+            found.append(lines.befall(kill_worker))
             mend()
     return found
 

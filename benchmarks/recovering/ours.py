@@ -15,10 +15,12 @@ from pathlib import Path
 from benchmarks.recovering.lines import Found, Line, Lines
 from benchmarks.recovering.worker import LINES, MICROBATCH
 from benchmarks.texts import write_texts
+from holdfast.events import GenerationStarted
+from holdfast.wire.journal import read
+from holdfast.wire.runstore import FolderStore
 
 ROOT = Path(__file__).resolve().parents[2]
 MICROBATCHES, FEWER = 12, 4
-"""Of a step; fewer where the ranks of a replica talk in each."""
 RUN_FILE = """\
 name: recovery
 folder: {root}/run
@@ -38,20 +40,54 @@ cluster: {{threads_per_worker: 1, settle_seconds: 0.5, gather_seconds: 30}}
 """
 
 
-SHARDED = ("layout.dp_shard=2", f"train.batch_size={2 * FEWER}")
+class Agents(dict[str, subprocess.Popen[str]]):
+    """By node. start: as it was started first."""
+
+    def __init__(self, start: Callable[[str], subprocess.Popen[str]]) -> None:
+        super().__init__()
+        self._start = start
+
+    def start(self, name: str) -> None:
+        self[name] = self._start(name)
+
+
+Deed = Callable[[list[Line], Agents], None]
+"""What befalls, given the lines of the newest generation and the agents."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """nodes: workers of each. deed: what befalls, given the lines of the newest generation and the
-    agents. back: whether there are as many workers as before afterwards."""
+    """nodes: workers of each. shards: of a replica. back: whether there are as many workers as
+    before afterwards. spare: one more node, without a worker. away: how many workers are lost
+    first, with node n1, and what is measured is how long it stands still when that comes back."""
 
     name: str
     nodes: Sequence[int]
-    settings: Sequence[str]
-    deed: Callable[[list[Line], dict[str, subprocess.Popen[str]]], None]
+    shards: int
+    deed: Deed
     rounds: int
     back: bool = True
+    settings: Sequence[str] = ()
+    spare: bool = False
+    away: int = 0
+
+    @property
+    def workers(self) -> int:
+        return sum(self.nodes)
+
+    @property
+    def leaves(self) -> int:
+        """Microbatches of a step; fewer where the ranks of a replica talk in each."""
+        return MICROBATCHES if self.shards == 1 else FEWER
+
+    def options(self) -> list[str]:
+        """A rank has a sample of a microbatch at least."""
+        each = max(2, self.shards)
+        return [
+            f"layout.workers={self.workers}", f"layout.dp_shard={self.shards}",
+            f"train.batch_size={each * self.leaves}", f"train.microbatch_size={each}",
+            "cluster.min_nodes=1", *self.settings,
+        ]  # fmt: skip
 
 
 def prepare(folder: Path, text: str = RUN_FILE) -> Path:
@@ -92,70 +128,112 @@ def measure(
 ) -> list[Found]:
     """One run, the `number`th of the case. Raises as `measured` does."""
     folder = run_file.parent / f"{case.name.replace(' ', '-').replace(',', '')}-{number}"
-    workers = sum(case.nodes)
-    replicas, microbatches = workers, MICROBATCHES
-    if SHARDED[0] in case.settings:
-        replicas, microbatches = workers // 2, FEWER
+    replicas = case.workers // case.shards
     environ = environment(**{
-        MICROBATCH: str(step * replicas / microbatches), LINES: str(folder.with_suffix(".lines"))
+        MICROBATCH: str(step * replicas / case.leaves), LINES: str(folder.with_suffix(".lines"))
     })  # fmt: skip
-    agents: dict[str, subprocess.Popen[str]] = {}
-    lines = Lines(folder.with_suffix(".lines"), lambda: _last_words(agents), seconds)
-    chosen = random.Random(3 + number)
-    found = []
-    try:
-        for number, places in enumerate(case.nodes):
-            name = f"n{number}"
-            log = folder.with_suffix(f".{name}").open("w")
-            agents[name] = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.recovering.worker", str(run_file),
-                 f"folder={folder}", f"cluster.node={name}", f"cluster.places={places}",
-                 f"layout.workers={workers}", "cluster.min_nodes=1",
-                 f"cluster.settle_seconds={max(0.5, 4 * step)}",  # some steps with fewer are timed
-                 *case.settings],
+    options = [
+        f"folder={folder}", *case.options(),
+        f"cluster.settle_seconds={max(0.5, 4 * step)}",  # some steps with fewer are timed
+    ]  # fmt: skip
+    places = {f"n{number}": places for number, places in enumerate(case.nodes)}
+
+    def start(name: str) -> subprocess.Popen[str]:
+        with folder.with_suffix(f".{name}").open("a") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.recovering.worker", str(run_file), *options,
+                 f"cluster.node={name}", f"cluster.places={places.get(name, 1)}"],
                 stdout=log, stderr=log, text=True, env=environ, cwd=ROOT, start_new_session=True,
             )  # fmt: skip
-        after = 0
-        for _ in range(case.rounds):
-            known = lines.steady(workers, 8, after)
-            after = max(line.generation for line in known)
-            time.sleep(chosen.uniform(0, step))  # anywhere in a step
-            found.append(lines.befall(lambda here: case.deed(here, agents)))
+
+    agents = Agents(start)
+    lines = Lines(folder.with_suffix(".lines"), lambda: _last_words(agents), seconds)
+    chosen = random.Random(3 + number)
+    try:
+        for name in places:
+            agents.start(name)
+        found = list(_befallen(case, lines, agents, folder, lambda: chosen.uniform(0, step)))
     finally:
         for agent in agents.values():
             if agent.poll() is None:
                 os.killpg(agent.pid, signal.SIGKILL)
             agent.wait()
-    return found
+    rungs = {
+        record.generation: record.event.rung
+        for record in read(FolderStore(folder))
+        if isinstance(record.event, GenerationStarted)
+    }
+    return [replace(each, rung=rungs.get(each.generation, -1)) for each in found]
 
 
-def _last_words(agents: dict[str, subprocess.Popen[str]]) -> str:
+def _befallen(
+    case: Case, lines: Lines, agents: Agents, folder: Path, moment: Callable[[], float]
+) -> Iterator[Found]:
+    """Each fault of a run."""
+    after = 0
+    for _ in range(case.rounds):
+        known = lines.steady(case.workers, 8, after)
+        if case.spare:
+            agents.start("spare")
+            lines.until(lambda _: _is_taken_in(folder, "spare"), "the spare node")
+        if case.away:
+            kill_node(known, agents)
+            after = max(line.generation for line in known)
+            known = lines.steady(case.workers - case.away, 8, after)
+        after = max(line.generation for line in known)
+        time.sleep(moment())  # anywhere in a step
+        yield lines.befall(lambda here: case.deed(here, agents), still=bool(case.away))
+
+
+def _is_taken_in(folder: Path, node: str) -> bool:
+    """What could take part there is made ready once the others are known to work."""
+    return (folder / "logs" / f"standby1.{node}.log").exists()
+
+
+def _last_words(agents: Agents) -> str:
     return "".join(f"{name} ended with {a.returncode}; " for name, a in agents.items()
                    if a.poll() not in (None, 0, -signal.SIGKILL))  # fmt: skip
 
 
 # --- what befalls -------------------------------------------------------------------------------
-def kill_worker(here: list[Line], agents: dict[str, subprocess.Popen[str]]) -> None:
+def kill_worker(here: list[Line], agents: Agents | None = None) -> None:
     rank = max(line.rank for line in here)
     os.kill(next(line.pid for line in here if line.rank == rank), signal.SIGKILL)
 
 
-def raise_in_worker(here: list[Line], agents: dict[str, subprocess.Popen[str]]) -> None:
+def raise_in_worker(here: list[Line], agents: Agents) -> None:
     os.kill(next(line.pid for line in here if line.rank == 1), signal.SIGUSR1)
 
 
-def kill_node(here: list[Line], agents: dict[str, subprocess.Popen[str]]) -> None:
+def kill_node(here: list[Line], agents: Agents) -> None:
     os.killpg(agents["n1"].pid, signal.SIGKILL)
 
 
-def tell_node_to_go(here: list[Line], agents: dict[str, subprocess.Popen[str]]) -> None:
+def start_node(here: list[Line], agents: Agents) -> None:
+    agents.start("n1")
+
+
+def tell_node_to_go(here: list[Line], agents: Agents) -> None:
     os.kill(agents["n1"].pid, signal.SIGTERM)
 
 
+def kill_all_and_start_again(here: list[Line], agents: Agents) -> None:
+    for agent in agents.values():
+        os.killpg(agent.pid, signal.SIGKILL)
+    for name, agent in list(agents.items()):
+        agent.wait()
+        agents.start(name)
+
+
+SAVED = ("checkpoint.every_steps=5", "cluster.min_nodes=2")
+"""As often as torchrun's loop does; and they begin when all are there again."""
 CASES = (
-    Case("replica lost", (4,), (), kill_worker, 12),
-    Case("error, nobody lost", (4,), (), raise_in_worker, 12),
-    Case("worker lost, standby", (2,), SHARDED, kill_worker, 6),
-    Case("node lost, fewer", (1, 1), SHARDED, kill_node, 4, back=False),
-    Case("planned move", (2, 2), (), tell_node_to_go, 4, back=False),
+    Case("replica lost", (4,), 1, kill_worker, 12),
+    Case("error, nobody lost", (4,), 1, raise_in_worker, 12),
+    Case("worker lost, standby", (4,), 4, kill_worker, 6),
+    Case("node lost, spare", (1, 1), 2, kill_node, 3, back=False, spare=True),
+    Case("node lost, fewer", (1, 1), 2, kill_node, 4, back=False),
+    Case("node back", (2, 2), 1, start_node, 3, away=2),
+    Case("all lost, started again", (2, 2), 1, kill_all_and_start_again, 3, settings=SAVED),
+    Case("planned move", (2, 2), 1, tell_node_to_go, 4, back=False),
 )

@@ -2,8 +2,10 @@
 
 The time passes asleep, as it does for a process that waits for its accelerator: so four workers on
 two cores step like four machines. Every step that is applied is told by one line in a file:
-`seconds since the epoch, step, generation, rank, process, workers`. SIGUSR1: raise an exception in
-the microbatch that it is in, once, and tell when that was by a line of step 0.
+`seconds since the epoch, step, generation, rank, process, workers`. A step of which this process
+had computed microbatches, and that does not go on with what anybody kept of it, is told with its
+number below zero, when the next one begins. SIGUSR1: raise an exception in the microbatch that it
+is in, once, and tell when that was by a line of step 0.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
     signal.signal(signal.SIGUSR1, lambda *_: (asked.set(), os.write(woken, b"x")))
     forward, begin, update = NextToken.forward, StepEngine.begin, StepEngine.update
     engines: list[StepEngine] = []
+    open_step, computed = 0, 0  # the step that is not applied, how many microbatches it has
 
     def tell(engine: StepEngine, step: int) -> None:
         topology = engine.groups.topology
@@ -43,20 +46,31 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
         os.write(lines, (" ".join(map(str, said)) + "\n").encode())
 
     def beginning(self: StepEngine, step: int) -> Any:
+        nonlocal open_step, computed
         engines[:] = [self]
+        kept = self._computed(step)  # by replica; of all of them alike, nothing or something
+        if computed and not (step == open_step and kept):
+            tell(self, -open_step)
+        open_step = step
+        computed = len(kept[self.groups.coordinate.replica]) if kept else 0
         return begin(self, step)
 
     def waiting(self: NextToken, *given: Any, **named: Any) -> Any:
+        nonlocal computed
         select.select([waker], [], [], seconds)
         if asked.is_set():
             asked.clear()
             os.read(waker, 64)
             tell(engines[0], 0)
             raise ValueError("the benchmark broke it")
-        return forward(self, *given, **named)
+        loss = forward(self, *given, **named)
+        computed += bool(engines)
+        return loss
 
     def telling(self: StepEngine, verdict: Any) -> float:
+        nonlocal computed
         rate = update(self, verdict)
+        computed = 0
         tell(self, self.step)
         return rate
 
