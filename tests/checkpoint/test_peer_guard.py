@@ -146,6 +146,28 @@ def test_an_answer_that_is_not_signed_by_us_is_refused(nodes: tuple[Node, Node])
         other.close()
 
 
+@pytest.mark.parametrize("status", [200, 400, 421])
+def test_a_strangers_long_answer_is_not_read(status: int) -> None:
+    """Nobody knows who has the port before the whole of an answer is there."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as fake:
+        client = PeerClient(f"127.0.0.1:{fake.getsockname()[1]}", SECRET, 1, timeout=5)
+
+        def serve() -> None:
+            connection, _ = fake.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(
+                    f"HTTP/1.1 {status} X\r\ncontent-length: {64 << 20}\r\n\r\n".encode()
+                )
+                connection.recv(1)  # nothing of the body is waited for
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(PeerError, match="the answer is too long"):
+            client.newest()
+        thread.join(10)
+
+
 def test_a_request_is_taken_once(nodes: tuple[Node, Node]) -> None:
     raw = request(nodes[0], "GET", INVENTORY, b"", 2)
     assert b" 200 " in answer(nodes[0], raw).splitlines()[0]

@@ -37,8 +37,11 @@ from holdfast.wire.secret import Secret
 INVENTORY, RANGE, OFFER, NEWEST = "/inventory", "/range", "/offer", "/newest"
 COPY, RESTORE = "copy", "restore"
 PROOF = "holdfast-hmac"
-ANSWER_LIMIT = 1 << 30
-"""Bytes of an answer in JSON at most: the inventory of a large run."""
+INVENTORY_LIMIT = 1 << 30
+"""Bytes of an inventory at most: that of a large run."""
+ANSWER_LIMIT = 1 << 20
+"""Bytes of any other answer in JSON, and of a refusal: they are read before it is known who sent
+them, and whoever has the port of a mover that is gone may answer."""
 
 CONNECT_SECONDS = 5.0
 """A machine that is there takes a connection within this time, and acknowledges what is sent."""
@@ -90,7 +93,7 @@ class PeerClient:
 
     def inventory(self) -> dict[str, Any]:
         """What the other shelf holds. Raises PeerError, AuthError, FencedError."""
-        return self._json("GET", self._path(INVENTORY), b"")
+        return self._json("GET", self._path(INVENTORY), b"", limit=INVENTORY_LIMIT)
 
     def newest(self) -> int:
         """The newest generation of the run that ever asked there, 0 for none; whatever this
@@ -157,12 +160,13 @@ class PeerClient:
 
     # --- the exchange -----------------------------------------------------------------------
     def _json(
-        self, method: str, path: str, body: bytes, timeout: float | None = None
-    ) -> dict[str, Any]:
+        self, method: str, path: str, body: bytes, timeout: float | None = None,
+        limit: int = ANSWER_LIMIT,
+    ) -> dict[str, Any]:  # fmt: skip
         found: list[bytes] = []
 
         def take(answer: Answer, nonce: str, proof: str) -> None:
-            data = answer.read(ANSWER_LIMIT)
+            data = answer.read(limit)
             check_answer(self._secret, nonce, OK, data, proof)
             found.append(data)
 
