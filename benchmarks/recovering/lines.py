@@ -111,8 +111,12 @@ class Lines:
         begun = next((line.time for line in found if line.step == 0 and line.time > begun), begun)
         first = min(line.time for line in found if _after(line, newest, begun))
         reached = next(line.generation for line in found if line.time == first)
-        found = self.until(
-            lambda lines: len(commits(lines, reached)) >= after_steps, "steps after the fault"
+        found = self.until(  # on a busy machine others may join after fewer
+            lambda lines: (
+                len(commits(lines, reached)) >= after_steps
+                or max(line.generation for line in lines) > reached
+            ),
+            "steps after the fault",
         )
         old, new = commits(found, newest), commits(found, reached)
         later = [line for line in found if line.time > begun]
@@ -122,7 +126,9 @@ class Lines:
             lost.add(max(old) + 1)
         if still:
             begun = max(old.values())
-        return Found(first - begun, _gap(old), _gap(new), cpu, len(lost), reached)
+        before = _gap(old)
+        after = _gap(new) if len(new) >= after_steps else before  # which is not the longer one
+        return Found(first - begun, before, after, cpu, len(lost), reached)
 
 
 def _after(line: Line, generation: int, begun: float) -> bool:
