@@ -242,7 +242,9 @@ def test_runs_without_a_validation_at_their_end_are_not_the_same(
 
 
 INTERRUPTED = """\
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
 sys.path.insert(0, sys.argv.pop(1))
 import run
 line, sys.argv[1:] = sys.argv[1:], []

@@ -304,8 +304,16 @@ def _rung(
         if after.stay == now.world_size:
             return 1
         return 2 if set(now.nodes) <= set(before.nodes) else 3
-    kinds, old = Counter(r.kind for r in now.replicas), Counter(r.kind for r in before.replicas)
-    return 0 if after.live is not None and kinds <= old else 4
+    if after.before is None or after.came_from is None:
+        return 4
+    return 0 if _whole(after.before, now, after.came_from) else 4
+
+
+def _whole(before: Topology, now: Topology, came_from: Sequence[int | None]) -> bool:
+    """Whether each replica is one that there was, with all its ranks in their places."""
+    old = {(each.kind, tuple(each.ranks)) for each in before.replicas}
+    new = ((r.kind, tuple(came_from[rank] for rank in r.ranks)) for r in now.replicas)
+    return all(replica in old for replica in new)
 
 
 def _holdings(
