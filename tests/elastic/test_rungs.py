@@ -1,4 +1,4 @@
-"""Which rung of the recovery ladder a generation without some of the ranks is said to have taken."""
+"""Which rung of the recovery ladder a generation that lacks some ranks is said to have taken."""
 
 from __future__ import annotations
 
