@@ -7,12 +7,15 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from holdfast.elastic.faults.deeds import rot_memory
-from holdfast.elastic.worker.restoring import _opened
-from holdfast.events import PeerFailed
+from holdfast.elastic.worker.restoring import restore
+from holdfast.events import Event, PeerFailed, SourceRejected
+from holdfast.spec.boxes import whole
 from tests.checkpoint.peers import SECRET, until
 from tests.checkpoint.several import Nodes
-from tests.checkpoint.support import TABLE, Mover, assert_holds
+from tests.checkpoint.support import DTYPE, TABLE, Mover, state
 
 Start = Callable[..., Mover]
 
@@ -134,11 +137,19 @@ def test_what_is_rotten_in_a_nodes_memory_comes_from_another_ones(start: Start) 
     assert (newest.step, newest.durable) == (1, False)
     nodes.begin(nodes.topology(2, "ab", dp_replicate=2), newest)
     boot: Any = SimpleNamespace(
-        run_folder=str(nodes.folder), mover_socket=nodes.movers["a"].socket, generation=2,
-        config={"checkpoint": {"bucket": ""}},
+        run_folder=str(nodes.folder), mover_socket=nodes.movers["a"].socket, generation=2, rank=0,
+        restore_key=newest.key, start_step=1, config={"checkpoint": {"bucket": ""}},
     )  # fmt: skip
-    assert newest.key is not None
-    with _opened(boot, newest.key, SECRET) as found:
-        assert_holds(found, 1, TABLE)
-        assert {source for source, _, _ in found.tally.problems} == {"memory"}
-        assert len({blob for _, blob, _ in found.tally.problems}) == 2
+    found = {spec.name: torch.zeros(spec.shape, dtype=DTYPE[spec.dtype]) for spec in TABLE}
+    wanted = [(whole(name, tuple(tensor.shape)), tensor) for name, tensor in found.items()]
+    session: Any = SimpleNamespace(
+        engine=SimpleNamespace(load=lambda boxes: boxes.many(wanted))
+    )  # fmt: skip
+    told: list[Event] = []
+    reporter: Any = SimpleNamespace(progress=lambda *_: None, emit=told.append)
+    restore(boot, session, reporter, SECRET)
+    right = state(1, TABLE)
+    assert all(torch.equal(found[name], right[name]) for name in found)
+    rejected = [event for event in told if isinstance(event, SourceRejected)]
+    assert {event.source for event in rejected} == {"memory"}
+    assert len({event.key for event in rejected}) == 2

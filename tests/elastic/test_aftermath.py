@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
+
+import pytest
 
 from holdfast.config.run import RunConfig
 from holdfast.elastic.aftermath import Survivors
+from holdfast.elastic.coordinator import Known
 from holdfast.elastic.leading import Lead, Leading
+from holdfast.errors import LayoutError
 from holdfast.events import Event, WorkerLost
 from holdfast.layout import Layout, Topology, place
 from holdfast.policy import membership
@@ -119,3 +124,25 @@ def test_whoever_comes_to_lead_tells_of_losses_in_the_generation_that_had_them()
     held = Report("b", "old", 5, Stage.HELD)
     lead.tell_lost(membership.heard(reign, [held], 1.0, rules))
     assert told == [(5, 0, "its agent was started anew")]
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_session_begins_where_nobody_took_part_before(others: bool) -> None:
+    """An agent that was started anew comes to lead, while another one goes on or not."""
+
+    def planner(*_: object) -> Any:
+        raise LayoutError("none fits")
+
+    unused = cast(Any, None)
+    lead = Lead(Leading(CONFIG, planner, unused, "", unused, unused))
+    lead.found({"topology": place(Layout(dp_replicate=2), 5, ("a", "b")).to_json()})
+    old = [Node(name, "old", 1, 0.0, 0.0) for name in ("a", "b")]
+    rules = Rules(lambda nodes: tuple(node.name for node in nodes))
+    reign = membership.came(
+        membership.begin(7, 0.0, 5, old, "resume"), Node("a", "new", 1, 0.0, 0.0), 1.0, rules
+    )
+    if others:
+        reign = membership.heard(reign, [Report("b", "old", 5, Stage.HELD)], 1.0, rules)
+    with pytest.raises(LayoutError):
+        asyncio.run(lead.plan(reign, 8, frozenset("a"), {"a": Known({})}))
+    assert lead.begins is not others

@@ -20,14 +20,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.runs import FAR_SECONDS, RESOLVED, read_resolved, trainer_answers
+from holdfast.cli.runs import FAR_SECONDS, RESOLVED, read_resolved, secret_of, trainer_answers
 from holdfast.config.identity import config_hash, refuse_other_run
 from holdfast.config.load import Loaded
 from holdfast.elastic.ending import trains_alone
 from holdfast.errors import CorruptError, OutOfSpaceError, RunFolderError
 from holdfast.plan.hardware import Machine
 from holdfast.wire.runstore import FolderStore, MissingKeyError
-from holdfast.wire.secret import VARIABLE, Secret, open_secret
+from holdfast.wire.secret import Secret
 from holdfast.wire.stores import check
 from holdfast.wire.term import GENERATIONS, TERMS, asks, newest_generation, newest_term, object_of
 
@@ -46,7 +46,7 @@ def refuse_in_use(folder: Path) -> None:
     """Raises RunFolderError when a trainer of this run folder answers: who holds the newest term,
     or a node of the newest generation, which may be about to open the next. (The term that a
     trainer opens is what decides; this asks before anything in the folder is touched.)"""
-    secret = _secret_of(folder)
+    secret = secret_of(folder)
     if secret is None:
         return
     store = FolderStore(folder)
@@ -71,12 +71,6 @@ def refuse_alone(folder: Path) -> None:
     _, holder = newest_term(FolderStore(folder))
     if holder is not None and holder.get("alone") and trainer_answers(folder):
         raise trains_alone(holder, str(folder))
-
-
-def _secret_of(folder: Path) -> Secret | None:
-    """None is made where there is none."""
-    there = bool(os.environ.get(VARIABLE)) or (folder / "secret").exists()
-    return open_secret(folder) if there else None
 
 
 def _anybody(store: FolderStore, secret: Secret) -> str | None:

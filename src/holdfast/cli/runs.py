@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from holdfast.config.run import RunConfig
 from holdfast.errors import RunFolderError
 from holdfast.spec.parsing import parsed
 from holdfast.wire.runstore import FolderStore
-from holdfast.wire.secret import open_secret
+from holdfast.wire.secret import VARIABLE, Secret, open_secret
 from holdfast.wire.term import asks, newest_term
 
 RESOLVED = "resolved.json"
@@ -99,13 +100,20 @@ def _not_ours(path: Path) -> RunFolderError:
     )
 
 
+def secret_of(folder: Path) -> Secret | None:
+    """The run's secret, which lies in its folder or where the environment says; None, and none is
+    made, where there is none. Raises RunFolderError for one that others may read."""
+    there = bool(os.environ.get(VARIABLE)) or (folder / "secret").exists()
+    return open_secret(folder) if there else None
+
+
 def trainer_answers(folder: Path) -> bool | None:
     """Whether a trainer is at work in a run folder; None where that cannot be told from here."""
     _, holder = newest_term(FolderStore(folder))
     if holder is None:
         return False
     try:
-        secret = open_secret(folder) if (folder / "secret").exists() else None
+        secret = secret_of(folder)
     except RunFolderError:
         return None
     here = holder.get("machine", holder.get("node")) == platform.node()

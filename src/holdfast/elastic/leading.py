@@ -66,7 +66,8 @@ class Lead:
         self.speeds: dict[tuple[str, int], float] = {}
         """Beside the others' 1, of nodes' processes that are slow."""
         self._told_lost: set[tuple[int, str]] = set()
-        self._resumes = False
+        self.begins = True
+        """Whether a session of the run begins with the generation that was planned last."""
         self.reached = 0
         """The newest step that a generation has begun from."""
         self.tried: dict[str, str] = {}
@@ -127,7 +128,7 @@ class Lead:
     ) -> dict[str, Any]:
         """What its object says. Raises HoldfastError where no plan is possible."""
         nodes = [node for name in sorted(names) if (node := reign.node(name)) is not None]
-        self._resumes = self._before is not None and not _goes_on(reign)
+        self.begins = self._before is None or not _goes_on(reign)
         self._peers = {
             name: Peer.from_json(row)
             for name, one in known.items()
@@ -232,7 +233,8 @@ class Lead:
         for event in self.doubting.news():
             self._it.emit(event)
         first = topology.generation == 1 or self._before is None
-        reason = "resume" if self._resumes else str(value["reason"])
+        resumes = self.begins and self._before is not None
+        reason = "resume" if resumes else str(value["reason"])
         self._it.emit(GenerationStarted(
             topology.to_json(), reason, None if newest is None else newest.key,
             -1 if first else rung, value["came_from"], step=step,

@@ -187,11 +187,11 @@ class Office:
         return step_of(keys[0]) if keys else 0
 
     def _made(self, generation: int) -> None:
-        """The object of a generation was made by this agent. One that took part before it came to
-        lead goes on with the session that another one began."""
-        took_part = self._desk.opened() > 0
+        """The object of a generation was made by this agent. Where it took part before it came to
+        lead, or others did, the session goes on that another one began."""
+        begins = self._lead is not None and self._lead.begins and self._desk.opened() == 0
         self._desk.made(generation)
-        if not self._begun and not took_part:
+        if not self._begun and begins:
             it = self._it
             self._board.emit("agent", RunStarted(
                 it.config.name, it.config_hash, it.dataset_version, self._resumed))  # fmt: skip

@@ -279,7 +279,7 @@ class Campaign:
 
     @property
     def _saves_every(self) -> int:
-        return load(self._it.run_file, self._settings(1)).config.checkpoint.every_steps
+        return load(self._it.run_file, self._settings(1)).config.checkpoint.by_steps
 
     def _draws(self, task: Task) -> Iterator[Draw]:
         if self._it.draws is not None:

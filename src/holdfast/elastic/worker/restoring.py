@@ -3,17 +3,16 @@
 The mover says which blobs it has in memory; they are mapped and read where they lie, so a state
 that outlived its worker is copied once, into the tensors. What is not there comes from peers, then
 from the run store, then from the bucket, which is opened only for that. Every byte is checked on
-its way, by this process and only here: what turns out to be rotten everywhere is the end of this
-worker, and its agent begins again from the next older checkpoint.
+its way, by this process and only here. Where something in this node's memory is not as it was
+captured, all is read once more, from peers that hold the same too; what is rotten everywhere is the
+end of this worker, and its agent begins again from the next older checkpoint.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from holdfast.checkpoint.peer_source import PeerBlobs
 from holdfast.checkpoint.peer_wire import PeerError
 from holdfast.checkpoint.restore import Checkpoint, listing
 from holdfast.checkpoint.second import BUCKET, Second
-from holdfast.checkpoint.sources import MappedSource, Mixed, Scatter, Source, StoreSource
+from holdfast.checkpoint.sources import MappedSource, Mixed, Source, StoreSource, Tally
 from holdfast.elastic.boot import WorkerBoot
 from holdfast.elastic.worker.reporter import Reporter
 from holdfast.errors import CorruptError, HoldfastError, RunFolderError, StoreError
@@ -53,12 +52,22 @@ def restore(
     if key is None:
         session.engine.initialise(session.config.seed)
         return
-    begun = time.monotonic()
-    try:
-        with _opened(boot, key, secret) as checkpoint:
-            opening = time.monotonic() - begun
+    begun, opening, tally = time.monotonic(), 0.0, Tally()
+
+    def read(everywhere: bool) -> None:
+        nonlocal opening, tally
+        with _opened(boot, key, secret, everywhere) as checkpoint:
+            opening, tally = time.monotonic() - begun, checkpoint.tally
             _load(session, _Boxes(checkpoint, boot.start_step, reporter, check), boot.run_folder)
-            tally = checkpoint.tally
+
+    try:
+        try:
+            read(everywhere=False)
+        except (CorruptError, MissingKeyError) as error:
+            if MappedSource.name not in {source for source, _, _ in tally.problems}:
+                raise  # all who may have it were asked
+            print(f"others are asked for it too: {error}", flush=True)
+            read(everywhere=True)
     except (CorruptError, MissingKeyError) as error:
         raise RottenError(str(error)) from error
     for source, blob, reason in dict.fromkeys(tally.problems):
@@ -116,47 +125,12 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-class _Twins:
-    """What lies in this node's memory may lie in other machines' too. They are asked only when it
-    is needed, because what is here is not whole."""
-
-    name = "peers"
-    reads = PeerBlobs.reads
-    scatter: Scatter | None = None
-
-    def __init__(
-        self, keys: Collection[str], find: Callable[[Sequence[str]], list[PeerBlobs]]
-    ) -> None:
-        self._keys, self._find = frozenset(keys), find
-        self._found: list[PeerBlobs] | None = None
-        self._lock = threading.Lock()
-
-    def has(self, key: str) -> bool:
-        return key in self._keys
-
-    def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
-        """From the first peer that gives it. Raises what the last one raised, MissingKeyError where
-        there is none."""
-        with self._lock:
-            if self._found is None:
-                self._found = self._find(sorted(self._keys))
-        error: HoldfastError = MissingKeyError(f"no peer has {key}")
-        for peer in self._found:
-            if peer.has(key):
-                try:
-                    return peer.data(key, start, length, buffer)
-                except HoldfastError as raised:
-                    error = raised
-        raise error
-
-    def close(self) -> None:
-        for peer in self._found or ():
-            peer.close()
-
-
 @contextmanager
-def _opened(boot: WorkerBoot, key: str, secret: Secret | None) -> Iterator[Checkpoint]:
-    """The checkpoint over all sources, cheapest first; memory is given back at the end."""
+def _opened(
+    boot: WorkerBoot, key: str, secret: Secret | None, everywhere: bool = False
+) -> Iterator[Checkpoint]:
+    """The checkpoint over all sources, cheapest first; memory is given back at the end. everywhere:
+    peers too for what this node's memory has, which are not asked before it is needed."""
     store = FolderStore(boot.run_folder)
     if not boot.mover_socket or secret is None:
         yield Checkpoint(store, Commit.from_bytes(store.get(key), key))
@@ -164,22 +138,17 @@ def _opened(boot: WorkerBoot, key: str, secret: Secret | None) -> Iterator[Check
     mover = MoverClient(boot.mover_socket, secret, boot.generation)
     holdings = mover.holdings(key)
     mapped = MappedSource(holdings.slots)
-
-    def peers_of(listed: Sequence[Mapping[str, Any]]) -> list[PeerBlobs]:
-        return [
-            PeerBlobs(row["name"], row["address"], row["keys"], secret, boot.generation, row["run"])
-            for row in listed
-        ]
-
-    peers = peers_of(holdings.peers)
-    twins = _Twins(holdings.slots, lambda keys: peers_of(mover.holders(keys)))
-    sources: list[Source] = [mapped, *peers, twins, StoreSource(store)]
+    keys = [writer.blob.key for writer in holdings.commit.writers]
+    peers = [
+        PeerBlobs(row["name"], row["address"], row["keys"], secret, boot.generation, row["run"])
+        for row in (mover.holders(keys) if everywhere else holdings.peers)
+    ]
+    sources: list[Source] = [mapped, *peers, StoreSource(store)]
     if bucket := str(boot.config["checkpoint"]["bucket"]):
         sources.append(StoreSource(Second(lambda: open_store(bucket)), BUCKET))
     try:
         yield Checkpoint(Mixed(sources), holdings.commit)
     finally:
-        twins.close()
         for peer in peers:
             peer.close()
         with suppress(BufferError):  # an exception on its way up may still show a view
