@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -29,11 +30,12 @@ from holdfast.train.engine import Dealer, StepEngine
 from holdfast.train.objective import NextToken
 from holdfast.train.recover import Recovered, join, recover
 from holdfast.train.vote import Verdict
-from tests.ranks import RankContext
+from tests.ranks import RankContext, rank_values
 from tests.train.layouts import VOCABULARY, case, config_of, topology_of
 from tests.train.worlds import CPU, digest, feed
 
 SIZE = 4  # samples of a microbatch
+DIES, LAST = 3, 5  # the step in which somebody is lost, and the last of all
 
 
 @dataclass(frozen=True)
@@ -299,3 +301,17 @@ class Deadly:
             return rate
 
         engine.update = update  # type: ignore[method-assign]
+
+
+def _undisturbed(rank: RankContext, name: str, microbatches: int) -> dict[str, Any]:
+    made = Survivor(rank, name, microbatches)
+    made.begin(topology_for(name, 1))
+    made.train(LAST)
+    return made.result()
+
+
+@cache
+def undisturbed(name: str, microbatches: int = 6) -> list[dict[str, Any]]:
+    """What each rank of one replica has, when nobody is lost."""
+    arguments = {"name": name, "microbatches": microbatches}
+    return list(rank_values(_undisturbed, case(name).world_size, arguments))
