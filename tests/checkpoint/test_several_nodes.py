@@ -4,9 +4,11 @@ of snapshots lie. Real movers, and SIGKILL for those that go."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from holdfast.elastic.faults.deeds import rot_memory
@@ -121,9 +123,15 @@ def test_a_mover_that_listens_elsewhere_now_is_found_there(start: Start) -> None
     assert nodes.until_kept(2, "b") == "a"
 
 
-def test_what_is_rotten_in_a_nodes_memory_comes_from_another_ones(start: Start) -> None:
+@pytest.mark.parametrize("bucket", ["none", "out of reach"])
+def test_what_is_rotten_in_a_nodes_memory_comes_from_another_ones(
+    start: Start, tmp_path: Path, bucket: str
+) -> None:
     """A node holds its own part and a copy of the other's, and not a byte of either as it was: its
-    worker reads both where they lie whole."""
+    worker reads both where they lie whole. A bucket that cannot be asked may have it, and is not
+    waited for."""
+    (loop := tmp_path / "loop").symlink_to(loop)
+    address = "" if bucket == "none" else loop.as_uri()
     nodes = Nodes(start, "a", "b")
     first = nodes.topology(1, "ab", dp_replicate=2)
     nodes.open(1)
@@ -138,7 +146,7 @@ def test_what_is_rotten_in_a_nodes_memory_comes_from_another_ones(start: Start) 
     nodes.begin(nodes.topology(2, "ab", dp_replicate=2), newest)
     boot: Any = SimpleNamespace(
         run_folder=str(nodes.folder), mover_socket=nodes.movers["a"].socket, generation=2, rank=0,
-        restore_key=newest.key, start_step=1, config={"checkpoint": {"bucket": ""}},
+        restore_key=newest.key, start_step=1, config={"checkpoint": {"bucket": address}},
     )  # fmt: skip
     found = {spec.name: torch.zeros(spec.shape, dtype=DTYPE[spec.dtype]) for spec in TABLE}
     wanted = [(whole(name, tuple(tensor.shape)), tensor) for name, tensor in found.items()]

@@ -126,6 +126,22 @@ def test_whoever_comes_to_lead_tells_of_losses_in_the_generation_that_had_them()
     assert told == [(5, 0, "its agent was started anew")]
 
 
+def test_how_an_older_generation_ended_is_not_said_of_the_last_one() -> None:
+    """A node that was not told to begin it before it was over still says how the one before ended:
+    the checkpoint that the last one began from is not to blame for that."""
+    unused = cast(Any, None)
+    lead = Lead(Leading(CONFIG, unused, unused, "", unused, unused))
+    lead.found({"topology": place(Layout(dp_replicate=2), 5, ("a", "b")).to_json()})
+    of = {
+        name: Known({}, {"rotten": f"as {name} says"}, at) for name, at in {"a": 4, "b": 5}.items()
+    }
+    assert lead.outcomes(of) == [{"rotten": "as b says"}]
+    lead._key = "commits/5"
+    assert lead.rotten({"a": of["a"]}) is None
+    assert lead.tried == {}
+    assert lead.rotten(of) == "commits/5 is not whole (as b says)"
+
+
 @pytest.mark.parametrize("others", [True, False])
 def test_a_session_begins_where_nobody_took_part_before(others: bool) -> None:
     """An agent that was started anew comes to lead, while another one goes on or not."""

@@ -233,6 +233,25 @@ def test_who_gets_stuck_as_it_wakes_once_more_is_seen(rank: RankContext) -> None
         rank.wait_mark("never", 1)
 
 
+@ranks(2)
+def test_who_is_still_to_be_woken_is_not_taken_for_stuck(rank: RankContext) -> None:
+    """It sleeps in gloo with good reason, as long as the first attempt is under way."""
+    peers = Peers(rank.store(), "inside", rank.rank, 2, seconds=600)
+    if rank.rank == 1:
+        rank.wait_mark("woken", 0)
+        return
+
+    def interrupt(_: bool) -> None:
+        threading.Event().wait(4.0)  # computes nothing, and is in no room that communicates
+        peers.abort()
+
+    with asking() as (orders, desk), orders.interruptible(2, interrupt, mortal=True):
+        desk.give(7, _halt(2))
+        with pytest.raises(PeerLostError):
+            exchange(peers, torch.ones(1, dtype=torch.int64), [1, 1], 1)
+    rank.mark("woken")
+
+
 @ranks(1)
 def test_a_log_that_hangs_as_it_is_written_into_holds_nobody(rank: RankContext) -> None:
     """Who has come back gets its orders, and is halted, though its trace is still under way."""

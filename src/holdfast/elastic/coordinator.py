@@ -73,10 +73,11 @@ class ChangedError(HoldfastError):
 @dataclass
 class Known:
     """What an agent said of itself, beyond what the decisions need. told: when it joined. held:
-    what its workers hold, once they have stopped."""
+    what its workers hold, once they have stopped, and how its last generation ended there: `at`."""
 
     told: Mapping[str, Any]
     held: Mapping[str, Any] = field(default_factory=dict)
+    at: int = 0
 
 
 class Make(Protocol):
@@ -162,7 +163,7 @@ class Coordinator:
             name, mark, int(body["places"]), now, now, int(body["at"]), Stage(body["stage"]),
             ready=_ready(body),
         )  # fmt: skip
-        self.known[name] = Known(dict(body["told"]), dict(body.get("held", {})))
+        self.known[name] = Known(dict(body["told"]), dict(body.get("held", {})), new.at)
         for one, missed in self._misses.items():  # of another process maybe
             self._misses[one] = missed - {name} if one != name else frozenset()
         self._set(membership.came(self.reign, new, now, self._rules))
@@ -182,7 +183,7 @@ class Coordinator:
         wait = min(max(0.0, float(body["wait"])), LONGEST_WAIT)
         known = self.known.get(name)
         if known is not None and body.get("held"):
-            known.held = dict(body["held"])
+            known.held, known.at = dict(body["held"]), report.at
         if body.get("leaving"):
             self.warned(name, float(body["leaving"]))
         self._miss(name, mark, body.get("misses", ()))

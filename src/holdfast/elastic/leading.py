@@ -113,10 +113,16 @@ class Lead:
         wanted = self._it.config.layout.workers
         return bool(wanted) and sum(node.places for node in nodes) >= wanted
 
+    def outcomes(self, known: Mapping[str, Known]) -> list[Mapping[str, Any]]:
+        """How the last generation ended, node by node. Who was not told to begin it before it was
+        over still says how the one before ended."""
+        last = None if self._before is None else self._before.generation
+        return [one.held for one in known.values() if last in (None, one.at)]
+
     def rotten(self, known: Mapping[str, Known]) -> str | None:
         """Whether what the last generation began from proved rotten: it is passed over from now on,
         and this says so."""
-        said = next((one.held["rotten"] for one in known.values() if one.held.get("rotten")), None)
+        said = next((one["rotten"] for one in self.outcomes(known) if one.get("rotten")), None)
         if said is None or self._key is None:
             return None
         self.tried[self._key] = str(said)

@@ -203,8 +203,8 @@ class Office:
     ) -> dict[str, Any]:
         """Raises EndedError where there is to be none."""
         assert self._lead is not None
-        held = [one.held for one in known.values()]
-        _failed(held)
+        _failed([one.held for one in known.values()])
+        held = self._lead.outcomes(known)
         cause = next((str(each["cause"]) for each in held if each.get("cause")), "")
         why = self._desk.why()
         if not self._closing and membership.leaving_all(reign, names):

@@ -187,13 +187,19 @@ def _rotten_memory(at: Scene, node: str) -> Deed:
     """Of what is hashed: bytes that change between a worker's copy and that are what it copied, for
     all that anybody can say. So the workers stand still first, and the mover comes to an end."""
     mover = _child(at, node, "mover")
-    for pid in _all_workers(at):
+    workers, changed = _all_workers(at), 0
+    if not workers:
+        raise NotNowError("there is no worker")
+    for pid in workers:
         _signal(pid, signal.SIGSTOP)
-    _come_to_rest(mover)
-    changed = rot_memory(mover)
-    _workers(at, node)
+    with suppress(OSError):  # the mover has ended meanwhile
+        _come_to_rest(mover)
+        changed = rot_memory(mover)
     if not changed:
+        for pid in workers:
+            _signal(pid, signal.SIGCONT)
         raise NotNowError(f"{node} keeps nothing in memory")
+    _workers(at, node)
     return Deed(f"{changed} bytes of {node}, and all workers")
 
 

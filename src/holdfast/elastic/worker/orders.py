@@ -227,28 +227,31 @@ class Orders:
         first attempt is over, which takes long where there are many peers and few cores."""
         begun = time.monotonic()
         if inside:
-            self._end_if_stuck(over)
+            woken.wait(_VAIN_SECONDS)
+            self._end_if_stuck(over, woken)
         threading.Event().wait(max(0.0, begun + _AGAIN_SECONDS - time.monotonic()))
         if not woken.is_set():
             while self._away(over) and not woken.wait(_PAUSE):
-                self._end_if_stuck(over)
+                self._end_if_stuck(over, woken)
             threading.Event().wait(_VAIN_SECONDS)  # to come back in
         if self._away(over):  # not by this thread: it may get stuck, and nobody would see it
             again = threading.Thread(target=self._wake, args=(over, True), name="wake", daemon=True)
             again.start()
             again.join(_VAIN_SECONDS)
         while self._may_be_stuck(over):
-            self._end_if_stuck(over)
+            self._end_if_stuck(over, woken)
 
     def _away(self, over: float) -> bool:
         """Whether who was to be woken has not come back. Asks without the lock, as below."""
         return not self._back and self._interrupt is not None and self._generation <= over
 
-    def _end_if_stuck(self, over: float) -> None:
-        """It may be the thread that wakes the other which is stuck, within gloo."""
+    def _end_if_stuck(self, over: float, woken: threading.Event) -> None:
+        """It may be the thread that wakes the other which is stuck, within gloo. Who is still to be
+        woken sleeps with good reason."""
         if not self._may_be_stuck(over):
             return
-        threads = [each for each in (self._trains, self._wakes) if each is not None]
+        trains = self._trains if woken.is_set() else None
+        threads = [each for each in (trains, self._wakes) if each is not None]
         if stuck(threads, _VAIN_SECONDS) and self._may_be_stuck(over):
             print("waits for a message that never comes whole: ends", flush=True)
             os._exit(exits.PEER_LOST)

@@ -39,6 +39,11 @@ class RottenError(HoldfastError):
     """No source has every byte of the checkpoint as it was written."""
 
 
+_UNREAD = (CorruptError, MissingKeyError, RunFolderError, StoreError, PeerError)
+"""What a source says that does not give what it is asked for: it has it rotten, or not at all, or
+is out of reach."""
+
+
 def restore(
     boot: WorkerBoot, session: Session, reporter: Reporter, secret: Secret | None,
     check: Callable[[], None] = lambda: None,
@@ -63,7 +68,7 @@ def restore(
     try:
         try:
             read(everywhere=False)
-        except (CorruptError, MissingKeyError) as error:
+        except (*_UNREAD, RottenError) as error:
             if MappedSource.name not in {source for source, _, _ in tally.problems}:
                 raise  # all who may have it were asked
             print(f"others are asked for it too: {error}", flush=True)
