@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import socket
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 
 from holdfast.checkpoint.restore import listing, step_of
-from holdfast.cli.run_folder import refuse_in_use
+from holdfast.cli import run_folder
+from holdfast.cli.run_folder import identity, refuse_foreign, refuse_in_use, set_aside
 from holdfast.errors import RunFolderError
 from holdfast.events import GenerationStarted, RequestsRefused, StepDone
 from holdfast.wire.auth import Verifier
@@ -73,6 +77,128 @@ def test_two_nodes_with_fresh_begin_one_run_beside_an_old_folder(
         for name in "ab":
             nodes.signal(name, signal.SIGTERM)
         assert nodes.end() == {"a": 0, "b": 0}, nodes.story()
+
+
+def test_two_nodes_with_fresh_begin_one_run_however_long_the_old_leader_is_asked(
+    run_file: Path, tmp_path: Path
+) -> None:
+    """Its host is gone without a word: both ask until the deadline, and come out one after the
+    other."""
+    folder = tmp_path / "run"
+    assert apart("train", run_file, f"folder={folder}", *SETTINGS, "train.steps=1").code == 0
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        nodes_of(run_file, folder, *SETTINGS, "--fresh", "cluster.min_nodes=2") as nodes,
+    ):
+        claim(FolderStore(folder), 2, address_of(silent), "gone")
+        nodes.start("a")
+        time.sleep(0.5)
+        nodes.start("b")
+        wait_until((tmp_path / "run.old-1").is_dir, DEADLINE, "the old folder is moved")
+        nodes.wait_step(3, nodes={"a", "b"})
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.old-1"]
+        assert nodes.events(GenerationStarted)[0].step == 0
+        for name in "ab":
+            nodes.signal(name, signal.SIGTERM)
+        assert nodes.end() == {"a": 0, "b": 0}, nodes.story()
+
+
+def _begin_anew(folder: Path) -> None:
+    """What another node does that was started with --fresh, up to its term."""
+    folder.rename(folder.with_name("run.old-1"))
+    folder.mkdir()
+    (folder / "resolved.json").write_text("new")
+
+
+def _old(folder: Path, leader: str) -> None:
+    open_secret(folder)
+    (folder / "resolved.json").write_text("old")
+    claim(FolderStore(folder), 1, leader, "gone")
+
+
+def _is_new(folder: Path) -> None:
+    assert (folder / "resolved.json").read_text() == "new"
+    assert (folder.with_name("run.old-1") / "resolved.json").read_text() == "old"
+    assert not folder.with_name("run.old-2").exists()
+
+
+def test_a_folder_that_is_begun_while_the_old_leader_is_asked_is_not_moved(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as leader:
+
+        def answer() -> None:
+            asked, _ = leader.accept()
+            _begin_anew(folder)
+            asked.close()
+
+        _old(folder, address_of(leader))
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert set_aside(folder, identity(folder)) is None
+        thread.join()
+    _is_new(folder)
+
+
+def test_a_trainer_that_begins_while_the_old_leader_is_asked_refuses_nobody(tmp_path: Path) -> None:
+    """It is a node of the new run, whose secret was not there yet."""
+    folder = tmp_path / "run"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as leader,
+        HTTPServer(("127.0.0.1", 0), _Refusing) as node,
+    ):
+
+        def answer() -> None:
+            asked, _ = leader.accept()
+            _begin_anew(folder)
+            open_generation(
+                FolderStore(folder), 1, {"agents": {"a": {"address": address_of(node.socket)}}}
+            )
+            asked.close()
+            node.serve_forever()
+
+        _old(folder, address_of(leader))
+        threading.Thread(target=answer, daemon=True).start()
+        assert set_aside(folder, identity(folder)) is None
+        node.shutdown()
+    _is_new(folder)
+
+
+class _Refusing(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.send_response(401)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_folder_that_is_begun_at_the_last_moment_is_not_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the last look at it: the old one has the name that it would get."""
+    folder = tmp_path / "run"
+    _old(folder, "127.0.0.1:1")
+    before = identity(folder)
+    monkeypatch.setattr(run_folder, "refuse_in_use", lambda _: None)
+    looks = iter([lambda: _begin_anew(folder)])
+
+    def look(path: Path) -> tuple[int, int] | None:
+        found = identity(path)
+        for then in looks:
+            then()
+        return found
+
+    monkeypatch.setattr(run_folder, "identity", look)
+    assert set_aside(folder, before) is None
+    _is_new(folder)
+
+
+def test_a_folder_that_goes_while_it_is_looked_at_is_nobodys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)
+    refuse_foreign(tmp_path / "run")
 
 
 def test_a_folder_whose_leader_is_lost_is_still_that_of_the_others(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from holdfast.elastic import lost_folder
+from holdfast.elastic.ending import EndedError
 from holdfast.elastic.lost_folder import Losing, Place, RunFolder
-from holdfast.errors import RunFolderError
+from holdfast.errors import FencedError, RunFolderError
 from holdfast.wire.runstore import FolderStore
-from holdfast.wire.term import claim
+from holdfast.wire.term import Term, claim
 
 
 @contextmanager
@@ -135,3 +136,76 @@ def test_what_lies_at_the_path_of_a_lost_folder_is_not_asked(tmp_path: Path) -> 
 
     with _held(tmp_path / "run") as found:
         asyncio.run(scene(found))
+
+
+def test_logs_that_children_write_meanwhile_make_no_other_folder(tmp_path: Path) -> None:
+    """A mover that is started anew logs where the file system was mounted."""
+    disk, point = tmp_path / "disk", tmp_path / "mounted"
+    disk.mkdir()
+    point.mkdir()
+    if os.geteuid() or not _mount("--bind", disk, point):
+        pytest.skip("nothing can be mounted here")
+    try:
+        with _held(point) as found:
+            subprocess.run(["umount", "--lazy", point], check=True)
+            (point / "logs").mkdir()
+            assert found.look() is Place.AWAY
+            (point / "journal").mkdir()
+            assert found.look() is Place.GONE
+    finally:
+        subprocess.run(["umount", "--lazy", point], capture_output=True, check=False)
+
+
+def test_a_term_is_over_only_by_what_its_own_folder_says(tmp_path: Path) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    store = FolderStore(folder)
+
+    async def scene(found: RunFolder, term: Term) -> None:
+        kept = Losing(found, lambda: "", lambda: 0.0, _nobody, print).kept(term)
+        kept.check()
+        folder.rename(moved)
+        with pytest.raises(RunFolderError, match="moved, removed or replaced"):
+            kept.check()
+        folder.symlink_to(folder.name)  # to itself
+        with pytest.raises(RunFolderError):
+            kept.check()
+        folder.unlink()
+        moved.rename(folder)
+        kept.check()
+        assert claim(store, 2, "127.0.0.1:2", "b") is not None
+        with pytest.raises(FencedError, match="has taken over"):
+            kept.check()
+
+    found = RunFolder(folder, store)
+    term = claim(store, 1, "127.0.0.1:1", "a")
+    assert term is not None
+    assert found.look() is Place.HERE
+    asyncio.run(scene(found, term))
+    found.close()
+
+
+def test_one_that_changes_within_a_glance_is_looked_at_again(tmp_path: Path) -> None:
+    with _held(tmp_path / "run") as found:
+        seen = iter([Place.GONE, Place.AWAY, Place.GONE, Place.GONE])
+        found._glance = lambda: next(seen)  # type: ignore[method-assign]
+        assert found.look() is Place.AWAY
+        assert found.look() is Place.GONE
+
+
+def test_a_run_of_one_node_does_not_wait_for_a_folder_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_folder, "LOOK_SECONDS", 0.02)
+    said: list[str] = []
+
+    async def scene(found: RunFolder) -> EndedError:
+        losing = Losing(found, lambda: "", lambda: 0.0, _nobody, said.append, alone=True)
+        before = losing.answers
+        shutil.rmtree(tmp_path / "run")
+        error = await asyncio.wait_for(losing.end(), 20)
+        assert (before, losing.answers) == (True, False)
+        return error
+
+    with _held(tmp_path / "run") as found:
+        assert str(asyncio.run(scene(found))) == lost_folder.GONE
+    assert said == []

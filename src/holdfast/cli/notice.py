@@ -37,7 +37,7 @@ def notice(
     """
     from holdfast.elastic.notices import NOTICE
     from holdfast.wire.client import Client, RequestError
-    from holdfast.wire.secret import open_secret
+    from holdfast.wire.secret import VARIABLE, open_secret
     from holdfast.wire.term import newest_term
 
     if not 0 < seconds < 1e6:
@@ -53,8 +53,10 @@ def notice(
     found = open_run(run)
     if not trainer_answers(found.folder):
         raise RunFolderError(
-            "nobody is training here, or on another machine", where=str(found.folder),
-            remedy="call this on the machine that trains, while it does",
+            "nobody is training here, or on another machine, or with another secret than is known "
+            "here",
+            where=str(found.folder),
+            remedy=f"call this on the machine that trains, while it does, with {VARIABLE} as there",
         )  # fmt: skip
     _, holder = newest_term(found.store)
     client = Client(str((holder or {}).get("address", "")), open_secret(found.folder))

@@ -11,25 +11,35 @@ import errno
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.runs import FAR_SECONDS, RESOLVED, read_resolved, secret_of, trainer_answers
+from holdfast.cli.runs import (
+    FAR_SECONDS,
+    NEAR_SECONDS,
+    RESOLVED,
+    answers,
+    is_here,
+    read_resolved,
+    secrets_of,
+)
 from holdfast.config.identity import config_hash, refuse_other_run
 from holdfast.config.load import Loaded
 from holdfast.elastic.ending import trains_alone
 from holdfast.errors import CorruptError, OutOfSpaceError, RunFolderError
 from holdfast.plan.hardware import Machine
 from holdfast.wire.runstore import FolderStore, MissingKeyError
-from holdfast.wire.secret import Secret
+from holdfast.wire.secret import VARIABLE, Secret
 from holdfast.wire.stores import check
-from holdfast.wire.term import GENERATIONS, TERMS, asks, newest_generation, newest_term, object_of
+from holdfast.wire.term import GENERATIONS, TERMS, newest_generation, newest_term, object_of
 
 FIRST = frozenset({"run.yaml", "environment.json"})
 """What a start that was cut short may leave before `resolved.json` makes it a run folder."""
@@ -44,49 +54,89 @@ MOST_ASKED = 64
 
 def refuse_in_use(folder: Path) -> None:
     """Raises RunFolderError when a trainer of this run folder answers: who holds the newest term,
-    or a node of the newest generation, which may be about to open the next. (The term that a
-    trainer opens is what decides; this asks before anything in the folder is touched.)"""
-    secret = secret_of(folder)
-    if secret is None:
-        return
-    store = FolderStore(folder)
-    _, holder = newest_term(store)
+    or a node of the newest generation, which may be about to open the next; also when it knows
+    another secret than is known here. (The term that a trainer opens is what decides; this asks
+    before anything in the folder is touched.)"""
+    if not folder.is_dir():
+        return  # what else lies there is `describe`'s to refuse
+    before, store = identity(folder), FolderStore(folder)
+    number, holder = newest_term(store)
+    secrets = secrets_of(folder)  # after the term: a trainer makes it before
     if holder is None:
         return
-    told = f"process {holder.get('pid')} on {holder.get('node')}"
-    if not asks(secret)(str(holder.get("address", ""))):
-        node = _anybody(store, secret)
-        if node is None:
-            return
-        told = f"node {node} is at work"
+    who = _who(holder)
+    there = answers(str(holder.get("address", "")), secrets)
+    if there is False:
+        there, node = _anybody(store, secrets)
+        who = f"node {node} is at work"
+    if there is False or identity(folder) != before:  # another node has begun anew: not this run's
+        return
+    if there is None:
+        raise _other_secret(folder, number, who)
     raise RunFolderError(
-        f"another trainer uses this run folder: {told}",
+        f"another trainer uses this run folder: {who}",
         where=str(folder),
         remedy="stop it, or choose another with folder=...",
     )
 
 
 def refuse_alone(folder: Path) -> None:
-    """Raises RunFolderError where somebody trains without other nodes."""
-    _, holder = newest_term(FolderStore(folder))
-    if holder is not None and holder.get("alone") and trainer_answers(folder):
+    """Raises RunFolderError where somebody trains without other nodes, or with another secret than
+    a node that is started here: it would take the refusal for silence, and open the next term."""
+    number, holder = newest_term(FolderStore(folder))
+    if holder is None:
+        return
+    alone = bool(holder.get("alone"))
+    deadline = NEAR_SECONDS if alone and is_here(holder) else FAR_SECONDS
+    address, secrets = str(holder.get("address", "")), secrets_of(folder)
+    there = answers(address, secrets[:1], deadline)
+    if there is None and answers(address, secrets[1:], deadline):
+        raise RunFolderError(
+            f"{_who(holder)} trains with the secret in this folder, not that of {VARIABLE}",
+            where=str(folder),
+            remedy=f"unset {VARIABLE}",
+        )
+    if there is None:
+        raise _other_secret(folder, number, _who(holder))
+    if there and alone:
         raise trains_alone(holder, str(folder))
 
 
-def _anybody(store: FolderStore, secret: Secret) -> str | None:
-    """A node of the newest generation that answers."""
+def _who(holder: dict[str, Any]) -> str:
+    return f"process {holder.get('pid')} on {holder.get('node')}"
+
+
+def _other_secret(folder: Path, term: int, who: str) -> RunFolderError:
+    """A trainer listens where one of this run's did, but it may be another run's by now. Only the
+    person can know; to close the term says so."""
+    closed = folder / f"{TERMS}{term:010d}-closed.json"  # as Term.close makes it
+    return RunFolderError(
+        f"a trainer with another secret than is known here uses this run folder, it seems: {who}",
+        where=str(folder),
+        remedy=f"name the file of the run's secret in {VARIABLE}, or, where this run's trainers "
+        f"are surely gone and another run listens in their place, say so with: "
+        f"touch {shlex.quote(str(closed))}",
+    )
+
+
+def _anybody(store: FolderStore, secrets: Sequence[Secret]) -> tuple[bool | None, str]:
+    """Whether a node of the newest generation answers, as `answers`, and which."""
     newest = newest_generation(store)
     try:
         said = dict(object_of(store, newest).get("agents", {})) if newest else {}
     except (CorruptError, MissingKeyError):
-        return None
+        return False, ""
     names = sorted(said)[:MOST_ASKED]
     if not names:
-        return None
-    ask = asks(secret, FAR_SECONDS)
+        return False, ""
+
+    def ask(name: str) -> bool | None:
+        return answers(str(said[name].get("address", "")), secrets, FAR_SECONDS)
+
     with ThreadPoolExecutor(len(names), "ask") as threads:
-        answers = threads.map(lambda name: ask(str(said[name].get("address", ""))), names)
-        return next((name for name, there in zip(names, answers, strict=True) if there), None)
+        found = {there: name for name, there in zip(names, threads.map(ask, names), strict=True)}
+    best = next(there for there in (True, None, False) if there in found)
+    return best, found[best]
 
 
 def refuse_other(folder: Path, loaded: Loaded, dataset_version: str) -> None:
@@ -107,7 +157,9 @@ def refuse_other(folder: Path, loaded: Loaded, dataset_version: str) -> None:
 
 def refuse_foreign(folder: Path) -> None:
     """Raises RunFolderError for a folder with things in it that no `train` put there."""
-    found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    found: list[str] = []
+    with suppress(FileNotFoundError):  # another node may move it just now
+        found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
     foreign = [name for name in found if name not in FIRST and not name.startswith(".tmp-")]
     if foreign and not (folder / RESOLVED).exists():  # another node may have begun just now
         raise RunFolderError(
@@ -147,33 +199,41 @@ def begun_beside(
     return not any(store.list(prefix) for prefix in (TERMS, GENERATIONS, "commits/"))
 
 
-def set_aside(folder: Path) -> Path | None:
-    """Move a run folder to `<folder>.old-<n>`; None when there was nothing to move.
+def set_aside(folder: Path, before: tuple[int, int] | None) -> Path | None:
+    """Move the run folder that lay there `before` to `<folder>.old-<n>`; None when there was none,
+    or another node that was started with --fresh was quicker.
 
     Raises RunFolderError for a folder that somebody uses, or that no `train` made: it is not ours
     to move.
     """
-    if not folder.exists():
+    if before is None:
         return None
-    refuse_in_use(folder)
-    refuse_foreign(folder)
+    refuse_in_use(folder)  # may take seconds
+    try:
+        refuse_foreign(folder)
+    except RunFolderError:
+        if identity(folder) == before:
+            raise
     number = 1
     while True:
         target = folder.with_name(f"{folder.name}.old-{number}")
-        if not target.exists():
-            break
-        number += 1
-    try:
-        folder.rename(target)
-    except FileNotFoundError:  # another node that was started with --fresh was quicker
-        return None
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot be moved to {target} ({error.strerror})",
-            where=str(folder),
-            remedy="move it yourself, or choose another folder",
-        ) from None
-    return target
+        if target.exists():
+            number += 1
+            continue
+        # Only now: who moves it from here on takes the same name, and the rename below then fails.
+        if identity(folder) != before:
+            return None
+        try:
+            folder.rename(target)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                continue
+            raise RunFolderError(
+                f"cannot be moved to {target} ({error.strerror})",
+                where=str(folder),
+                remedy="move it yourself, or choose another folder",
+            ) from None
+        return target
 
 
 def describe(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,18 @@ from pydantic import ValidationError
 
 from holdfast.config.load import load
 from holdfast.config.run import RunConfig
-from holdfast.errors import RunFolderError
+from holdfast.errors import FencedError, HoldfastError, RunFolderError
 from holdfast.spec.parsing import parsed
+from holdfast.wire.auth import AuthError
+from holdfast.wire.client import OUTSIDE, Client, RequestError
+from holdfast.wire.exchange import Link
 from holdfast.wire.runstore import FolderStore
-from holdfast.wire.secret import VARIABLE, Secret, open_secret
-from holdfast.wire.term import asks, newest_term
+from holdfast.wire.secret import VARIABLE, Secret, read_secret
+from holdfast.wire.term import QUESTION, newest_term
 
 RESOLVED = "resolved.json"
+NEAR_SECONDS = 10.0
+"""How long a trainer is waited for (`wire.term.asks`): one that is slow is none that is gone."""
 FAR_SECONDS = 3.0
 """How long a trainer on another machine is waited for: its address may mean nothing here."""
 
@@ -100,11 +106,63 @@ def _not_ours(path: Path) -> RunFolderError:
     )
 
 
-def secret_of(folder: Path) -> Secret | None:
-    """The run's secret, which lies in its folder or where the environment says; None, and none is
-    made, where there is none. Raises RunFolderError for one that others may read."""
-    there = bool(os.environ.get(VARIABLE)) or (folder / "secret").exists()
-    return open_secret(folder) if there else None
+def secrets_of(folder: Path) -> tuple[Secret, ...]:
+    """What may be the run's secret: the one that a trainer started here would use (the
+    environment's, else the folder's) first. None is made. Raises RunFolderError for one that others
+    may read."""
+    named, own = os.environ.get(VARIABLE), folder / "secret"
+    found = [read_secret(Path(named))] if named else []
+    if own.exists():
+        try:
+            found.append(read_secret(own))
+        except RunFolderError:
+            if not named:  # else it is not the one that is used here
+                raise
+    return tuple(dict.fromkeys(found))
+
+
+def answers(address: str, secrets: Sequence[Secret], deadline: float = NEAR_SECONDS) -> bool | None:
+    """Whether a trainer is there that knows one of these secrets; None for a trainer that knows
+    none of them: whose it is cannot be told."""
+    for secret in secrets:
+        if (there := _asked(address, secret, deadline)) is not None:
+            return there
+    return None if _wants_proof(address, deadline) else False
+
+
+def _asked(address: str, secret: Secret, deadline: float) -> bool | None:
+    """As `wire.term.asks`; None where somebody answers who does not know the secret."""
+    try:
+        client = Client(address, secret, OUTSIDE, patience=0.0)
+    except ValueError:
+        return False
+    try:
+        client.post(QUESTION, {}, deadline)
+    except (RequestError, FencedError):
+        return True
+    except AuthError:
+        return None
+    except HoldfastError:
+        return False
+    finally:
+        client.close()
+    return True
+
+
+def _wants_proof(address: str, deadline: float) -> bool:
+    """Whether an agent listens there, of whatever run: it refuses who proves nothing. A stranger's
+    process that has the port by now answers something else."""
+    host, _, port = address.rpartition(":")
+    try:
+        link = Link(host.strip("[]"), int(port), deadline)
+    except (OSError, ValueError):
+        return False
+    try:
+        return link.ask("POST", QUESTION, {}).status == 401
+    except OSError:
+        return False
+    finally:
+        link.close()
 
 
 def trainer_answers(folder: Path) -> bool | None:
@@ -112,16 +170,20 @@ def trainer_answers(folder: Path) -> bool | None:
     _, holder = newest_term(FolderStore(folder))
     if holder is None:
         return False
+    here = is_here(holder)
     try:
-        secret = secret_of(folder)
+        secrets = secrets_of(folder)
     except RunFolderError:
         return None
-    here = holder.get("machine", holder.get("node")) == platform.node()
-    if secret is None:
-        return False if here else None
-    if asks(secret, *(() if here else (FAR_SECONDS,)))(str(holder.get("address", ""))):
-        return True
-    return False if here else None  # its address may mean something else on this machine
+    if not secrets and not here:
+        return None
+    there = answers(str(holder.get("address", "")), secrets, NEAR_SECONDS if here else FAR_SECONDS)
+    return there if here or there else None  # its address may mean something else on this machine
+
+
+def is_here(holder: dict[str, Any]) -> bool:
+    """Whether who holds a term was started on this machine."""
+    return bool(holder.get("machine", holder.get("node")) == platform.node())
 
 
 def known_only(stored: dict[str, Any]) -> dict[str, Any]:

@@ -76,7 +76,8 @@ def _train(loaded: Loaded, machine: Machine, folder: Path, *, fresh: bool, json:
     dataset = ready_dataset(loaded, wait=several)
     loaded = with_vocabulary(loaded, dataset.vocab_size)
     beside = fresh and several and begun_beside(folder, before, loaded, dataset.version)
-    if fresh and not beside and (old := set_aside(folder)) is not None:
+    ours = before if several else identity(folder)
+    if fresh and not beside and (old := set_aside(folder, ours)) is not None:
         say(f"the old run folder is now {old}")
     refuse_other(folder, loaded, dataset.version)
     if several:

@@ -7,7 +7,9 @@
 One that is away is waited for however long that takes: training goes on. One that is gone may be
 put back within `GONE_SECONDS`; then this node leaves, since nothing that it does could be saved any
 more. Each agent goes by what it sees itself: where its machine alone has lost the folder, the
-others go on without it.
+others go on without it. A run of one node leaves at once.
+
+What lies at the path meanwhile says nothing of the run, least of all that a term is over (`Kept`).
 
 A node that was told to go does not wait for a folder beyond its time, be it away or gone.
 """
@@ -17,13 +19,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
 from holdfast.elastic.ending import EndedError, Over
-from holdfast.errors import HoldfastError, RunFolderError
+from holdfast.errors import FencedError, HoldfastError, RunFolderError
 from holdfast.wire.runstore import MissingKeyError, RunStore, spoken_error
-from holdfast.wire.term import TERMS, newest_number
+from holdfast.wire.term import TERMS, Term, newest_number
 
 GONE_SECONDS = 30.0
 """Within which a folder that is gone may be put back."""
@@ -38,6 +41,8 @@ HUNG_SECONDS = 60.0
 _MISSED = "the run folder has been moved, removed or replaced"
 WAITED = f"{_MISSED}; it is waited for, for {GONE_SECONDS:g} s"
 GONE = f"{_MISSED}; put it back, or start another run"
+_OURS = {"logs"}
+"""What children that are started meanwhile make at the path of a folder that is away."""
 
 
 class Place(StrEnum):
@@ -65,9 +70,14 @@ class RunFolder:
 
     def look(self) -> Place:
         """For a thread of its own: a disk may keep it waiting."""
+        found = self._glance()
+        # A file system that comes or goes within a glance leaves a folder that never was.
+        return self._glance() if found is Place.GONE else found
+
+    def _glance(self) -> Place:
         try:
             if not os.path.samestat(os.stat(self._folder), os.fstat(self._root)):
-                empty = not os.listdir(self._folder)
+                empty = set(os.listdir(self._folder)) <= _OURS
                 return Place.AWAY if empty and not self._mounted() else Place.GONE
             return Place.HERE if self._same_term() else Place.GONE
         except (FileNotFoundError, NotADirectoryError):
@@ -102,20 +112,41 @@ class RunFolder:
         return not found or found[0] in {line.split()[0] for line in mounts.splitlines()}
 
 
+@dataclass(frozen=True)
+class Kept(Term):
+    """A term of which its own run folder alone says that it is over."""
+
+    folder: RunFolder = field(repr=False)
+
+    def check(self) -> None:
+        """Raises FencedError as any does; RunFolderError where the folder is away or gone."""
+        try:
+            super().check()
+        except FencedError as error:
+            place = self.folder.look()
+            if place is Place.AWAY:
+                raise RunFolderError("the run folder is out of reach") from None
+            if place is Place.GONE:
+                raise RunFolderError(str(error)) from None
+        else:
+            return
+        super().check()  # it may have been away then, and is here by now
+
+
 class Losing:
     """What follows for an agent. Lives in one event loop."""
 
     def __init__(
         self, folder: RunFolder, told: Callable[[], str], time_left: Callable[[], float],
-        part: Callable[[float], None], say: Callable[[str], None],
+        part: Callable[[float], None], say: Callable[[str], None], *, alone: bool = False,
     ) -> None:  # fmt: skip
         """told: why this node is to go, "" as long as it is not; time_left: within how many
         seconds, 0 where nobody said so. part: asks the others to go on without it, within so many
-        seconds."""
+        seconds. alone: the run has no other node."""
         self.given_up = False
         """Whether this node leaves because its folder is gone."""
         self._folder, self._told, self._time_left = folder, told, time_left
-        self._part, self._say = part, say
+        self._part, self._say, self._alone = part, say, alone
         self._clock = asyncio.get_running_loop().time
         self._looking: asyncio.Task[Place] | None = None
         self._asked = 0.0  # when the look began that is under way
@@ -123,6 +154,15 @@ class Losing:
         self._here = self._clock()  # when it was last here, or this node was told to go
         self._gone: float | None = None  # since when
         self._due: float | None = None  # seconds for a node that was told to go
+
+    @property
+    def answers(self) -> bool:
+        """Whether the folder was here when it was looked at last, and no look is under way: else
+        whatever else asks its disk may wait for ever."""
+        return self._looking is None and self._place is Place.HERE
+
+    def kept(self, term: Term) -> Term:
+        return Kept(term.store, term.number, term.address, term.held, self._folder)
 
     async def check(self) -> None:
         """Raises RunFolderError where it is gone: what its path says is not this run's."""
@@ -135,6 +175,8 @@ class Losing:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             await self._look()
+            if self._alone and self._place is Place.GONE:
+                return EndedError(GONE, Over.FENCED)
             now = self._clock()
             self._note(now)
             if self._gone is not None and now - self._gone >= GONE_SECONDS + HOLD_SECONDS:

@@ -35,6 +35,7 @@ from holdfast.elastic import exits, health
 from holdfast.elastic.board import Board, Observer, Say
 from holdfast.elastic.boot import preloads
 from holdfast.elastic.clouds import source_of
+from holdfast.elastic.coordinator import Coordinator
 from holdfast.elastic.ending import End, EndedError, Over, end_of
 from holdfast.elastic.following import Follower
 from holdfast.elastic.generation import Generation
@@ -65,13 +66,13 @@ from holdfast.wire.auth import Verifier
 from holdfast.wire.journal import read
 from holdfast.wire.listening import address_of, bind
 from holdfast.wire.server import Guard, Listener
-from holdfast.wire.term import newest_generation
+from holdfast.wire.term import Term, newest_generation
 
 TERM_SECONDS = 2.0
 """How often the run store is asked whether there is a newer term."""
 CLEAN_SECONDS = 60.0
-"""For what an agent does after its last word, where it ends because its run folder is lost: a disk
-that does not answer may keep a thread for ever."""
+"""For what an agent does after its last word, where its run folder was not there last: a disk that
+does not answer may keep a thread for ever."""
 LEFT_AT_ONCE = 130
 """Exit code after a second Ctrl-C: 128 + SIGINT, as a shell would say."""
 
@@ -101,6 +102,8 @@ class NodeAgent:
         self._opened = 0  # the newest generation that is known here
         self._committed = 0
         self._now = False  # whether nothing is waited for any more
+        self._exit = 1  # the exit code, as far as it is known
+        self._complained = ""  # the last complaint
         self._late: threading.Timer | None = None
 
     def run(self) -> int:
@@ -139,11 +142,17 @@ class NodeAgent:
         run_folder = RunFolder(it.folder, it.store)
         self._losing = Losing(
             run_folder, lambda: self._leaving.why or "", self._time_left, self._part_with,
-            self._say,
+            self._say, alone=it.alone is not None,
         )  # fmt: skip
         self._furnish()
         try:
-            return await self._serve(metrics)
+            self._exit = await self._serve(metrics)
+            return self._exit
+        except HoldfastError as error:
+            self._exit = error.exit_code
+            if self._late is not None:  # whoever is to say it may never come to that
+                self._say(str(error))
+            raise
         finally:
             run_folder.close()
             if self._now:
@@ -176,7 +185,7 @@ class NodeAgent:
         )
         silence = MISSED_BEATS * cluster.beat_seconds
         self._follower = Follower(
-            it.node, address, it.store, it.secret, self._station, self._office.reign,
+            it.node, address, it.store, it.secret, self._station, self._reign,
             places=it.places, told={"address": address},
             patience=Patience(silence, cluster.beat_seconds / 2, cluster.alone_seconds),
             beat=cluster.beat_seconds, complain=self._complain, own=it.alone,
@@ -269,19 +278,19 @@ class NodeAgent:
             if following.done():
                 following.result()
                 return
-            error = losing.result()
-            code = end_of(str(error), error.kind, (), "", self._saved).code
-            self._late = threading.Timer(CLEAN_SECONDS, os._exit, (code,))
-            self._late.daemon = True
-            self._late.start()
-            raise error
+            raise losing.result()
         finally:
+            if not self._losing.answers:
+                self._late = threading.Timer(CLEAN_SECONDS, lambda: os._exit(self._exit))
+                self._late.daemon = True
+                self._late.start()
             for task in (following, losing):
                 task.cancel()
             await asyncio.wait({following, losing})
 
     def _complain(self, sentence: str) -> None:
-        if sentence != WAITED:  # that has been said
+        if sentence not in (WAITED, self._complained):  # that has been said
+            self._complained = sentence
             self._say(sentence)
 
     def _time_left(self) -> float:
@@ -342,6 +351,9 @@ class NodeAgent:
         return end_of(over[0], over[1], [held], why, self._saved)
 
     # --- leading --------------------------------------------------------------------------------
+    async def _reign(self, term: Term) -> Coordinator:
+        return await self._office.reign(self._losing.kept(term))
+
     def _made(self, generation: int) -> None:
         """The object of a generation was made by this agent."""
         self._open(generation)
@@ -359,18 +371,9 @@ class NodeAgent:
                 current = self._station.current
                 if self._it.alone is not None and current is not None:
                     current.decide(Failed(str(error), exits.FENCED))  # nothing else is told of it
-                if self._it.alone is not None or await self._is_ours():
-                    coordinator.fence()
+                coordinator.fence()
             except HoldfastError:
                 continue  # the run store is out of reach: that stops no training
-
-    async def _is_ours(self) -> bool:
-        """Whether it is the run folder that says so, and not what lies at its path by now."""
-        try:
-            await self._losing.check()
-        except HoldfastError:
-            return False  # it may come back
-        return True
 
     @property
     def _saved(self) -> int:
@@ -516,6 +519,8 @@ class NodeAgent:
 
     def _at_once(self, missing: str) -> None:
         """Nothing is waited for any more."""
+        if self._late is not None:  # what is left to do needs a disk that may not answer
+            os._exit(LEFT_AT_ONCE)
         self._now = True
         self._office.close()
         if missing:

@@ -165,6 +165,25 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
     apply(lambda t: torch.empty(t.shape, dtype=t.dtype, device=device))
 
 
+def give_shards_memory(module: nn.Module, device: torch.device) -> None:
+    """The same for one whose parameters FSDP2 has made DTensors. What `to_empty` asks DTensor for
+    is worked out operation by operation, anew with each mesh; here the shards are asked alone."""
+    from torch.distributed.tensor import DTensor
+
+    def given(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        mine = torch.empty(tensor.to_local().shape, dtype=tensor.dtype, device=device)
+        return DTensor.from_local(
+            mine, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
+            stride=tensor.stride(),
+        )  # fmt: skip
+
+    apply: Any = module._apply
+    with torch.no_grad():
+        apply(given)
+
+
 def forget_meshes() -> None:
     """Clear what torch keeps by mesh. Call when the groups of a generation are gone.
 
@@ -203,11 +222,13 @@ def _cached_functions() -> Iterator[Any]:
         if not name.startswith("torch.distributed.tensor") or module is None:
             continue
         for value in list(vars(module).values()):
-            inside = vars(value).values() if isinstance(value, type) else ()
+            theirs = isinstance(value, type) and value.__module__.startswith("torch.distributed")
+            inside = vars(value).values() if theirs else ()
             for found in (value, *inside):
                 function = found.__func__ if isinstance(found, kinds) else found
-                ours = str(getattr(function, "__module__", "")).startswith("torch.distributed")
-                if ours and isinstance(function, _lru_cache_wrapper) and id(function) not in seen:
+                if not isinstance(function, _lru_cache_wrapper) or id(function) in seen:
+                    continue  # as nearly everything here: asked first
+                if str(function.__module__).startswith("torch.distributed"):
                     seen.add(id(function))
                     yield function
 

@@ -21,7 +21,7 @@ from holdfast.parallel.reducer import Team
 from holdfast.parallel.replicate import ReplicatedGradients
 from holdfast.parallel.tensor import apply_tensor_parallel, localise
 from holdfast.parallel.timeline import Recorder
-from holdfast.parallel.torch_compat import Store, give_memory, local
+from holdfast.parallel.torch_compat import Store, give_memory, give_shards_memory, local
 from holdfast.parallel.zero import OwnedRows
 from holdfast.spec.boxes import Box
 from holdfast.spec.cells import Cell, cells_of
@@ -209,7 +209,7 @@ def _sharded(
     compute = precision.compute if precision.mixed else None
     blocks = list(objective.decoder.layers)
     apply_fsdp(objective, blocks, groups.shard_mesh(), compute, config.layout.zero)
-    objective.to_empty(device=device)
+    give_shards_memory(objective, device)
     table, boxes, named = _by_table(config, objective, groups)
     traffic = groups.traffic
 

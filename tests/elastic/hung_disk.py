@@ -1,0 +1,46 @@
+"""A trainer whose disk stops answering: `python -m tests.elastic.hung_disk SECONDS FOLDER ...`.
+
+As `tests.elastic.drive`, until FOLDER.hung is there. SECONDS: what an agent has for the rest then,
+once it has said its last word.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from holdfast.elastic import node_agent
+from holdfast.elastic.lost_folder import Place, RunFolder
+from holdfast.wire.runstore import FolderStore
+from tests.elastic.drive import main
+
+
+def beside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.hung")
+
+
+def _hang(hung: Path) -> None:
+    look, append = RunFolder.look, FolderStore.append
+
+    def wait() -> None:
+        if hung.exists():
+            threading.Event().wait()
+
+    def looked(self: RunFolder) -> Place:
+        wait()
+        return look(self)
+
+    def appended(self: FolderStore, *arguments: Any, **options: Any) -> None:
+        wait()
+        append(self, *arguments, **options)
+
+    RunFolder.look = looked  # type: ignore[method-assign]
+    FolderStore.append = appended  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    node_agent.CLEAN_SECONDS = float(sys.argv.pop(1))
+    _hang(beside(Path(sys.argv[1])))
+    sys.exit(main())
