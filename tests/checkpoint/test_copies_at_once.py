@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128_hexdigest
 
+from holdfast.checkpoint import fence
 from holdfast.checkpoint.claims import Claim, ClaimedError
 from holdfast.checkpoint.cleaning import Keep
 from holdfast.checkpoint.copying import copy_checkpoint
 from holdfast.checkpoint.restore import Checkpoint, verify
 from holdfast.checkpoint.uploading import Uploader
 from holdfast.errors import CheckpointError, HoldfastError
-from holdfast.events import CheckpointUploaded, Event
+from holdfast.events import CheckpointUploaded, Event, UploadFailed
 from holdfast.spec.manifest import Commit
 from holdfast.wire.runstore import Buffer, FolderStore, RunStore
 from holdfast.wire.stores import open_store
 from tests.checkpoint.test_claims import CLAIM, DEADLINE, KEY, NEVER, save, whole
+from tests.ranks import wait_until
 from tests.wire import s3
 
 FIRST = "data/0000000001/0000000005-rank00000-0.safetensors"
@@ -93,6 +95,40 @@ def test_two_movers_that_upload_the_same_checkpoint(source: FolderStore, folder:
         uploader.close(DEADLINE)
     assert verify(target, KEY) == []
     assert [(type(event), event.step) for event in events] == [(CheckpointUploaded, 5)] * 2
+
+
+@pytest.mark.parametrize("when", ["before", "in the midst"])
+def test_a_source_that_is_not_mounted_for_a_while_is_neither_fenced_nor_without_the_checkpoint(
+    source: FolderStore, folder: Path, tmp_path: Path, when: str
+) -> None:
+    target, events = FolderStore(folder), list[Event]()
+    fence.enter(source, target, 1)
+
+    def unmount() -> None:
+        source.folder.rename(tmp_path / "elsewhere")
+        source.folder.mkdir()
+
+    class Unmounted(FolderStore):
+        def read_into(self, key: str, start: int, out: memoryview) -> None:
+            if when == "in the midst" and not (tmp_path / "elsewhere").exists() and not events:
+                unmount()
+            super().read_into(key, start, out)
+
+    uploads = Unmounted(source.folder)
+    if when == "before":
+        unmount()
+    uploader = Uploader(uploads, lambda: target, Keep(3), events.append)
+    uploader.committed(KEY)
+    wait_until(lambda: events, DEADLINE, "the failure")
+    (failed,) = events
+    assert isinstance(failed, UploadFailed)
+    assert failed.reason == "the run folder is out of reach"
+    source.folder.rmdir()
+    (tmp_path / "elsewhere").rename(source.folder)
+    wait_until(lambda: len(events) > 1, DEADLINE, "the upload")
+    uploader.close(DEADLINE)
+    assert [type(event) for event in events] == [UploadFailed, CheckpointUploaded]
+    assert verify(target, KEY) == []
 
 
 class Watched(FolderStore):

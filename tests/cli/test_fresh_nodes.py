@@ -15,9 +15,18 @@ import pytest
 
 from holdfast.checkpoint.restore import listing, step_of
 from holdfast.cli import run_folder
-from holdfast.cli.run_folder import identity, refuse_foreign, refuse_in_use, set_aside
+from holdfast.cli.run_folder import (
+    describe,
+    identity,
+    refuse_foreign,
+    refuse_in_use,
+    refuse_other,
+    set_aside,
+)
+from holdfast.config.load import load
 from holdfast.errors import RunFolderError
 from holdfast.events import GenerationStarted, RequestsRefused, StepDone
+from holdfast.plan.hardware import this_machine
 from holdfast.wire.auth import Verifier
 from holdfast.wire.listening import address_of, bind
 from holdfast.wire.runstore import FolderStore
@@ -53,6 +62,22 @@ def test_fresh_takes_no_folder_that_other_nodes_train_in(run_file: Path, tmp_pat
         for name in "ab":
             nodes.signal(name, signal.SIGTERM)
         assert nodes.end() == {"a": 0, "b": 0}, nodes.story()
+
+
+def test_of_two_starts_in_one_moment_with_other_settings_one_begins_the_folder(
+    run_file: Path, tmp_path: Path
+) -> None:
+    """Both have found nothing there, and are about to write what is computed here."""
+    folder, machine = tmp_path / "run", this_machine()
+    two = [load(run_file, [f"folder={folder}", f"seed={seed}"]) for seed in (1, 2)]
+    for loaded in two:
+        refuse_other(folder, loaded, "v1")
+    describe(folder, two[0], machine, tmp_path, "v1")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(RunFolderError, match="seed"):
+        describe(folder, two[1], machine, tmp_path, "v1")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    describe(folder, two[0], machine, tmp_path, "v1")
 
 
 def test_two_nodes_with_fresh_begin_one_run_beside_an_old_folder(

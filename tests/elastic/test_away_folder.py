@@ -24,6 +24,7 @@ from holdfast.wire.term import newest_term
 from tests.elastic.hung_disk import beside
 from tests.elastic.trainer import Trainer, gone, training
 from tests.journal import Journal
+from tests.processes import children_of
 from tests.ranks import ROOT, wait_until
 
 ENDLESS = {"steps": 1_000_000, "pace": 0.05}
@@ -134,6 +135,27 @@ def test_a_loss_while_the_folder_is_not_mounted_waits_for_it(tmp_path: Path, dis
         os.kill(one.process.pid, signal.SIGTERM)
         assert one.end() == 0, one.said
     assert "generation 2 cannot be made yet: the run folder is out of reach" in one.said
+
+
+def test_no_mover_takes_what_lies_under_a_folder_that_is_not_mounted_for_it(
+    tmp_path: Path, disk: Disk
+) -> None:
+    """It would hold that folder for ever, and write nothing into the right one."""
+    with training(disk.point, ENDLESS, "layout.workers=1") as one:
+        one.wait_step(2, 1)
+        (mover,) = children_of(one.process.pid, "holdfast.checkpoint.mover")
+        disk.leave()
+        time.sleep(TERM_SECONDS)
+        mover.kill()
+        time.sleep(LOOKS)
+        _nobody_minds(disk, one)
+        assert not children_of(one.process.pid, "holdfast.checkpoint.mover")
+        assert disk.mount()
+        one.wait_step(2, 2)
+        os.kill(one.process.pid, signal.SIGTERM)
+        assert one.end() == 0, one.said
+        assert newest_term(FolderStore(disk.point))[0] == 1
+    assert one.said.count("cannot be made yet: the run folder is out of reach") == 1
 
 
 def test_two_nodes_keep_their_leader_while_their_folder_is_not_mounted(

@@ -35,6 +35,7 @@ from holdfast.errors import (
     FencedError,
     HoldfastError,
     OtherKeyError,
+    RunFolderError,
     StoreError,
 )
 from holdfast.events import CheckpointUploaded, Event, UploadFailed
@@ -205,15 +206,18 @@ class Uploader:
                 self._target = self._open_target()
             own = fence.enter(self._source, self._target, (parse_commit_key(key) or (0, 0))[1])
             self._send(key, self._target, own)
-        except FencedError as error:
-            self._say(key, error)
-            return True
         except ClaimedError as error:
             self._begun.discard(key)  # what lies there is not ours to remove
             self._say(key, error)
-        except (MissingKeyError, CheckpointError) as error:
-            # Removed meanwhile, as a newer one is there; or broken, and to be found out elsewhere.
+        except (FencedError, MissingKeyError, CheckpointError) as error:
+            # Fenced; or removed meanwhile, as a newer one is there; or broken, and to be found out
+            # elsewhere. A folder that is not mounted any more looks like each of these.
+            if not self._there():
+                self._say(key, RunFolderError("the run folder is out of reach"))
+                return False
             self._say(key, error)
+            if isinstance(error, FencedError):
+                return True
         except Exception as error:
             self._say(key, error)
             return False
@@ -221,6 +225,13 @@ class Uploader:
             with suppress(Exception):  # what is left takes room, and the thread must not end
                 self._tidy(self._target, own)
         return True
+
+    def _there(self) -> bool:
+        """Whether the source has any checkpoint: one was committed there before."""
+        try:
+            return bool(listing(self._source))
+        except HoldfastError:
+            return False
 
     def _send(self, key: str, target: RunStore, own: int) -> None:
         begun = self._clock()

@@ -27,6 +27,7 @@ from holdfast.cli.runs import (
     NEAR_SECONDS,
     RESOLVED,
     answers,
+    holder_answers,
     is_here,
     read_resolved,
     secrets_of,
@@ -65,7 +66,7 @@ def refuse_in_use(folder: Path) -> None:
     if holder is None:
         return
     who = _who(holder)
-    there = answers(str(holder.get("address", "")), secrets)
+    there = holder_answers(holder, secrets)
     if there is False:
         there, node = _anybody(store, secrets)
         who = f"node {node} is at work"
@@ -88,9 +89,9 @@ def refuse_alone(folder: Path) -> None:
         return
     alone = bool(holder.get("alone"))
     deadline = NEAR_SECONDS if alone and is_here(holder) else FAR_SECONDS
-    address, secrets = str(holder.get("address", "")), secrets_of(folder)
-    there = answers(address, secrets[:1], deadline)
-    if there is None and answers(address, secrets[1:], deadline):
+    secrets = secrets_of(folder)
+    there = holder_answers(holder, secrets[:1], deadline)
+    if there is None and holder_answers(holder, secrets[1:], deadline):
         raise RunFolderError(
             f"{_who(holder)} trains with the secret in this folder, not that of {VARIABLE}",
             where=str(folder),
@@ -239,10 +240,12 @@ def set_aside(folder: Path, before: tuple[int, int] | None) -> Path | None:
 def describe(
     folder: Path, loaded: Loaded, machine: Machine, dataset: Path, dataset_version: str
 ) -> None:
-    """Write the three files. Later starts replace them: the journal keeps what was before.
+    """Write the three files. Later starts replace them: the journal keeps what was before. Of two
+    that begin the folder in the same moment, the other one's files are replaced by the same run's
+    only.
 
-    Raises RunFolderError when the folder cannot be made or written, and StoreError for a bucket's
-    address that may hold a secret: the files would keep it.
+    Raises RunFolderError when the folder cannot be made or written, or was begun by another run
+    just now, and StoreError for a bucket's address that may hold a secret: the files would keep it.
     """
     check(loaded.config.checkpoint.bucket)
     resolved = loaded.to_json() | {
@@ -257,8 +260,15 @@ def describe(
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            _replace(folder / name, text)
+        if not (begins := _claimed(folder / RESOLVED, files[RESOLVED])):
+            refuse_other(folder, loaded, dataset_version)
+        try:
+            for name, text in files.items():
+                _replace(folder / name, text)
+        except OSError:
+            if begins:
+                (folder / RESOLVED).unlink(missing_ok=True)
+            raise
     except (FileExistsError, NotADirectoryError) as error:
         raise RunFolderError(f"{error.filename} is a file, not a folder", where=str(folder),
                              remedy="choose another with folder=...") from None  # fmt: skip
@@ -282,9 +292,29 @@ def undescribe(folder: Path) -> None:
         folder.rmdir()
 
 
+def _claimed(path: Path, text: str) -> bool:
+    """Write a file that is not there yet, whole or not at all; False where it is."""
+    if path.exists():
+        return False
+    temporary = _temporary(path)
+    try:
+        temporary.write_text(text, "utf-8")
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+    return True
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".tmp-{path.name}-{os.getpid()}")
+
+
 def _replace(path: Path, text: str) -> None:
     """Write a file whole or not at all; a full disk gives back what was begun."""
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    temporary = _temporary(path)
     try:
         temporary.write_text(text, "utf-8")
         temporary.replace(path)

@@ -26,6 +26,7 @@ from holdfast.wire.term import QUESTION, newest_term
 RESOLVED = "resolved.json"
 NEAR_SECONDS = 10.0
 """How long a trainer is waited for (`wire.term.asks`): one that is slow is none that is gone."""
+_ONLY_HERE = ("127.", "localhost:", "[::1]:")
 FAR_SECONDS = 3.0
 """How long a trainer on another machine is waited for: its address may mean nothing here."""
 
@@ -128,6 +129,17 @@ def answers(address: str, secrets: Sequence[Secret], deadline: float = NEAR_SECO
         if (there := _asked(address, secret, deadline)) is not None:
             return there
     return None if _wants_proof(address, deadline) else False
+
+
+def holder_answers(
+    holder: dict[str, Any], secrets: Sequence[Secret], deadline: float = NEAR_SECONDS
+) -> bool | None:
+    """As `answers`, of who holds a term. A trainer with another secret at an address that only its
+    own machine knows, which is not this one, is another run's."""
+    address = str(holder.get("address", ""))
+    there = answers(address, secrets, deadline)
+    elsewhere = not is_here(holder) and address.startswith(_ONLY_HERE)
+    return False if there is None and elsewhere else there
 
 
 def _asked(address: str, secret: Secret, deadline: float) -> bool | None:

@@ -110,6 +110,7 @@ class Coordinator:
         self._loop = asyncio.get_running_loop()
         self._ticked = self._loop.time()
         self._begin: dict[str, Any] | None = None  # what the nodes begin from; see `_answer`
+        self._complained = ""  # why no generation can be made, as it was said last
         self._inbox: list[Report] = []
         self._waiting: dict[str, tuple[asyncio.Future[None], Directive, bool]] = {}
         self._news = asyncio.Event()
@@ -440,9 +441,12 @@ class Coordinator:
         except EndedError as error:
             self.done(str(error), error.kind)
         except HoldfastError as error:
-            self._complain(f"generation {generation} cannot be made yet: {error}")
+            if self._complained != (complaint := str(error)):  # it is tried again each second
+                self._complained = complaint
+                self._complain(f"generation {generation} cannot be made yet: {error}")
             await within(self._news, RETRY_SECONDS)
         else:
+            self._complained = ""
             taken: dict[str, int] | None = begin.pop(TAKEN, None)
             self._begin = begin
             for one in self.known.values():

@@ -41,6 +41,7 @@ HUNG_SECONDS = 60.0
 _MISSED = "the run folder has been moved, removed or replaced"
 WAITED = f"{_MISSED}; it is waited for, for {GONE_SECONDS:g} s"
 GONE = f"{_MISSED}; put it back, or start another run"
+OUT_OF_REACH = "the run folder is out of reach"
 _OURS = {"logs"}
 """What children that are started meanwhile make at the path of a folder that is away."""
 
@@ -125,7 +126,7 @@ class Kept(Term):
         except FencedError as error:
             place = self.folder.look()
             if place is Place.AWAY:
-                raise RunFolderError("the run folder is out of reach") from None
+                raise RunFolderError(OUT_OF_REACH) from None
             if place is Place.GONE:
                 raise RunFolderError(str(error)) from None
         else:
@@ -157,12 +158,18 @@ class Losing:
 
     @property
     def answers(self) -> bool:
-        """Whether the folder was here when it was looked at last, and no look is under way: else
+        """Whether the folder was here when it was looked at last, and no look takes long: else
         whatever else asks its disk may wait for ever."""
-        return self._looking is None and self._place is Place.HERE
+        hangs = self._looking is not None and self._clock() - self._asked > LOOK_SECONDS
+        return self._place is Place.HERE and not hangs
 
     def kept(self, term: Term) -> Term:
         return Kept(term.store, term.number, term.address, term.held, self._folder)
+
+    async def present(self) -> None:
+        """Raises RunFolderError where it is not here: nothing that opens it may be started."""
+        if await asyncio.to_thread(self._folder.look) is not Place.HERE:
+            raise RunFolderError(OUT_OF_REACH)
 
     async def check(self) -> None:
         """Raises RunFolderError where it is gone: what its path says is not this run's."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +60,11 @@ class MoverLink:
         settings: Settings,
         take: Callable[[Event], None],
         node: str = "",
+        check: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """node: what this node is called in topologies, where the run may have several nodes."""
+        """node: what this node is called in topologies, where the run may have several nodes.
+        check: raises RunFolderError while the run folder is out of reach: a mover that starts then
+        would take what lies at its path for it."""
         self.peer: Peer | None = None
         """How other machines' movers reach this one; None where it does not listen."""
         self._node = node
@@ -75,6 +78,7 @@ class MoverLink:
         self._secret = secret
         self._settings = settings
         self._take = take
+        self._check = check
         self._private = tempfile.TemporaryDirectory(prefix="holdfast-")  # mode 0700
         self.socket_path = str(Path(self._private.name) / "mover")
         self._child: Child | None = None
@@ -90,12 +94,14 @@ class MoverLink:
         return self._child.process.pid if self._child is not None and self._child.alive else None
 
     async def ensure(self, lifeline: int, gone: Callable[[], None]) -> None:
-        """Start a mover unless one is alive. Raises ChildFailedError."""
+        """Start a mover unless one is alive. Raises ChildFailedError, and as `check` does."""
         async with self._starting:
             if not self.alive:
                 await self._start(lifeline, gone)
 
     async def _start(self, lifeline: int, gone: Callable[[], None]) -> None:
+        if self._check is not None:
+            await self._check()
         port = 0 if self.peer is None else split_address(self.peer.address)[1]
         peers = peer_settings(self._config.checkpoint, self._node, port)
         if port and peers is not None and not _free(peers.interface, peers.port):

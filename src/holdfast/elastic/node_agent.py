@@ -128,8 +128,9 @@ class NodeAgent:
         self._line, line_end = lifeline.pipe()
         settings = mover_settings(it.config, it.config_hash, it.dataset_version)
         self._mover = MoverLink(
-            it.config, it.folder, it.secret, settings, self._of_mover, it.suffix
-        )
+            it.config, it.folder, it.secret, settings, self._of_mover, it.suffix,
+            lambda: self._losing.present(),
+        )  # fmt: skip
         self._reviving = Reviving(
             lambda: self._mover.revive(self._line, self._mover_gone),
             lambda: self._mover.alive, self._say, self._mover_back,

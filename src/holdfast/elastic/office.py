@@ -30,7 +30,13 @@ from holdfast.elastic.mover_link import MoverLink
 from holdfast.elastic.pacing import worker_of
 from holdfast.elastic.reigning import reign_over
 from holdfast.elastic.standing_in import StandIn, Told
-from holdfast.errors import CheckpointError, CorruptError, HoldfastError, UserError
+from holdfast.errors import (
+    CheckpointError,
+    CorruptError,
+    HoldfastError,
+    RunFolderError,
+    UserError,
+)
 from holdfast.events import CheckpointRejected, RunStarted, WorkerPaced
 from holdfast.plan.interface import Planner
 from holdfast.policy import membership
@@ -212,14 +218,16 @@ class Office:
         if cause and why and not self._closing:
             raise EndedError(f"{why}; lost while saving: {cause}", Over.STOPPED)
         await self._prepare(generation)
+        tried = set(self._lead.tried)
         rotten = self._lead.rotten(known)
         reason = next((str(each["reason"]) for each in held if each.get("reason")), reign.reason)
         lost = reign.reason in ("worker_lost", "halted")
         value = await self._lead.plan(reign, generation, names, known)
         if rotten is not None:  # each goes once: this ends
-            key, why = list(self._lead.tried.items())[-1]
-            self._board.emit("agent", CheckpointRejected(key, why, step=step_of(key)))
-            self._say(f"{rotten}; another state is taken up")
+            for key in self._lead.tried.keys() - tried:  # else that was said in an attempt before
+                why = self._lead.tried[key]
+                self._board.emit("agent", CheckpointRejected(key, why, step=step_of(key)))
+                self._say(f"{rotten}; another state is taken up")
         elif lost and reason not in BAD_STEPS and (sentence := self._hopeless(generation, cause)):
             raise EndedError(sentence)
         value["reason"] = reason if lost else reign.reason
@@ -229,6 +237,9 @@ class Office:
         """A mover that does not start is tried again, as often as any other loss."""
         try:
             await self._desk.prepare()
+        except RunFolderError as error:  # whose absence is no loss of a mover
+            self._refused(error)
+            raise
         except HoldfastError as error:
             self._counted = 0
             if sentence := self._hopeless(generation, str(error)):
