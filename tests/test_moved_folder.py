@@ -8,6 +8,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from holdfast.checkpoint.restore import listing, step_of
 from holdfast.elastic.leaving import LEAVE_SECONDS
 from holdfast.elastic.lost_folder import GONE, GONE_SECONDS, HOLD_SECONDS
@@ -79,6 +81,7 @@ def test_who_is_told_to_go_does_not_wait_for_a_folder_that_was_moved(
         assert GONE in nodes.said
 
 
+@pytest.mark.slow
 def test_a_folder_out_of_reach_ends_nobody_but_who_is_told_to_go(
     run_file: Path, tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_two_nodes_with_fresh_begin_one_run_beside_an_old_folder(
         assert nodes.end() == {"a": 0, "b": 0}, nodes.story()
 
 
+@pytest.mark.slow
 def test_two_nodes_with_fresh_begin_one_run_however_long_the_old_leader_is_asked(
     run_file: Path, tmp_path: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_two_at_work_in_one_folder_are_refused_unless_they_are_shards(settings: 
         pass
 
 
+@pytest.mark.slow
 def test_shards_that_begin_at_once_prepare_their_data_in_turn(tmp_path: Path) -> None:
     out = tmp_path / "out"
     line = [sys.executable, "-m", "holdfast.cli.main", "chaos", "--faults", "2", "--no-network",
