@@ -336,7 +336,8 @@ def test_a_run_folder_that_vanishes_ends_the_run_with_a_sentence(tmp_path: Path)
         trainer.folder.rename(tmp_path / "moved")
         assert trainer.end(30) == 1
         wait_until(lambda: gone(family), 5, "nobody is left")
-        assert "the run folder has been moved, removed or replaced" in trainer.said
+        assert "the run folder has been moved, removed or replaced; put it back" in trainer.said
+        assert "waited for" not in trainer.said
         assert "Traceback" not in trainer.said
         assert not trainer.folder.exists()
 

@@ -184,17 +184,6 @@ def test_two_nodes_keep_their_leader_while_their_folder_is_not_mounted(
         assert [event.step for event in one.events(RunFinished)] == [300]
 
 
-def test_one_node_does_not_say_that_a_moved_folder_is_waited_for(tmp_path: Path) -> None:
-    with training(tmp_path / "run", ENDLESS, "layout.workers=1") as one:
-        one.wait_step(2, 1)
-        family = one.family()
-        one.folder.rename(tmp_path / "moved")
-        assert one.end(15) == 1
-        wait_until(lambda: gone(family), 5, "nobody is left")
-    assert "the run folder has been moved, removed or replaced; put it back" in one.said
-    assert "waited for" not in one.said
-
-
 class Hanging(Trainer):
     """One whose disk hangs from when it is told to, though others' does not: see `hung_disk`."""
 

@@ -75,23 +75,29 @@ def _mount(*arguments: str | Path) -> bool:
     return subprocess.run(["mount", *arguments], capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("below", [".", "runs/one"])
-def test_a_file_system_that_is_not_mounted_is_away(tmp_path: Path, below: str) -> None:
-    disk, point = tmp_path / "disk", tmp_path / "mounted"
+@contextmanager
+def _bound(root: Path) -> Iterator[tuple[Path, Path]]:
+    """A folder, and where it is mounted too."""
+    disk, point = root / "disk", root / "mounted"
     disk.mkdir()
     point.mkdir()
     if os.geteuid() or not _mount("--bind", disk, point):
         pytest.skip("nothing can be mounted here")
     try:
-        with _held(point / below) as found:
-            subprocess.run(["umount", "--lazy", point], check=True)
-            assert found.look() is Place.AWAY
-            assert _mount("--bind", disk, point)
-            assert found.look() is Place.HERE
-            shutil.rmtree(point / below / "terms")
-            assert found.look() is Place.GONE
+        yield disk, point
     finally:
         subprocess.run(["umount", "--lazy", point], capture_output=True, check=False)
+
+
+@pytest.mark.parametrize("below", [".", "runs/one"])
+def test_a_file_system_that_is_not_mounted_is_away(tmp_path: Path, below: str) -> None:
+    with _bound(tmp_path) as (disk, point), _held(point / below) as found:
+        subprocess.run(["umount", "--lazy", point], check=True)
+        assert found.look() is Place.AWAY
+        assert _mount("--bind", disk, point)
+        assert found.look() is Place.HERE
+        shutil.rmtree(point / below / "terms")
+        assert found.look() is Place.GONE
 
 
 def test_a_disk_that_says_nothing_keeps_nobody_who_is_told_to_go(
@@ -139,21 +145,13 @@ def test_what_lies_at_the_path_of_a_lost_folder_is_not_asked(tmp_path: Path) -> 
 
 
 def test_logs_that_children_write_meanwhile_make_no_other_folder(tmp_path: Path) -> None:
-    """A mover that is started anew logs where the file system was mounted."""
-    disk, point = tmp_path / "disk", tmp_path / "mounted"
-    disk.mkdir()
-    point.mkdir()
-    if os.geteuid() or not _mount("--bind", disk, point):
-        pytest.skip("nothing can be mounted here")
-    try:
-        with _held(point) as found:
-            subprocess.run(["umount", "--lazy", point], check=True)
-            (point / "logs").mkdir()
-            assert found.look() is Place.AWAY
-            (point / "journal").mkdir()
-            assert found.look() is Place.GONE
-    finally:
-        subprocess.run(["umount", "--lazy", point], capture_output=True, check=False)
+    """A template that is started anew logs where the file system was mounted."""
+    with _bound(tmp_path) as (_, point), _held(point) as found:
+        subprocess.run(["umount", "--lazy", point], check=True)
+        (point / "logs").mkdir()
+        assert found.look() is Place.AWAY
+        (point / "journal").mkdir()
+        assert found.look() is Place.GONE
 
 
 def test_a_term_is_over_only_by_what_its_own_folder_says(tmp_path: Path) -> None:

@@ -14,14 +14,12 @@ from pydantic import ValidationError
 
 from holdfast.config.load import load
 from holdfast.config.run import RunConfig
-from holdfast.errors import FencedError, HoldfastError, RunFolderError
+from holdfast.errors import RunFolderError
 from holdfast.spec.parsing import parsed
-from holdfast.wire.auth import AuthError
-from holdfast.wire.client import OUTSIDE, Client, RequestError
 from holdfast.wire.exchange import Link
 from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import VARIABLE, Secret, read_secret
-from holdfast.wire.term import QUESTION, newest_term
+from holdfast.wire.term import QUESTION, asked, newest_term
 
 RESOLVED = "resolved.json"
 NEAR_SECONDS = 10.0
@@ -126,7 +124,7 @@ def answers(address: str, secrets: Sequence[Secret], deadline: float = NEAR_SECO
     """Whether a trainer is there that knows one of these secrets; None for a trainer that knows
     none of them: whose it is cannot be told."""
     for secret in secrets:
-        if (there := _asked(address, secret, deadline)) is not None:
+        if (there := asked(address, secret, deadline)) is not None:
             return there
     return None if _wants_proof(address, deadline) else False
 
@@ -140,25 +138,6 @@ def holder_answers(
     there = answers(address, secrets, deadline)
     elsewhere = not is_here(holder) and address.startswith(_ONLY_HERE)
     return False if there is None and elsewhere else there
-
-
-def _asked(address: str, secret: Secret, deadline: float) -> bool | None:
-    """As `wire.term.asks`; None where somebody answers who does not know the secret."""
-    try:
-        client = Client(address, secret, OUTSIDE, patience=0.0)
-    except ValueError:
-        return False
-    try:
-        client.post(QUESTION, {}, deadline)
-    except (RequestError, FencedError):
-        return True
-    except AuthError:
-        return None
-    except HoldfastError:
-        return False
-    finally:
-        client.close()
-    return True
 
 
 def _wants_proof(address: str, deadline: float) -> bool:

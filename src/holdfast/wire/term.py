@@ -21,6 +21,7 @@ from typing import Any
 
 from holdfast.errors import CorruptError, FencedError, HoldfastError, RunFolderError
 from holdfast.spec.parsing import parsed
+from holdfast.wire.auth import AuthError
 from holdfast.wire.client import OUTSIDE, Client, RequestError
 from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
 from holdfast.wire.secret import Secret
@@ -115,22 +116,26 @@ def asks(secret: Secret, deadline: float = 10.0) -> Callable[[str], bool]:
     an overloaded machine must not lose its run folder for being slow.
     """
 
-    def ask(address: str) -> bool:
-        try:
-            client = Client(address, secret, OUTSIDE, patience=0.0)
-        except ValueError:
-            return False
-        try:
-            client.post(QUESTION, {}, deadline)
-        except (RequestError, FencedError):
-            return True  # signed by somebody who knows the secret
-        except HoldfastError:
-            return False
-        finally:
-            client.close()
-        return True
+    return lambda address: asked(address, secret, deadline) is True
 
-    return ask
+
+def asked(address: str, secret: Secret, deadline: float) -> bool | None:
+    """As `asks`; None where an answer is not signed with this secret."""
+    try:
+        client = Client(address, secret, OUTSIDE, patience=0.0)
+    except ValueError:
+        return False
+    try:
+        client.post(QUESTION, {}, deadline)
+    except (RequestError, FencedError):
+        return True  # signed by somebody who knows the secret
+    except AuthError:
+        return None
+    except HoldfastError:
+        return False
+    finally:
+        client.close()
+    return True
 
 
 def newest_term(store: RunStore) -> tuple[int, dict[str, Any] | None]:
