@@ -23,11 +23,16 @@ class Event:
     """Base of all events. `step` is the step an event belongs to; 0 is before the first."""
 
     step: int = field(default=0, kw_only=True)
-    kind: ClassVar[str] = "event"
+    kind: ClassVar[str]  # its name in the journal: part of the format, never changed
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.kind = "".join(f"_{c.lower()}" if c.isupper() else c for c in cls.__name__).lstrip("_")
+        if "kind" not in vars(cls):
+            raise TypeError(f"event {cls.__name__} needs a kind of its own")
+        if cls.kind in _KINDS:
+            raise TypeError(
+                f"event kind {cls.kind!r} is already taken by {_KINDS[cls.kind].__name__}"
+            )
         _KINDS[cls.kind] = cls
 
     @property
@@ -56,6 +61,7 @@ class Record:
 class RunStarted(Event):
     """An agent opened the run folder; `resumed` when it had been opened before."""
 
+    kind: ClassVar[str] = "run_started"
     run: str
     config_hash: str
     dataset_version: str
@@ -66,6 +72,7 @@ class RunStarted(Event):
 class GenerationStarted(Event):
     """Membership `generation` of the record begins from the state after `step`."""
 
+    kind: ClassVar[str] = "generation_started"
     topology: dict[str, Any]
     reason: str  # start, resume, worker_lost, hang, non_finite, ...
     restored_from: str | None = None  # key of the commit object, None for initial weights
@@ -75,6 +82,7 @@ class GenerationStarted(Event):
 
 @dataclass(frozen=True)
 class WorkerStarted(Event):
+    kind: ClassVar[str] = "worker_started"
     rank: int
     pid: int
     node: str
@@ -84,12 +92,14 @@ class WorkerStarted(Event):
 class WorkerReady(Event):
     """The worker restored its state and is about to compute step `step` + 1."""
 
+    kind: ClassVar[str] = "worker_ready"
     rank: int
     seconds: float  # from fork to ready
 
 
 @dataclass(frozen=True)
 class WorkerLost(Event):
+    kind: ClassVar[str] = "worker_lost"
     rank: int
     pid: int  # 0: not known
     cause: str  # "SIGKILL", "exit 1", "no progress for 30 s", ...
@@ -102,6 +112,7 @@ class WorkerLost(Event):
 class WorkerPaced(Event):
     """A worker is judged otherwise beside those who do the same work."""
 
+    kind: ClassVar[str] = "worker_paced"
     node: str
     pid: int
     pace: str  # well, slow: it gets fewer microbatches; standby, out: none; trial: it is back
@@ -113,6 +124,7 @@ class WorkerPaced(Event):
 class WorkerHeld(Event):
     """A worker has stopped in the midst of its generation, lives, and waits for the next one."""
 
+    kind: ClassVar[str] = "worker_held"
     rank: int
     applied: int  # its state is that after this step
     whole: int | None  # the step of which it holds the whole gradient
@@ -121,6 +133,7 @@ class WorkerHeld(Event):
 
 @dataclass(frozen=True)
 class StopRequested(Event):
+    kind: ClassVar[str] = "stop_requested"
     reason: str  # SIGINT, SIGTERM
 
 
@@ -128,6 +141,7 @@ class StopRequested(Event):
 class NoticeReceived(Event):
     """These nodes will be gone `seconds` from now; leave: the run is to end by then."""
 
+    kind: ClassVar[str] = "notice_received"
     seconds: float
     nodes: list[str]
     leave: bool
@@ -138,6 +152,7 @@ class NoticeReceived(Event):
 class NoticesUnheard(Event):
     """Whoever is asked about the end of this machine does not answer; said once until it does."""
 
+    kind: ClassVar[str] = "notices_unheard"
     reason: str
 
 
@@ -145,6 +160,7 @@ class NoticesUnheard(Event):
 class EmergencyPlanned(Event):
     """Which tiers will have the state in time, the surest first; [] where none will."""
 
+    kind: ClassVar[str] = "emergency_planned"
     tiers: list[int]
     seconds: float  # the deadline
     bytes: int  # what is at risk
@@ -156,6 +172,7 @@ class RequestsRefused(Event):
     """Listeners refused requests since the last such event of this writer's process; a process of
     the run that came too late is among them, by generation."""
 
+    kind: ClassVar[str] = "requests_refused"
     counts: dict[str, dict[str, int]]  # listener -> reason -> how many
 
 
@@ -163,6 +180,7 @@ class RequestsRefused(Event):
 class RunStopped(Event):
     """Left early, resumable; the state after `step` is committed, or peers have it."""
 
+    kind: ClassVar[str] = "run_stopped"
     reason: str
 
 
@@ -170,9 +188,12 @@ class RunStopped(Event):
 class RunFinished(Event):
     """Every step of the run file is done and committed."""
 
+    kind: ClassVar[str] = "run_finished"
+
 
 @dataclass(frozen=True)
 class RunFailed(Event):
+    kind: ClassVar[str] = "run_failed"
     reason: str
 
 
@@ -181,6 +202,7 @@ class RunFailed(Event):
 class StepDone(Event):
     """Step `step` is applied everywhere. Written by rank 0. Seconds are of rank 0."""
 
+    kind: ClassVar[str] = "step_done"
     loss: float  # nats per token, mean over the global batch
     tokens: int  # tokens of the global batch that carry loss
     grad_norm: float  # before clipping
@@ -194,6 +216,7 @@ class StepDone(Event):
 class StateDiffers(Event):
     """After the update of a step, ranks do not hold what the others hold of the same state."""
 
+    kind: ClassVar[str] = "state_differs"
     ranks: list[int]  # who differs from most; where there is no majority, all who differ
     tensors: list[str]
     sure: bool  # there was a majority
@@ -204,6 +227,7 @@ class StepTraced(Event):
     """What a rank did when in one step: [track, name, start, stop] of every span, in seconds of its
     machine's monotonic clock, which ranks of one node share and others do not."""
 
+    kind: ClassVar[str] = "step_traced"
     rank: int
     spans: list[list[Any]]
 
@@ -217,12 +241,14 @@ class BatchFed(Event):
     tokens as the model received them.
     """
 
+    kind: ClassVar[str] = "batch_fed"
     rank: int
     entries: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Evaluated(Event):
+    kind: ClassVar[str] = "evaluated"
     loss: float  # nats per token
     bits_per_byte: float
     tokens: int
@@ -233,6 +259,7 @@ class Evaluated(Event):
 class NonFinite(Event):
     """A loss or a gradient of step `step` is NaN or infinite: nothing of it is applied."""
 
+    kind: ClassVar[str] = "non_finite"
     rank: int  # where it was seen first
     parameter: str
     node: str = ""  # of that rank
@@ -244,6 +271,7 @@ class NonFinite(Event):
 class Blamed(Event):
     """Who is to blame for something bad in step `step`, as far as that can be said."""
 
+    kind: ClassVar[str] = "blamed"
     blame: str  # data: these microbatches are left out; device; unknown
     microbatches: list[int]
     devices: list[str]  # on which it was bad, first of all
@@ -254,6 +282,7 @@ class Blamed(Event):
 class SettingIgnored(Event):
     """A setting that is not honoured on this machine, said once."""
 
+    kind: ClassVar[str] = "setting_ignored"
     key: str
     reason: str
 
@@ -263,6 +292,7 @@ class FaultInjected(Event):
     """A fault that was ordered is about to happen: written before it is brought about, by whoever
     does so."""
 
+    kind: ClassVar[str] = "fault_injected"
     number: int
     fault: str
     target: str  # "rank 2", "the mover of b", ...
@@ -272,6 +302,7 @@ class FaultInjected(Event):
 # --- checkpoints ----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class CheckpointCaptured(Event):
+    kind: ClassVar[str] = "checkpoint_captured"
     rank: int
     seconds: float  # training was blocked for this long, in all
     bytes: int
@@ -284,6 +315,7 @@ class CheckpointCaptured(Event):
 class SaveInterval(Event):
     """A new decision how often to save into a tier. Written by rank 0."""
 
+    kind: ClassVar[str] = "save_interval"
     tier: int
     seconds: float  # 0: never on its own account
     reason: str
@@ -291,12 +323,14 @@ class SaveInterval(Event):
 
 @dataclass(frozen=True)
 class CheckpointSkipped(Event):
+    kind: ClassVar[str] = "checkpoint_skipped"
     rank: int
     reason: str
 
 
 @dataclass(frozen=True)
 class CheckpointCommitted(Event):
+    kind: ClassVar[str] = "checkpoint_committed"
     key: str
     bytes: int
     seconds: float  # from the first captured header to the commit object
@@ -304,12 +338,14 @@ class CheckpointCommitted(Event):
 
 @dataclass(frozen=True)
 class CheckpointFailed(Event):
+    kind: ClassVar[str] = "checkpoint_failed"
     reason: str
     generation: int = 0  # that captured it; a newer one than that made it fail, where it is older
 
 
 @dataclass(frozen=True)
 class CheckpointRestored(Event):
+    kind: ClassVar[str] = "checkpoint_restored"
     rank: int
     key: str
     bytes: int
@@ -323,6 +359,7 @@ class CheckpointRestored(Event):
 class RestorePointFound(Event):
     """The state after `step` is what the generation begins from."""
 
+    kind: ClassVar[str] = "restore_point_found"
     key: str
     durable: bool  # False: it lies in memory alone
     seconds: float  # to find and open it
@@ -332,6 +369,7 @@ class RestorePointFound(Event):
 class SourceRejected(Event):
     """A source had some bytes of a checkpoint not whole, and another one gave them."""
 
+    kind: ClassVar[str] = "source_rejected"
     rank: int  # that read; -1: whoever chose what to begin from
     source: str
     key: str
@@ -342,6 +380,7 @@ class SourceRejected(Event):
 class SnapshotComplete(Event):
     """This node's memory holds the part of each of its ranks of the state after `step`, hashed."""
 
+    kind: ClassVar[str] = "snapshot_complete"
     bytes: int
     seconds: float  # from the first rank's announcement
 
@@ -350,17 +389,20 @@ class SnapshotComplete(Event):
 class SnapshotDropped(Event):
     """A snapshot in memory had to go before there was a newer one."""
 
+    kind: ClassVar[str] = "snapshot_dropped"
     reason: str
 
 
 @dataclass(frozen=True)
 class CheckpointRejected(Event):
+    kind: ClassVar[str] = "checkpoint_rejected"
     key: str
     reason: str
 
 
 @dataclass(frozen=True)
 class CheckpointRemoved(Event):
+    kind: ClassVar[str] = "checkpoint_removed"
     key: str
 
 
@@ -368,6 +410,7 @@ class CheckpointRemoved(Event):
 class CheckpointUploaded(Event):
     """The bucket holds a checkpoint too."""
 
+    kind: ClassVar[str] = "checkpoint_uploaded"
     key: str
     bytes: int  # sent: what an earlier attempt had sent lay there already
     seconds: float
@@ -377,6 +420,7 @@ class CheckpointUploaded(Event):
 class UploadFailed(Event):
     """A checkpoint did not get into the bucket; said once until one has."""
 
+    kind: ClassVar[str] = "upload_failed"
     key: str
     reason: str
 
@@ -385,6 +429,7 @@ class UploadFailed(Event):
 class SnapshotKept(Event):
     """Another machine's memory holds the state after `step`, as far as this node's ranks own it."""
 
+    kind: ClassVar[str] = "snapshot_kept"
     peer: str
     bytes: int
     seconds: float  # from its turn to the last answer
@@ -396,6 +441,7 @@ class SnapshotKept(Event):
 class PeerFailed(Event):
     """A machine that was to keep snapshots did not; said once until it has kept one again."""
 
+    kind: ClassVar[str] = "peer_failed"
     peer: str
     reason: str
 
