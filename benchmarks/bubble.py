@@ -1,7 +1,7 @@
 """Schedules on waiting devices: the executed timeline against the timer's and the formula.
 
 Real processes, real sends and receives, real tables; only the arithmetic is a wait. For every
-case: the makespan and the mean bubble that the timer (`spec/schedule_time.py`) says, those that
+case: the makespan and the mean bubble that the timer (`core/schedule/timing.py`) says, those that
 were executed, and the largest difference of any rank's bubble. The floor is the error of a bare
 wait of the same length in a process that does nothing else, in the same run: nothing executed
 here can be closer than that.
@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from tests.ranks import RankContext, Result, Server, expect, run_ranks
 
+from benchmarks.waiting_stages import WaitingStages
+from holdfast.core.schedule.csv import from_csv, to_csv
+from holdfast.core.schedule.table import Schedule, build, singles
+from holdfast.core.schedule.timing import Durations, Timeline, timeline
+from holdfast.parallel.comm.transport import Peers, exchange
 from holdfast.parallel.pipeline import Interpreter
-from holdfast.parallel.timeline import COMPUTE, Recorder, Span, chrome_trace, measure
-from holdfast.parallel.transport import Peers, exchange
-from holdfast.parallel.waiting import WaitingStages
-from holdfast.spec.schedule import Schedule, build, singles
-from holdfast.spec.schedule_csv import from_csv, to_csv
-from holdfast.spec.schedule_time import Durations, Timeline, timeline
+from holdfast.parallel.trace import COMPUTE, Recorder, Span, chrome_trace, measure
 
 # A V of two stages on each of two ranks, the backward in two halves (zero bubble).
 SPLIT_V = (

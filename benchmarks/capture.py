@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 
-from holdfast.checkpoint.capture import Captured, Capturer
-from holdfast.checkpoint.mover import MoverBoot
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.service import Settings
+from holdfast.checkpoint.capture.capturer import Captured, Capturer
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.mover.main import MoverBoot
+from holdfast.checkpoint.mover.service import Settings
+from holdfast.core.sharding.state_table import StateTable, TensorSpec
 from holdfast.layout import Layout, place
-from holdfast.spec.state import StateTable, TensorSpec
 from holdfast.wire.secret import Secret
 
 
@@ -48,7 +48,7 @@ def measure(folder: Path, table: StateTable, rounds: int) -> None:
         str(folder), f"{folder}/mover.sock", Settings("bench", "", "", keep_last=1), secret.hex()
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.checkpoint.mover"],
+        [sys.executable, "-m", "holdfast.checkpoint.mover.main"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

@@ -17,10 +17,10 @@ import torch
 
 from benchmarks.paired import estimate
 from holdfast.config.model import ModelConfig
+from holdfast.core.sharding.parameters import count
+from holdfast.core.sharding.state_table import state_table
 from holdfast.layout import Layout, place
-from holdfast.spec.parameters import count
-from holdfast.spec.state import state_table
-from holdfast.train.checksum import Checksums
+from holdfast.train.replica_check import Checksums
 from holdfast.train.state import LocalTensor
 
 

@@ -26,19 +26,19 @@ import numpy as np
 import psutil
 from xxhash import xxh3_128_hexdigest
 
-from holdfast.checkpoint.arena import Arena, digest, slot_capacity
-from holdfast.checkpoint.blob import ExtentHasher, header, total_size
-from holdfast.checkpoint.peer_settings import Peer, PeerSettings
-from holdfast.checkpoint.peer_source import PeerSource
-from holdfast.checkpoint.peers import Peers
-from holdfast.checkpoint.save import fitting_extent
-from holdfast.checkpoint.snapshots import MemoryFile, Shelf, Snapshot
+from holdfast.checkpoint.format.blob import ExtentHasher, header, total_size
+from holdfast.checkpoint.format.save_context import fitting_extent
+from holdfast.checkpoint.memory.arena import Arena, digest, slot_capacity
+from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Shelf, Snapshot
+from holdfast.checkpoint.peers.config import Peer, PeerSettings
+from holdfast.checkpoint.peers.peer_tier import Peers
+from holdfast.checkpoint.peers.source import PeerSource
+from holdfast.core.format.manifest import Part, blob_key, placed, writer_name
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.events import Event, SnapshotKept
 from holdfast.layout import Layout, place
 from holdfast.policy.placement import Machine
-from holdfast.spec.manifest import Part, blob_key, placed, writer_name
-from holdfast.spec.ownership import owned_boxes
-from holdfast.spec.state import TensorSpec
 from holdfast.wire.secret import Secret
 
 READ = 16 * 2**20

@@ -43,10 +43,10 @@ from benchmarks.paired import estimate
 from holdfast.config.data import DataConfig
 from holdfast.config.model import ModelConfig
 from holdfast.config.train import TrainConfig
+from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
 from holdfast.data.prepare import prepare
-from holdfast.spec.order import BatchSchedule, SampleOrder
 
 VOCAB = 1024
 

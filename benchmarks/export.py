@@ -24,15 +24,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.checkpoint.blob import header
-from holdfast.checkpoint.save import Plan, try_commit, write_part
+from holdfast.checkpoint.format.blob import header
+from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.save.writer import try_commit, write_part
 from holdfast.config.run import RunConfig
+from holdfast.core.format.manifest import placed
+from holdfast.core.sharding.ownership import Ownership
+from holdfast.core.sharding.parameters import count
+from holdfast.core.sharding.state_table import state_table
 from holdfast.layout import Layout, place
-from holdfast.spec.manifest import placed
-from holdfast.spec.ownership import Ownership
-from holdfast.spec.parameters import count
-from holdfast.spec.state import state_table
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 
 LAYERS, HEADS, KV_HEADS, FFN, VOCABULARY = 28, 24, 8, 8192 / 3072, 128256 / 3072
 MIB = 2**20
@@ -42,21 +43,22 @@ CHILD = """
 import json, sys
 from pathlib import Path
 import torch
-from holdfast.cli.runs import open_run
-from holdfast.cli.weights import choose, write_folder
-from holdfast.model import dcp, huggingface
+from holdfast.launch.runs import open_run
+from holdfast.export.weights import choose, write_folder
+from holdfast.model import dcp_export, huggingface
 def peak():
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) * 1024
 form, folder, to, shard = sys.argv[1:5]
 run = open_run(Path(folder))
-from holdfast.checkpoint.restore import Checkpoint, listing
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
 checkpoint = Checkpoint.open(run.store, listing(run.store)[0])
 before = peak()
 if form == "hf":
     write_folder(Path(to), run, checkpoint, None, None, int(shard))
 else:
-    from holdfast.cli.dcp import write_dcp_folder
+    from holdfast.export.dcp import write_dcp_folder
     write_dcp_folder(Path(to), run, checkpoint, "holdfast")
 print(json.dumps([before, peak()]))
 """

@@ -27,11 +27,11 @@ from pathlib import Path
 from benchmarks.paired import Estimate, estimate
 from holdfast.config.load import load
 from holdfast.config.run import RunConfig
+from holdfast.core.flops import CONVENTIONS, utilisation
 from holdfast.events import CheckpointCaptured, Event, StepDone
 from holdfast.plan.hardware import Accelerator, this_machine
-from holdfast.spec.flops import CONVENTIONS, utilisation
 from holdfast.wire.journal import read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 
 ROOT = Path(__file__).resolve().parent.parent
 BAR = 42_000  # tokens/s of Llama 3.2 1B at sequence 4096 on one H100

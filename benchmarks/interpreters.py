@@ -32,10 +32,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from benchmarks.paired import estimate
+from holdfast.core.schedule.csv import to_csv
+from holdfast.core.schedule.table import Schedule, build
+from holdfast.parallel.comm.transport import Peers, exchange
 from holdfast.parallel.pipeline import Interpreter
-from holdfast.parallel.transport import Peers, exchange
-from holdfast.spec.schedule import Schedule, build
-from holdfast.spec.schedule_csv import to_csv
 
 CPU = torch.device("cpu")
 

@@ -30,8 +30,8 @@ from multiprocessing import Pool
 from pathlib import Path
 
 from holdfast.errors import DataError
-from holdfast.policy.hazard import NODE_MTBF, Hazard, duration
-from holdfast.policy.interval import Bounds, young
+from holdfast.policy.saving.failure_rate import NODE_MTBF, Hazard, duration
+from holdfast.policy.saving.interval import Bounds, young
 from holdfast.report.svg import Scale, line, path, tag, text
 from holdfast.simulate import synthetic
 from holdfast.simulate.intervals import (

@@ -21,13 +21,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 
-from holdfast.checkpoint.blob import header
-from holdfast.checkpoint.index import Index
-from holdfast.checkpoint.restore import Checkpoint
-from holdfast.checkpoint.save import acyclic
+from holdfast.checkpoint.format.blob import header
+from holdfast.checkpoint.format.box_index import Index
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.save.writer import acyclic
 from holdfast.config.model import ModelConfig
-from holdfast.layout import Layout, Topology, place
-from holdfast.spec.manifest import (
+from holdfast.core.format.manifest import (
     Blob,
     Part,
     blob_key,
@@ -35,10 +34,11 @@ from holdfast.spec.manifest import (
     placed_as,
     writer_name,
 )
-from holdfast.spec.ownership import Ownership
-from holdfast.spec.parameters import count
-from holdfast.spec.state import StateTable, local_boxes, state_table
-from holdfast.wire.runstore import MemoryStore
+from holdfast.core.sharding.ownership import Ownership
+from holdfast.core.sharding.parameters import count
+from holdfast.core.sharding.state_table import StateTable, local_boxes, state_table
+from holdfast.layout import Layout, Topology, place
+from holdfast.wire.store.run_store import MemoryStore
 
 EXTENT = 16 * 2**20
 MODEL = {

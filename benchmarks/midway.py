@@ -1,9 +1,10 @@
 """Killed in the midst of a large message: from there to the next committed step.
 
-gloo wakes nobody who waits for the rest of a message (`src/holdfast/parallel/errand.py`), and the
-larger messages are, the surer a loss leaves one behind. Three workers of one node, a model whose
-gradients are as large as `--dim` makes them; a worker is killed while some connection of this
-machine holds bytes that nobody has read, again and again:
+gloo wakes nobody who waits for the rest of a message
+(`src/holdfast/parallel/comm/abortable_wait.py`), and the larger messages are, the surer a loss
+leaves one behind. Three workers of one node, a model whose gradients are as large as `--dim` makes
+them; a worker is killed while some connection of this machine holds bytes that nobody has read,
+again and again:
 
     reduce   in a step of all three
     move     while one that takes the place of a lost one is sent the state

@@ -43,21 +43,21 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from holdfast.checkpoint.arena import Arena, digest, slot_capacity
-from holdfast.checkpoint.blob import header, total_size
-from holdfast.checkpoint.mover import MoverBoot
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.restore import Checkpoint
-from holdfast.checkpoint.service import Settings
-from holdfast.checkpoint.sources import MappedSource, Mixed, Source, StoreSource
+from holdfast.checkpoint.format.blob import header, total_size
+from holdfast.checkpoint.memory.arena import Arena, digest, slot_capacity
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.mover.main import MoverBoot
+from holdfast.checkpoint.mover.service import Settings
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.sources import MappedSource, Mixed, Source, StoreSource
+from holdfast.core.format.manifest import Commit, commit_key, placed
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.state_table import StateTable, TensorSpec, local_boxes
 from holdfast.layout import Layout, Topology, place
-from holdfast.spec.boxes import Box
-from holdfast.spec.manifest import Commit, commit_key, placed
-from holdfast.spec.ownership import owned_boxes
-from holdfast.spec.state import StateTable, TensorSpec, local_boxes
-from holdfast.wire.bucket import BucketStore
-from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
+from holdfast.wire.store.bucket import BucketStore
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import open_generation
 
 STEP = 1
@@ -108,7 +108,7 @@ class Mover:
         settings = Settings("bench", "", "", keep_last=1)
         boot = MoverBoot(str(folder / "run"), self.socket, settings, self.secret.hex())
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.checkpoint.mover"],
+            [sys.executable, "-m", "holdfast.checkpoint.mover.main"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         assert self._process.stdin is not None

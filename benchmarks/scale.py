@@ -37,12 +37,13 @@ from typing import Any
 
 from tests.elastic.fleet import SECRET, FleetAgent, Switch, until
 
-from holdfast.elastic.coordinator import Coordinator
-from holdfast.elastic.following import Follower, Opened, read_opened
-from holdfast.policy.membership import Phase, Reign
-from holdfast.policy.succession import Patience
-from holdfast.wire.runstore import FolderStore
-from holdfast.wire.talker import Talker
+from holdfast.elastic.coordinator.coordinator import Coordinator
+from holdfast.elastic.membership.role_loop import Follower
+from holdfast.elastic.protocol.generation_record import Opened, read_opened
+from holdfast.policy.membership.election import Patience
+from holdfast.policy.membership.transitions import Phase, Reign
+from holdfast.wire.http.async_client import Talker
+from holdfast.wire.store.run_store import FolderStore
 
 PROCESSES = 4
 JOIN_SECONDS = 240.0

@@ -174,7 +174,7 @@ class Run:
             for process in (own, *own.children(recursive=True)):
                 times = process.cpu_times()
                 kind = "agents" if process is own else "workers"
-                if "holdfast.checkpoint.mover" in process.cmdline():
+                if "holdfast.checkpoint.mover.main" in process.cmdline():
                     kind = "movers"
                 found[kind] += times.user + times.system
         return found
@@ -306,7 +306,7 @@ def _over(added: list[float], bare: list[float]) -> Estimate:
 
 def state_bytes(run_file: Path, changes: list[str]) -> int:
     from holdfast.config.load import load
-    from holdfast.spec.state import state_table
+    from holdfast.core.sharding.state_table import state_table
 
     config = load(run_file, ["model.vocab_size=512", *changes]).config
     return sum(spec.nbytes for spec in state_table(config.model, config.train.precision))

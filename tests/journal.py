@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from holdfast.core.data.lineage import Once
 from holdfast.errors import CorruptError
 from holdfast.events import Record
-from holdfast.spec.lineage import Once
-from holdfast.wire.journal import PREFIX, parse
-from holdfast.wire.runstore import FolderStore, MissingKeyError
+from holdfast.wire.journal import parse
+from holdfast.wire.store.run_store import PREFIX, FolderStore, MissingKeyError
 
 
 class Journal:

@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from holdfast.core.data.lineage import split
 from holdfast.events import Event, GenerationStarted, Record, StepDone
-from holdfast.spec.lineage import split
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
 from tests.cli.support import apart, start, within, write_run_file
 from tests.journal import Journal

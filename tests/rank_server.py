@@ -32,7 +32,8 @@ PRELOAD = (
     "torch.distributed.tensor", "torch.distributed.device_mesh", "torch._dynamo",
     "torch.distributed.tensor.debug", "torch.nn.parallel", "numpy.random", "hypothesis",
     "holdfast.train.recover", "holdfast.train.runner",
-    "holdfast.checkpoint.capture", "holdfast.model.huggingface", "holdfast.elastic.worker.main",
+    "holdfast.checkpoint.capture.capturer", "holdfast.model.huggingface",
+    "holdfast.elastic.worker.main",
     "tests.train.layouts", "tests.checkpoint.support",
 )  # fmt: skip
 GRACE = 3.0  # seconds that peers get after a rank failed

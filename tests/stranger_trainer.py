@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from holdfast.wire.server import Guard
+from holdfast.wire.http.server import Guard
 from tests.elastic import drive
 
 _make = Guard.__init__

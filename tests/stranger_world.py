@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.events import RequestsRefused
-from holdfast.wire.auth import Aim, headers_of
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.http.auth import Aim, headers_of
 from holdfast.wire.secret import Secret, open_secret
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
 from tests.elastic.trainer import Trainer, gone
 from tests.journal import Journal

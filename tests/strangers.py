@@ -16,7 +16,7 @@ from contextlib import suppress
 from random import Random
 from urllib.parse import quote
 
-from holdfast.wire.auth import headers_of, sha256, sign, stated
+from holdfast.wire.http.auth import headers_of, sha256, sign, stated
 from holdfast.wire.secret import Secret
 
 MARK = "left-by-a-stranger"

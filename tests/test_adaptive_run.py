@@ -17,7 +17,7 @@ from holdfast.events import (
     WorkerStarted,
 )
 from holdfast.wire.journal import follow, read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import start, within, write_run_file
 
 SETTINGS = (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.elastic.faults.armed import Armoury, Order, Wrong
+from holdfast.elastic.protocol.fault_orders import Armoury, Order, Wrong
 from holdfast.events import Blamed, GenerationStarted, NonFinite, RunFinished, WorkerLost
 from tests.cli.support import within
 from tests.nodes import losses_of_one_worker, nodes_of, prepared

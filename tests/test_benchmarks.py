@@ -25,9 +25,9 @@ from benchmarks.steadying.worker import KINDS, kind_of
 from benchmarks.turns import Pair, losses
 
 from holdfast.config.load import load
+from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.events import CheckpointCaptured, StepDone
 from holdfast.layout import Layout
-from holdfast.spec.parameters import decoder_parameters
 from tests.ranks import ROOT
 
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore import Checkpoint, listing, step_of
+from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.format.manifest import parse_commit_key
 from holdfast.events import CheckpointRestored, Record, SourceRejected, StepDone
-from holdfast.spec.manifest import parse_commit_key
 from holdfast.wire.journal import read
-from holdfast.wire.runstore import FolderStore, RunStore
-from holdfast.wire.stores import open_store
+from holdfast.wire.store.location import open_store
+from holdfast.wire.store.run_store import FolderStore, RunStore
 from tests.cli.support import apart, start, write_run_file
 from tests.ranks import wait_until
 from tests.wire import s3

@@ -12,7 +12,7 @@ from holdfast.events import (
     StepDone,
 )
 from holdfast.wire.journal import read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import apart, within, write_run_file
 from tests.elastic.metadata import metadata_service
 from tests.test_emergency import Trainer

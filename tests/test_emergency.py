@@ -28,7 +28,7 @@ from holdfast.events import (
     StepDone,
 )
 from holdfast.wire.journal import JournalWriter, follow, read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import Outcome, apart, secret_file, staging, start, within, write_run_file
 
 SETTINGS = (

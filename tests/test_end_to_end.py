@@ -28,7 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from holdfast.events import CheckpointCommitted, Event, StepDone, WorkerStarted
 from holdfast.report import history
 from holdfast.wire.journal import follow
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import apart, start, write_run_file
 from tests.processes import runs
 from tests.ranks import wait_until

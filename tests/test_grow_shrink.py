@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.elastic.faults.armed import Armoury
+from holdfast.elastic.protocol.fault_orders import Armoury
 from holdfast.events import GenerationStarted
 from tests.cli.support import within
 from tests.nodes import Nodes, nodes_of

@@ -23,7 +23,7 @@ TORCH_ROOMS = (
     "holdfast.checkpoint.capture", "holdfast.elastic.worker",
 )  # fmt: skip
 
-HIGHEST = ("cli", "launch", "simulate", "report", "elastic")  # rooms that import most of the others
+HIGHEST = ("cli", "export", "launch", "chaos", "simulate", "report", "elastic")
 
 # Reads module names, forks once for each that no other one brought along, prints
 # {module: what was wrong}.

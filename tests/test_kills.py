@@ -16,7 +16,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.checkpoint.restore import Checkpoint, listing
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.state_table import ITEM_BYTES
 from holdfast.events import (
     Event,
     GenerationStarted,
@@ -27,10 +30,8 @@ from holdfast.events import (
     WorkerLost,
     WorkerStarted,
 )
-from holdfast.spec.boxes import Box
-from holdfast.spec.state import ITEM_BYTES
 from holdfast.wire.journal import follow, read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import Outcome, apart, start, within
 
 STEPS = 260

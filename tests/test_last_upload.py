@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore import listing, step_of
+from holdfast.checkpoint.restore.catalog import listing, step_of
 from holdfast.events import RunFinished, RunStopped
 from holdfast.wire.journal import read
-from holdfast.wire.runstore import FolderStore
-from holdfast.wire.stores import open_store
+from holdfast.wire.store.location import open_store
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import apart, start, write_run_file
 from tests.wire import s3
 from tests.wire.s3 import Fault, Proxy, Request

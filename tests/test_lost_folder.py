@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.elastic.faults.armed import Armoury
+from holdfast.elastic.protocol.fault_orders import Armoury
 from holdfast.events import (
     CheckpointRestored,
     GenerationStarted,
@@ -26,7 +26,7 @@ from holdfast.events import (
     StepDone,
 )
 from holdfast.wire.journal import Record, follow, read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import apart, secret_file, staging, start, write_run_file
 
 STEPS, GATE = 40, 25  # further than the gate nobody goes before all is lost

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.restore import Checkpoint, listing
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.sharding.boxes import whole
 from holdfast.events import CheckpointRestored, GenerationStarted, RunFinished, SnapshotKept
-from holdfast.spec.boxes import whole
 from holdfast.wire.journal import follow, read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import apart, secret_file, staging, start, write_run_file
 from tests.processes import children_of
 
@@ -80,7 +81,7 @@ def _kill_the_mover(agent: int, folder: Path) -> None:
     deadline.start()
     for records in follow(FolderStore(folder), poll=0.05, stop=end):
         if any(isinstance(r.event, SnapshotKept) and r.event.step >= KILL_AT for r in records):
-            (mover,) = children_of(agent, "holdfast.checkpoint.mover", recursive=True)
+            (mover,) = children_of(agent, "holdfast.checkpoint.mover.main", recursive=True)
             mover.kill()
             break
     else:

@@ -12,7 +12,10 @@ import signal
 import threading
 from pathlib import Path
 
-from holdfast.checkpoint.restore import Checkpoint, listing
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.state_table import ITEM_BYTES
 from holdfast.events import (
     CheckpointCaptured,
     CheckpointCommitted,
@@ -25,10 +28,8 @@ from holdfast.events import (
     SnapshotComplete,
     WorkerStarted,
 )
-from holdfast.spec.boxes import whole
-from holdfast.spec.state import ITEM_BYTES
 from holdfast.wire.journal import follow, read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import Outcome, apart, start, within
 
 STEPS = 120

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore import listing, step_of
-from holdfast.elastic.leaving import LEAVE_SECONDS
-from holdfast.elastic.lost_folder import GONE, GONE_SECONDS, HOLD_SECONDS
+from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.elastic.agent.run_folder_monitor import GONE, GONE_SECONDS, HOLD_SECONDS
+from holdfast.elastic.agent.shutdown import LEAVE_SECONDS
 from holdfast.events import GenerationStarted
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.nodes import Nodes, nodes_of
 
 SETTINGS = (

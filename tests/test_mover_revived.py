@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.checkpoint.restore import listing
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.core.format.manifest import parse_commit_key
 from holdfast.events import GenerationStarted
-from holdfast.spec.manifest import parse_commit_key
 from holdfast.wire.journal import read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import start, within, write_run_file
 from tests.processes import children_of
 
@@ -73,7 +73,7 @@ def _newest(folder: Path) -> int:
 
 
 def _movers(agent: int) -> list[psutil.Process]:
-    return children_of(agent, "holdfast.checkpoint.mover")
+    return children_of(agent, "holdfast.checkpoint.mover.main")
 
 
 def _until(holds: Callable[[], bool]) -> None:

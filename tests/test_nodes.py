@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore import listing, step_of
-from holdfast.elastic.faults.armed import Armoury
+from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.elastic.protocol.fault_orders import Armoury
 from holdfast.events import GenerationStarted, NoticeReceived, StepDone
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import within
 from tests.nodes import DEADLINE, Nodes, nodes_of
 from tests.ranks import wait_until

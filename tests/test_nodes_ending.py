@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from holdfast.checkpoint.restore import listing, step_of
+from holdfast.checkpoint.restore.catalog import listing, step_of
 from holdfast.events import GenerationStarted, NoticeReceived, RunStopped, StepDone
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import apart, start
 from tests.nodes import DEADLINE, Nodes, nodes_of
 

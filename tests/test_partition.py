@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.elastic.faults.network import Network, available
+from holdfast.chaos.network import Network, available
 from holdfast.events import GenerationStarted
 from holdfast.report import history
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import apart
 from tests.nodes import Nodes, nodes_of
 

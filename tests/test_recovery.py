@@ -21,7 +21,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.restore import Checkpoint, listing
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.data.lineage import split
+from holdfast.core.sharding.boxes import whole
 from holdfast.events import (
     Event,
     GenerationStarted,
@@ -34,10 +37,8 @@ from holdfast.events import (
     WorkerStarted,
 )
 from holdfast.report import history
-from holdfast.spec.boxes import whole
-from holdfast.spec.lineage import split
 from holdfast.wire.journal import follow, read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import apart, start, within
 from tests.elastic.faulty import DEEDS
 from tests.processes import children_of
@@ -202,9 +203,9 @@ def test_of_four_replicas_whoever_is_not_hit_stays(run_file: Path, alone: Path) 
         os.kill(first[3], signal.SIGKILL)
         run.until(lambda r: isinstance(r.event, StepDone) and run.pids == {0: first[2]})
 
-        (template,) = run.children("holdfast.elastic.worker.template")
+        (template,) = run.children("holdfast.elastic.worker.fork_server")
         os.kill(template, signal.SIGKILL)
-        (mover,) = run.children("holdfast.checkpoint.mover")
+        (mover,) = run.children("holdfast.checkpoint.mover.main")
         os.kill(mover, signal.SIGKILL)
         run.finish()
         assert run.pids == {0: first[2]}, "their ends are nobody's"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.elastic.faults.armed import Armoury, Order
+from holdfast.elastic.protocol.fault_orders import Armoury, Order
 from holdfast.events import (
     CheckpointRestored,
     GenerationStarted,

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.restore import Checkpoint, listing
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.sharding.boxes import Box
 from holdfast.events import Evaluated, GenerationStarted, StepDone, WorkerLost, WorkerStarted
-from holdfast.spec.boxes import Box
 from holdfast.wire.journal import follow, read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import apart, start, within, write_run_file
 
 STEPS, KILL, LEAVE = 40, 8, 16

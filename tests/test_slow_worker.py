@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from holdfast.elastic.faults.armed import Armoury
+from holdfast.elastic.protocol.fault_orders import Armoury
 from holdfast.events import BatchFed, GenerationStarted, WorkerLost, WorkerPaced, WorkerStarted
 from tests.cli.support import within
 from tests.nodes import losses_of_one_worker, nodes_of, prepared

@@ -25,7 +25,7 @@ from holdfast.events import (
     SnapshotKept,
     StepDone,
 )
-from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError
+from holdfast.wire.store.run_store import AlreadyExistsError, MissingKeyError
 from tests.ranks import ROOT
 
 

@@ -23,14 +23,14 @@ from urllib.request import urlopen
 
 import pytest
 
-from holdfast.checkpoint import peer_wire
-from holdfast.checkpoint.framing import request_line
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.peer_wire import RANGE, PeerClient
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.mover.protocol import request_line
+from holdfast.checkpoint.peers import client as peer_wire
+from holdfast.checkpoint.peers.client import RANGE, PeerClient
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import RequestsRefused, StepDone
-from holdfast.wire.auth import Aim
-from holdfast.wire.client import Client, RequestError
+from holdfast.wire.http.auth import Aim
+from holdfast.wire.http.client import Client, RequestError
 from holdfast.wire.secret import Secret, read_secret
 from tests.ranks import ROOT
 from tests.stranger_world import (
@@ -200,7 +200,7 @@ def peer_wire_paths() -> list[str]:
 
 def identity_of(world: World) -> str:
     """What the mover takes for its run, from the journal."""
-    from holdfast.checkpoint.peer_wire import identity
+    from holdfast.checkpoint.peers.client import identity
     from holdfast.events import RunStarted
 
     (started,) = world.trainer.events(RunStarted)

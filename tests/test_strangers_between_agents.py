@@ -7,11 +7,11 @@ import json
 import time
 from pathlib import Path
 
-from holdfast.policy.membership import Phase, Stage
-from holdfast.policy.succession import Patience
-from holdfast.wire.auth import Aim
-from holdfast.wire.client import Client
-from holdfast.wire.runstore import FolderStore
+from holdfast.policy.membership.election import Patience
+from holdfast.policy.membership.transitions import Phase, Stage
+from holdfast.wire.http.auth import Aim
+from holdfast.wire.http.client import Client
+from holdfast.wire.store.run_store import FolderStore
 from tests.elastic.fleet import SECRET, FleetAgent, until
 from tests.stranger_world import ATTEMPTS, REFUSED, SEED, attack, signing, tapped
 from tests.strangers import Stranger

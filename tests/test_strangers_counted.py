@@ -19,13 +19,13 @@ import pytest
 from holdfast.errors import RunFolderError
 from holdfast.events import Record, RequestsRefused, from_json, to_json
 from holdfast.report.metrics import Metrics
-from holdfast.wire.auth import Verifier
-from holdfast.wire.client import Client
-from holdfast.wire.doors import Doors
-from holdfast.wire.listening import address_of, bind
-from holdfast.wire.refusals import CONTROL, MOVER, PEERS, Refusals, sentence
+from holdfast.wire.http.auth import Verifier
+from holdfast.wire.http.client import Client
+from holdfast.wire.http.connection_limits import Doors
+from holdfast.wire.http.refusals import CONTROL, MOVER, PEERS, Refusals, sentence
+from holdfast.wire.http.server import Guard, Listener
+from holdfast.wire.http.sockets import address_of, bind
 from holdfast.wire.secret import Secret
-from holdfast.wire.server import Guard, Listener
 from tests.ranks import wait_until
 
 SECRET = Secret(b"c" * 32)
@@ -190,11 +190,11 @@ def test_an_ipv6_address_is_that_alone() -> None:
 FEW = """
 import asyncio, json, resource, time
 resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-from holdfast.elastic import health
-from holdfast.wire.auth import Verifier
+from holdfast.elastic.agent import health
+from holdfast.wire.http.auth import Verifier
 from holdfast.wire.secret import Secret
-from holdfast.wire.listening import address_of, bind
-from holdfast.wire.server import Guard, Listener
+from holdfast.wire.http.sockets import address_of, bind
+from holdfast.wire.http.server import Guard, Listener
 
 async def echo(generation, body):
     return body

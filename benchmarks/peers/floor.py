@@ -14,7 +14,7 @@ import itertools
 import torch
 
 from benchmarks.peers.work import Bench, Work
-from holdfast.spec.parameters import decoder_parameters
+from holdfast.core.sharding.parameters import decoder_parameters
 
 ADAMW_PASSES = 7  # reads and writes of 4 bytes per parameter
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from benchmarks.peers.work import Bench, Work
 from holdfast.config.run import RunConfig
 from holdfast.layout import AXES, Layout, place
-from holdfast.parallel.groups import connect
+from holdfast.parallel.process_groups import connect
 from holdfast.train.build import build_engine
 from holdfast.train.engine import StepEngine
-from holdfast.train.memory import keep_freed_memory
+from holdfast.train.malloc import keep_freed_memory
 from holdfast.train.precision import same_products_on_any_threads
 
 

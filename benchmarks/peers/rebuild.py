@@ -19,8 +19,8 @@ from benchmarks.peers.ours import run_config, train
 from benchmarks.peers.work import Bench, Work
 from holdfast.data.batch import Batches, Validation
 from holdfast.layout import Layout, place
-from holdfast.parallel.groups import connect
-from holdfast.parallel.transport import Peers, exchange
+from holdfast.parallel.comm.transport import Peers, exchange
+from holdfast.parallel.process_groups import connect
 from holdfast.train.build import build_engine, session_of
 from holdfast.train.engine import StepEngine
 from holdfast.train.recover import recover

@@ -20,8 +20,8 @@ from benchmarks.peers.rebuild import SECONDS, NoData, layout_of
 from benchmarks.peers.work import Bench
 from holdfast.data.batch import Batches
 from holdfast.layout import place
-from holdfast.parallel.groups import connect
-from holdfast.parallel.transport import Peers, exchange
+from holdfast.parallel.comm.transport import Peers, exchange
+from holdfast.parallel.process_groups import connect
 from holdfast.train.build import build_engine, session_of
 from holdfast.train.recover import recover
 

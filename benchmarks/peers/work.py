@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.config.model import ModelConfig
+from holdfast.core.seeds import key_seed
+from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.model.decoder import Decoder
 from holdfast.model.init import initialise
-from holdfast.spec.parameters import decoder_parameters
-from holdfast.spec.random import key_seed
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -17,7 +17,7 @@ from benchmarks.recovering.worker import LINES, MICROBATCH
 from benchmarks.texts import write_texts
 from holdfast.events import GenerationStarted
 from holdfast.wire.journal import read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 
 ROOT = Path(__file__).resolve().parents[2]
 MICROBATCHES, FEWER = 12, 4

@@ -18,7 +18,7 @@ import threading
 import time
 from typing import Any
 
-from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.protocol.worker_spec import WorkerBoot
 from holdfast.wire.secret import Secret
 
 MICROBATCH, LINES = "RECOVERY_MICROBATCH_SECONDS", "RECOVERY_LINES"

@@ -8,11 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 from benchmarks.saving.task import Task
-from holdfast.checkpoint.capture import Captured, Capturer
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.pieces import Copy
+from holdfast.checkpoint.capture.capturer import Captured, Capturer
+from holdfast.checkpoint.capture.chunked_copy import Copy
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.layout import Layout, place
-from holdfast.spec.state import TensorSpec
 from holdfast.wire.secret import Secret
 
 SLOTS = 3

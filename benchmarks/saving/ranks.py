@@ -18,8 +18,8 @@ from typing import Any
 
 from benchmarks.saving.task import Task
 from benchmarks.turns import ROOT
-from holdfast.checkpoint.mover import MoverBoot
-from holdfast.checkpoint.service import Settings
+from holdfast.checkpoint.mover.main import MoverBoot
+from holdfast.checkpoint.mover.service import Settings
 from holdfast.wire.secret import Secret
 
 DEADLINE = 600.0
@@ -44,7 +44,7 @@ class Mover:
         settings = Settings("bench", "", "", keep_last=1)
         boot = MoverBoot(str(folder), self.socket, settings, self.secret.hex())
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.checkpoint.mover"], cwd=ROOT, env=_environment(),
+            [sys.executable, "-m", "holdfast.checkpoint.mover.main"], cwd=ROOT, env=_environment(),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         assert self._process.stdin is not None

@@ -1,5 +1,5 @@
 """A real mover whose run store keeps its blobs in the network storage of the comparison:
-`python -m benchmarks.staging.mover ADDRESS`, then as `holdfast.checkpoint.mover`."""
+`python -m benchmarks.staging.mover ADDRESS`, then as `holdfast.checkpoint.mover.main`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from benchmarks.staging.storage import NetworkStore, Storage
-from holdfast.checkpoint import mover
-from holdfast.wire.runstore import RunStore
+from holdfast.checkpoint.mover import main as mover
+from holdfast.wire.store.run_store import RunStore
 
 
 def main() -> None:

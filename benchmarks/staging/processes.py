@@ -16,9 +16,9 @@ from benchmarks.saving.ranks import _environment as environment
 from benchmarks.staging.trainer import Order
 from benchmarks.staging.ways import NODE, OURS, Places
 from benchmarks.turns import ROOT
-from holdfast.checkpoint.mover import MoverBoot
-from holdfast.checkpoint.peer_settings import Peer, PeerSettings
-from holdfast.checkpoint.service import Settings
+from holdfast.checkpoint.mover.main import MoverBoot
+from holdfast.checkpoint.mover.service import Settings
+from holdfast.checkpoint.peers.config import Peer, PeerSettings
 from holdfast.policy.placement import Machine
 from holdfast.wire.secret import Secret
 

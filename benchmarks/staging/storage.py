@@ -21,8 +21,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from holdfast.checkpoint.budget import Budget
-from holdfast.wire.runstore import AlreadyExistsError, FolderStore, MissingKeyError, chunks
+from holdfast.checkpoint.peers.rate_limiter import Budget
+from holdfast.wire.store.run_store import AlreadyExistsError, FolderStore, MissingKeyError, chunks
 
 CHUNK = 4 * 2**20
 PIECE = 256 * 2**10

@@ -27,12 +27,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.saving.task import Way
 from benchmarks.staging.storage import SENT, Sink, Storage
-from holdfast.checkpoint.capture import Capturer
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.pieces import Copy, Cost
+from holdfast.checkpoint.capture.capturer import Capturer
+from holdfast.checkpoint.capture.chunked_copy import Copy, Cost
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.events import CheckpointCommitted, CheckpointFailed, PeerFailed, SnapshotKept
 from holdfast.layout import Layout, place
-from holdfast.spec.state import TensorSpec
 from holdfast.wire.secret import Secret
 
 OURS = "ours, staged"

@@ -36,10 +36,10 @@ from holdfast.events import (
     StepDone,
 )
 from holdfast.wire.journal import follow, read
-from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import FolderStore
 
-MOVER = "holdfast.checkpoint.mover"
+MOVER = "holdfast.checkpoint.mover.main"
 
 
 def run_file(

@@ -4,7 +4,7 @@ Requests of a node travel as signed JSON lines over a unix socket, those between
 HTTP. A part's sealed manifest, with a checksum for each extent, goes with its bytes; whoever
 receives them checks every extent, and writes the slot's header last. An agent a node asks its mover
 what has happened, is told once a step, and writes that into a journal. The parts are Holdfast's own
-(`framing`, `wire.auth`, `exchange`, `manifest`, `arena`); there is no shelf, no placement, no
+(`framing`, `wire.http.auth`, `exchange`, `manifest`, `arena`); there is no shelf, no placement, no
 budget, no retry, no generation that changes, and each message is answered by the thread that reads
 it.
 
@@ -27,16 +27,17 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from holdfast.checkpoint import framing
-from holdfast.checkpoint.arena import Arena, digest, slot_capacity
-from holdfast.checkpoint.blob import header, total_size
-from holdfast.checkpoint.save import Plan, fitting_extent, seal_part
+from holdfast.checkpoint.format.blob import header, total_size
+from holdfast.checkpoint.format.save_context import Plan, fitting_extent
+from holdfast.checkpoint.memory.arena import Arena, digest, slot_capacity
+from holdfast.checkpoint.mover import protocol
+from holdfast.checkpoint.save.writer import seal_part
 from holdfast.config.load import load
+from holdfast.core.format.manifest import Part, Placed, placed
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.state_table import StateTable, state_table
 from holdfast.layout import Layout, Topology, place
-from holdfast.spec.manifest import Part, Placed, placed
-from holdfast.spec.ownership import owned_boxes
-from holdfast.spec.state import StateTable, state_table
-from holdfast.wire.auth import (
+from holdfast.wire.http.auth import (
     BODY,
     Aim,
     Proof,
@@ -47,7 +48,7 @@ from holdfast.wire.auth import (
     sign_answer,
     stated,
 )
-from holdfast.wire.exchange import Answer, Incoming, parse_request
+from holdfast.wire.http.sync_connection import Answer, Incoming, parse_request
 from holdfast.wire.secret import Secret
 
 SECRET = Secret(bytes(range(32)))
@@ -74,26 +75,26 @@ class Asking:
     """One connection over which JSON lines are asked."""
 
     def __init__(self, link: socket.socket) -> None:
-        self._link, self._lines = link, framing.LineReader(link)
+        self._link, self._lines = link, protocol.LineReader(link)
 
     def ask(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
         """Raises EOFError when the other end has gone."""
-        line, nonce = framing.request_line(SECRET, verb, body, 1, time.time())
-        framing.send(self._link, line)
+        line, nonce = protocol.request_line(SECRET, verb, body, 1, time.time())
+        protocol.send(self._link, line)
         received = self._lines.line()
         if received is None:
             raise EOFError
-        return framing.parse_answer(SECRET, nonce, received[0])
+        return protocol.parse_answer(SECRET, nonce, received[0])
 
 
 def answering(link: socket.socket, do: Callable[[str, dict[str, Any]], dict[str, Any]]) -> None:
     """Until the other end goes."""
-    lines, verifier = framing.LineReader(link), Verifier(SECRET, time.time, name="")
+    lines, verifier = protocol.LineReader(link), Verifier(SECRET, time.time, name="")
     while (received := lines.line()) is not None:
-        asked = framing.parse_request(received[0])
-        verifier.check(framing.METHOD, asked.verb, asked.raw, asked.proof)
+        asked = protocol.parse_request(received[0])
+        verifier.check(protocol.METHOD, asked.verb, asked.raw, asked.proof)
         answer = do(asked.verb, asked.body)
-        framing.send(link, framing.answer_line(SECRET, asked.proof.nonce, framing.OK, answer))
+        protocol.send(link, protocol.answer_line(SECRET, asked.proof.nonce, protocol.OK, answer))
 
 
 class Mover:
@@ -108,7 +109,7 @@ class Mover:
         self._slot = Arena(Arena.create("kept", 1, node.arena.capacity))
 
     def start(self) -> None:
-        framing.send(self._inwards, self._listener.name.encode())
+        protocol.send(self._inwards, self._listener.name.encode())
         self._to = self._outwards.recv(len(self._listener.name), socket.MSG_WAITALL).decode()
         for each in (self._copies, self._keeps):
             threading.Thread(target=each, daemon=True).start()

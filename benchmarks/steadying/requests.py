@@ -15,11 +15,11 @@ import time
 import psutil
 
 from benchmarks.recovering.ours import ROOT, environment
-from holdfast.checkpoint.budget import Budget
-from holdfast.checkpoint.peer_keep import Keeper
-from holdfast.checkpoint.peer_server import PeerServer
-from holdfast.checkpoint.peer_wire import PeerClient
-from holdfast.checkpoint.snapshots import Shelf
+from holdfast.checkpoint.memory.snapshot_store import Shelf
+from holdfast.checkpoint.peers.client import PeerClient
+from holdfast.checkpoint.peers.rate_limiter import Budget
+from holdfast.checkpoint.peers.receiver import Keeper
+from holdfast.checkpoint.peers.server import PeerServer
 from holdfast.wire.secret import Secret
 
 SECRET = Secret(bytes(range(32)))

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.protocol.worker_spec import WorkerBoot
 from holdfast.wire.secret import Secret
 
 STRETCH, LINES, COPIED = "STEADY_STRETCH", "STEADY_LINES", "STEADY_COPIED"
@@ -34,7 +34,7 @@ def kind_of(step: int, stretch: int) -> str:
 def run(boot: WorkerBoot, secret: Secret) -> int:
     """A worker's entry."""
     from holdfast.elastic.worker import main as worker
-    from holdfast.elastic.worker.saver import ArenaSaver
+    from holdfast.elastic.worker.checkpointer import ArenaSaver
     from holdfast.train.runner import _Loop
 
     stretch = int(os.environ[STRETCH])

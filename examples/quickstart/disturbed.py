@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from holdfast.elastic.faults.fleet import Fleet
-from holdfast.elastic.faults.network import Network, available
+from holdfast.chaos.agents import Fleet
+from holdfast.chaos.network import Network, available
 from holdfast.events import (
     Evaluated,
     Event,
@@ -33,10 +33,10 @@ from holdfast.events import (
     WorkerLost,
     WorkerStarted,
 )
-from holdfast.report.numbers import clock, duration
-from holdfast.report.timeline import in_order
+from holdfast.report.formatting import clock, duration
+from holdfast.report.ordering import in_order
 from holdfast.wire.journal import follow
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
 
 NODES = ("one", "two", "three", "four")

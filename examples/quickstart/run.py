@@ -18,11 +18,11 @@ from pathlib import Path
 from disturbed import NODES, SETTINGS, Disturbed, Row, table
 
 from holdfast.config.load import load
+from holdfast.core.data.lineage import split
 from holdfast.data.dataset import Dataset
 from holdfast.events import Evaluated, StepDone
-from holdfast.spec.lineage import split
 from holdfast.wire.journal import read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 
 HERE = Path(__file__).parent
 RUN_FILES = {"small": HERE / "run.yaml", "standard": HERE / "standard.yaml"}

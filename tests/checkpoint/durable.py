@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from holdfast.checkpoint.choosing import given_up, note_start, settle
-from holdfast.checkpoint.save import check_fence
+from holdfast.checkpoint.restore.start_records import given_up, note_start, settle
+from holdfast.checkpoint.save.writer import check_fence
+from holdfast.core.format.manifest import commit_key, parse_commit_key
 from holdfast.errors import FencedError
-from holdfast.spec.manifest import commit_key, parse_commit_key
-from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError
+from holdfast.wire.store.run_store import AlreadyExistsError, MissingKeyError
 from holdfast.wire.term import generation_key
 
 GENERATIONS = 3

@@ -10,10 +10,11 @@ import os
 import sys
 from pathlib import Path
 
-from holdfast.checkpoint.restore import Checkpoint, newest_verified, verify
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.core.format.manifest import commit_key
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.events import CheckpointFailed
-from holdfast.spec.manifest import commit_key
-from holdfast.spec.state import TensorSpec
 from tests.checkpoint.support import Mover, Workers, assert_holds, files, topology
 
 TABLE = (TensorSpec("w", "F32", (4096, 32), 0),)  # 512 KiB

@@ -13,16 +13,17 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 
-from holdfast.checkpoint import cleaning
-from holdfast.checkpoint.blob import header
-from holdfast.checkpoint.save import Plan, try_commit, write_part
+from holdfast.checkpoint.format.blob import header
+from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.save import retention
+from holdfast.checkpoint.save.writer import try_commit, write_part
+from holdfast.core.format.manifest import placed
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.layout import Layout, place
-from holdfast.spec.boxes import Box
-from holdfast.spec.manifest import placed
-from holdfast.spec.ownership import owned_boxes
-from holdfast.spec.state import TensorSpec
-from holdfast.wire.runstore import Buffer, FolderStore
-from holdfast.wire.runstore import chunks as flat
+from holdfast.wire.store.run_store import Buffer, FolderStore
+from holdfast.wire.store.run_store import chunks as flat
 
 TABLE = (TensorSpec("w", "F32", (64, 8), 0), TensorSpec("b", "U8", (100,), None))
 TOPOLOGY = place(Layout(dp_replicate=2), 1, ("n", "n"))
@@ -80,7 +81,7 @@ def child(folder: str, point: int, said: int) -> None:
     store = Killing(folder, point)
     for number in (2, 3):
         os.write(said, b"%d\n" % save(store, number))
-        cleaning.retain(store, cleaning.Keep(1), (), ())
+        retention.retain(store, retention.Keep(1), (), ())
 
 
 def drive(root: str) -> None:

@@ -15,10 +15,10 @@ from functools import partial
 
 import torch
 
-from holdfast.checkpoint.capture import Captured, Capturer
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.pieces import Copy, Piece
-from holdfast.spec.state import TensorSpec
+from holdfast.checkpoint.capture.capturer import Captured, Capturer
+from holdfast.checkpoint.capture.chunked_copy import Copy, Piece
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.wire.secret import Secret
 from tests.checkpoint.support import topology
 

@@ -15,18 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.checkpoint.arena import Arena, digest, slot_capacity
-from holdfast.checkpoint.blob import ExtentHasher, header, total_size
-from holdfast.checkpoint.peer_settings import PeerSettings
-from holdfast.checkpoint.peer_source import PeerMemories
-from holdfast.checkpoint.peers import Peers
-from holdfast.checkpoint.snapshots import MemoryFile, Shelf, Snapshot
+from holdfast.checkpoint.format.blob import ExtentHasher, header, total_size
+from holdfast.checkpoint.memory.arena import Arena, digest, slot_capacity
+from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Shelf, Snapshot
+from holdfast.checkpoint.peers.config import PeerSettings
+from holdfast.checkpoint.peers.peer_tier import Peers
+from holdfast.checkpoint.peers.source import PeerMemories
+from holdfast.core.format.manifest import Part, blob_key, placed, writer_name
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.state_table import ITEM_BYTES, StateTable, TensorSpec
 from holdfast.events import Event
 from holdfast.layout import Topology
-from holdfast.spec.boxes import Box
-from holdfast.spec.manifest import Part, blob_key, placed, writer_name
-from holdfast.spec.ownership import owned_boxes
-from holdfast.spec.state import ITEM_BYTES, StateTable, TensorSpec
 from holdfast.wire.secret import Secret
 
 

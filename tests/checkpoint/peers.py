@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from holdfast.checkpoint.peer_settings import Peer, PeerSettings
-from holdfast.checkpoint.peer_source import PeerSource
-from holdfast.checkpoint.restore import Checkpoint
-from holdfast.checkpoint.sources import Mixed
+from holdfast.checkpoint.peers.config import Peer, PeerSettings
+from holdfast.checkpoint.peers.source import PeerSource
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.sources import Mixed
+from holdfast.core.format.manifest import Part, merge
+from holdfast.core.sharding.state_table import ITEM_BYTES, StateTable, TensorSpec, local_boxes
 from holdfast.layout import Layout, Topology, place
 from holdfast.policy.placement import Machine
-from holdfast.spec.manifest import Part, merge
-from holdfast.spec.state import ITEM_BYTES, StateTable, TensorSpec, local_boxes
 from holdfast.wire.secret import Secret
 from tests.checkpoint.peer_process import content
 

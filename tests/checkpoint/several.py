@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.capture import Captured, Capturer, view_of
-from holdfast.checkpoint.mover_client import MoverClient, Newest
-from holdfast.checkpoint.peer_settings import Peer, PeerSettings
-from holdfast.checkpoint.peer_source import PeerBlobs
-from holdfast.checkpoint.restore import Checkpoint
-from holdfast.checkpoint.sources import MappedSource, Mixed, Source, StoreSource
+from holdfast.checkpoint.capture.capturer import Captured, Capturer, view_of
+from holdfast.checkpoint.mover.client import MoverClient, Newest
+from holdfast.checkpoint.peers.config import Peer, PeerSettings
+from holdfast.checkpoint.peers.source import PeerBlobs
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.sources import MappedSource, Mixed, Source, StoreSource
+from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.state_table import local_boxes
 from holdfast.events import Event
 from holdfast.layout import Layout, Topology, place
 from holdfast.policy.placement import Machine
-from holdfast.spec.boxes import whole
-from holdfast.spec.state import local_boxes
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import open_generation
 from tests.checkpoint.peers import SECRET, until
 from tests.checkpoint.support import DTYPE, TABLE, Mover, assert_holds, state

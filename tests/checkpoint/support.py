@@ -16,18 +16,18 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint.capture import Captured, Capturer, view_of
-from holdfast.checkpoint.mover import MoverBoot
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.restore import Checkpoint
-from holdfast.checkpoint.service import Settings
+from holdfast.checkpoint.capture.capturer import Captured, Capturer, view_of
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.mover.main import MoverBoot
+from holdfast.checkpoint.mover.service import Settings
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.sharding.boxes import Box, whole
+from holdfast.core.sharding.state_table import StateTable, TensorSpec, local_boxes
 from holdfast.events import Event
 from holdfast.layout import Layout, Topology, place
-from holdfast.spec.boxes import Box, whole
-from holdfast.spec.state import StateTable, TensorSpec, local_boxes
-from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
-from holdfast.wire.stores import open_store
+from holdfast.wire.store.location import open_store
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_generation, open_generation
 
 TABLE: StateTable = (
@@ -123,7 +123,7 @@ class Mover:
             self.secret.hex(), peers=None if peers is None else dict(peers),
         )  # fmt: skip
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.checkpoint.mover"],
+            [sys.executable, "-m", "holdfast.checkpoint.mover.main"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         assert self.process.stdin is not None

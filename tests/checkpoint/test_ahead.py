@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.checkpoint.ahead import ReadAhead
-from holdfast.checkpoint.restore import Checkpoint, listing
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.read_ahead import ReadAhead
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.sharding.boxes import Box, whole
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CorruptError
-from holdfast.spec.boxes import Box, whole
-from holdfast.spec.state import TensorSpec
 from tests.checkpoint.support import TABLE, Mover, Workers, state, topology
 
 Start = Callable[..., Mover]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint import memory
-from holdfast.checkpoint.arena import PAGE, Arena, SlotHeader, digest
+from holdfast.checkpoint.memory import limits
+from holdfast.checkpoint.memory.arena import PAGE, Arena, SlotHeader, digest
 from holdfast.errors import CorruptError, HoldfastError
 
 RUN, LAYOUT = digest("run"), digest(b"header")
@@ -121,15 +121,15 @@ def test_the_tightest_limit_counts(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    assert memory.available(tmp_path) is None
+    assert limits.available(tmp_path) is None
     put("proc/meminfo", "MemTotal: 9 kB\nMemAvailable:  8000 kB\n")
-    assert memory.available(tmp_path) == 8000 * 1024
+    assert limits.available(tmp_path) == 8000 * 1024
     put("proc/self/cgroup", "4:memory:/a/b\n3:cpu:/\n0::/c\n")
     put("sys/fs/cgroup/c/memory.max", "max\n")
     put("sys/fs/cgroup/c/memory.current", "5\n")
-    assert memory.available(tmp_path) == 8000 * 1024
+    assert limits.available(tmp_path) == 8000 * 1024
     put("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "5000\n")
     put("sys/fs/cgroup/memory/a/memory.usage_in_bytes", "1000\n")
-    assert memory.available(tmp_path) == 4000
+    assert limits.available(tmp_path) == 4000
     put("sys/fs/cgroup/c/memory.max", "7\n")
-    assert memory.available(tmp_path) == 2
+    assert limits.available(tmp_path) == 2

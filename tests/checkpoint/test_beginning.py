@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.beginning import begin_above
-from holdfast.checkpoint.choosing import Choice, Chooser, note_start
-from holdfast.checkpoint.peer_settings import Peer
-from holdfast.checkpoint.peer_source import PeerMemories
-from holdfast.checkpoint.peer_wire import PeerClient
+from holdfast.checkpoint.peers.client import PeerClient
+from holdfast.checkpoint.peers.config import Peer
+from holdfast.checkpoint.peers.generation_floor import begin_above
+from holdfast.checkpoint.peers.source import PeerMemories
+from holdfast.checkpoint.restore.restore_point import Choice, Chooser
+from holdfast.checkpoint.restore.start_records import note_start
 from holdfast.errors import FencedError, RunFolderError
 from holdfast.policy.placement import Machine
-from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import open_generation
 from tests.checkpoint.peers import SECRET, Node, topology
 

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from holdfast.checkpoint.blob import ExtentHasher, header, parse_header
-from holdfast.checkpoint.restore import Checkpoint
+from holdfast.checkpoint.format.blob import ExtentHasher, header, parse_header
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.format.manifest import commit_key, placed
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.state_table import StateTable, TensorSpec
 from holdfast.errors import CorruptError
 from holdfast.layout import Layout, place
-from holdfast.spec.boxes import Box
-from holdfast.spec.manifest import commit_key, placed
-from holdfast.spec.state import StateTable, TensorSpec
 from tests.checkpoint.support import DTYPE, TABLE, Mover, Workers, state, topology
 
 

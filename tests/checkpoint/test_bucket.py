@@ -9,19 +9,22 @@ import pytest
 import torch
 from obstore.store import MemoryStore
 
-from holdfast.checkpoint.blob import header
-from holdfast.checkpoint.capture import view_of
-from holdfast.checkpoint.cleaning import Keep, retain, sweep
-from holdfast.checkpoint.restore import Checkpoint, listing, newest_verified, verify
-from holdfast.checkpoint.save import Plan, try_commit, write_part
+from holdfast.checkpoint.capture.capturer import view_of
+from holdfast.checkpoint.format.blob import header
+from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.checkpoint.save.retention import Keep, retain, sweep
+from holdfast.checkpoint.save.writer import try_commit, write_part
+from holdfast.core.format.manifest import Commit, blob_key, part_key, placed, writer_name
+from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.errors import FencedError, StoreError
 from holdfast.layout import Topology
-from holdfast.spec.boxes import whole
-from holdfast.spec.manifest import Commit, blob_key, part_key, placed, writer_name
-from holdfast.spec.ownership import owned_boxes
-from holdfast.wire.bucket import BucketStore
-from holdfast.wire.runstore import AlreadyExistsError, RunStore
-from holdfast.wire.stores import SEAL_KEY, open_store
+from holdfast.wire.store.bucket import BucketStore
+from holdfast.wire.store.location import SEAL_KEY, open_store
+from holdfast.wire.store.run_store import AlreadyExistsError, RunStore
 from holdfast.wire.term import open_generation
 from tests.checkpoint.support import TABLE, assert_holds, state, topology
 from tests.wire import s3

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.budget import Budget
+from holdfast.checkpoint.peers.rate_limiter import Budget
 
 
 class Time:

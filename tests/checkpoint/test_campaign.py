@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint import restore, sources
+from holdfast.checkpoint.restore import reader, sources
 from tests.checkpoint.campaign import bucket, peers, uploads, workers
 from tests.checkpoint.campaign.faults import FAULTS, FULL_DISK, Case, cases, run
 from tests.checkpoint.test_disk import namespaces
@@ -178,7 +178,7 @@ def test_the_campaign_sees_a_product_that_checks_nothing(
     so: its verdicts do not come from the code that they judge."""
     good = [run(Case(3, "flip-data", number), tmp_path) for number in range(10)]
     assert not [outcome for outcome in good if outcome.verdict == "FAILED"]
-    for module in (restore, sources):
+    for module in (reader, sources):
         monkeypatch.setattr(module, "xxh3_128_hexdigest", lambda view: Anything())
     monkeypatch.setattr(sources, "xxh3_128", Careless)
     bad = [run(Case(3, "flip-data", number), tmp_path) for number in range(10)]

@@ -17,11 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore import Checkpoint, listing, step_of
+from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.sharding.boxes import whole
 from holdfast.events import CheckpointRejected
-from holdfast.spec.boxes import whole
 from holdfast.wire.journal import read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import Outcome, apart, start, write_run_file
 from tests.ranks import wait_until
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.checkpoint.arena import Arena
-from holdfast.checkpoint.capture import Captured, Capturer, Skipped
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.pieces import Copy, Cost
-from holdfast.checkpoint.restore import Checkpoint
+from holdfast.checkpoint.capture.capturer import Captured, Capturer, Skipped
+from holdfast.checkpoint.capture.chunked_copy import Copy, Cost
+from holdfast.checkpoint.memory.arena import Arena
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.format.manifest import commit_key
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import HoldfastError
-from holdfast.spec.manifest import commit_key
-from holdfast.spec.state import TensorSpec
 from tests.checkpoint import killed_capture
 from tests.checkpoint.support import TABLE, Mover, Workers, assert_holds, topology
 

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint import care, copying
-from holdfast.checkpoint.copying import copy_checkpoint
-from holdfast.checkpoint.restore import Checkpoint, listing, verify
+from holdfast.checkpoint.bucket import copy
+from holdfast.checkpoint.bucket.copy import copy_checkpoint
+from holdfast.checkpoint.restore import inspect
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.verify import verify
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError
-from holdfast.spec.boxes import Box
-from holdfast.spec.state import TensorSpec
-from holdfast.wire.runstore import Buffer, FolderStore, MemoryStore
+from holdfast.wire.store.run_store import Buffer, FolderStore, MemoryStore
 from tests.checkpoint.support import TABLE, Mover, Workers, assert_holds, state, topology
 
 Start = Callable[..., Mover]
@@ -39,7 +42,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FolderSto
 
 
 def opened(store: FolderStore, step: str) -> Checkpoint:
-    return Checkpoint.open(store, care.find(store, step))
+    return Checkpoint.open(store, inspect.find(store, step))
 
 
 def test_a_step_is_found_by_its_number(stores: tuple[FolderStore, FolderStore]) -> None:
@@ -47,19 +50,19 @@ def test_a_step_is_found_by_its_number(stores: tuple[FolderStore, FolderStore]) 
     assert opened(stores[0], "1").step == opened(stores[0], "0001").step == 1
     for wrong in ("7", "oldest", "-1"):
         with pytest.raises(CheckpointError, match="one of these: 1, 2"):
-            care.find(stores[0], wrong)
+            inspect.find(stores[0], wrong)
     with pytest.raises(CheckpointError, match="no checkpoint here"):
-        care.find(MemoryStore(), "newest")
+        inspect.find(MemoryStore(), "newest")
 
 
 def test_the_layout_makes_no_difference(stores: tuple[FolderStore, FolderStore]) -> None:
-    found = care.compare(opened(stores[0], "2"), opened(stores[1], "2"))
+    found = inspect.compare(opened(stores[0], "2"), opened(stores[1], "2"))
     assert (found.same, found.differences) == (len(TABLE), {})
 
 
 def test_what_differs_is_counted_and_measured(stores: tuple[FolderStore, FolderStore]) -> None:
     seen: list[tuple[int, int]] = []
-    found = care.compare(
+    found = inspect.compare(
         opened(stores[0], "1"),
         opened(stores[1], "2"),
         lambda done, total: seen.append((done, total)),
@@ -85,7 +88,7 @@ def test_tables_that_differ_are_told_apart(start: Start, tmp_path: Path) -> None
     try:
         topo = topology()
         Workers(second.begin(topo, other), topo, other).commit(1)
-        found = care.compare(opened(ours, "1"), opened(second.store, "1"))
+        found = inspect.compare(opened(ours, "1"), opened(second.store, "1"))
     finally:
         second.close()
     whats = {name: d.what for name, d in found.differences.items()}
@@ -97,7 +100,7 @@ def test_tables_that_differ_are_told_apart(start: Start, tmp_path: Path) -> None
 @pytest.mark.parametrize("elements", [1, 3, 7, 24, 1000])
 def test_pieces_tile_a_box_in_order(elements: int) -> None:
     box = Box("w", (5, 0, 2), (3, 2, 4))
-    pieces = list(care.pieces_of(box, elements))
+    pieces = list(inspect.pieces_of(box, elements))
     assert all(0 < piece.size <= elements for piece in pieces)
     seen = [
         (a, b, c)
@@ -129,7 +132,7 @@ class Counting(FolderStore):
 def test_a_copy_is_whole_and_made_once(
     stores: tuple[FolderStore, FolderStore], tmp_path: Path
 ) -> None:
-    source, key = stores[0], care.find(stores[0], "2")
+    source, key = stores[0], inspect.find(stores[0], "2")
     (tmp_path / "copy").mkdir()
     target = Counting(tmp_path / "copy")
     done = copy_checkpoint(source, key, target)
@@ -148,7 +151,7 @@ def test_a_copy_is_whole_and_made_once(
 def test_a_copy_goes_on_wherever_it_was_cut(
     stores: tuple[FolderStore, FolderStore], tmp_path: Path
 ) -> None:
-    source, key = stores[0], care.find(stores[0], "1")
+    source, key = stores[0], inspect.find(stores[0], "1")
     for fail_at in range(10):
         folder = tmp_path / str(fail_at)
         folder.mkdir()
@@ -167,7 +170,7 @@ def test_rot_in_the_source_is_refused_and_in_the_target_mended(
     start: Start, tmp_path: Path
 ) -> None:
     source = saved(start(), 2, 1, (1,))
-    key = care.find(source, "1")
+    key = inspect.find(source, "1")
     (tmp_path / "copy").mkdir()
     target = FolderStore(tmp_path / "copy")
     copy_checkpoint(source, key, target)
@@ -194,9 +197,9 @@ def test_a_folder_of_another_run_is_left_alone(
 ) -> None:
     other = saved(start(config_hash="another"), 1, 1, (5,))
     with pytest.raises(CheckpointError, match="another run"):
-        copy_checkpoint(stores[0], care.find(stores[0], "2"), other)
+        copy_checkpoint(stores[0], inspect.find(stores[0], "2"), other)
     with pytest.raises(CheckpointError, match="another checkpoint of step 2"):
-        copy_checkpoint(stores[0], care.find(stores[0], "2"), stores[1])
+        copy_checkpoint(stores[0], inspect.find(stores[0], "2"), stores[1])
 
 
 def test_the_next_generation_after_a_copy_is_a_newer_one(start: Start, tmp_path: Path) -> None:
@@ -205,8 +208,8 @@ def test_the_next_generation_after_a_copy_is_a_newer_one(start: Start, tmp_path:
     Workers(mover.begin(topo), topo).commit(3)
     (tmp_path / "copy").mkdir()
     target = FolderStore(tmp_path / "copy")
-    copy_checkpoint(mover.store, care.find(mover.store, "3"), target)
-    assert copying.newest_generation(target) == 7
+    copy_checkpoint(mover.store, inspect.find(mover.store, "3"), target)
+    assert copy.newest_generation(target) == 7
 
 
 def test_nothing_of_the_extent_is_believed_unchecked() -> None:
@@ -223,8 +226,8 @@ def test_nothing_of_the_extent_is_believed_unchecked() -> None:
     store.create("data/0/x", data)
     from xxhash import xxh3_128_hexdigest
 
-    from holdfast.spec.manifest import Blob
+    from holdfast.core.format.manifest import Blob
 
     blob = Blob("data/0/x", 5000, 4096, 8192, (xxh3_128_hexdigest(data),))
     with pytest.raises(CheckpointError, match="checksum"):
-        list(copying._checked(store, blob))
+        list(copy._checked(store, blob))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.choosing import newest_start, note_start
-from holdfast.checkpoint.copying import copy_checkpoint
-from holdfast.checkpoint.mover_client import MoverClient, Newest
-from holdfast.checkpoint.restore import listing
+from holdfast.checkpoint.bucket.copy import copy_checkpoint
+from holdfast.checkpoint.mover.client import MoverClient, Newest
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.start_records import newest_start, note_start
+from holdfast.core.format.manifest import commit_key
 from holdfast.errors import FencedError
 from holdfast.events import CheckpointCommitted
-from holdfast.spec.manifest import commit_key
 from holdfast.wire.term import open_generation
 from tests.checkpoint.support import TABLE, Mover, Workers, events_until, topology
 

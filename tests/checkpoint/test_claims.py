@@ -12,17 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.blob import header
-from holdfast.checkpoint.claims import Claim, ClaimedError
-from holdfast.checkpoint.copying import copy_checkpoint
-from holdfast.checkpoint.restore import listing, verify
-from holdfast.checkpoint.save import Plan, try_commit, write_part
+from holdfast.checkpoint.bucket.copy import copy_checkpoint
+from holdfast.checkpoint.bucket.copy_lease import Claim, ClaimedError
+from holdfast.checkpoint.format.blob import header
+from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.verify import verify
+from holdfast.checkpoint.save.writer import try_commit, write_part
+from holdfast.core.format.manifest import Commit, commit_key, part_prefix, placed
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.layout import Layout, place
-from holdfast.spec.manifest import Commit, commit_key, part_prefix, placed
-from holdfast.spec.ownership import owned_boxes
-from holdfast.spec.state import TensorSpec
-from holdfast.wire.runstore import Buffer, FolderStore, MemoryStore, RunStore
+from holdfast.wire.store.run_store import Buffer, FolderStore, MemoryStore, RunStore
 from holdfast.wire.term import open_generation
 
 TABLE = (TensorSpec("model.embed.weight", "F32", (37, 8), 0),)
@@ -34,8 +36,8 @@ CLAIM = f"{part_prefix(1, 5)}claim"
 
 KILLED = """
 import sys
-from holdfast.checkpoint.copying import copy_checkpoint
-from holdfast.wire.runstore import FolderStore
+from holdfast.checkpoint.bucket.copy import copy_checkpoint
+from holdfast.wire.store.run_store import FolderStore
 from tests.checkpoint.killed import Killing
 source, target, key, point = sys.argv[1:]
 copy_checkpoint(FolderStore(source), key, Killing(target, int(point)))

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from holdfast.checkpoint import fence
-from holdfast.checkpoint.claims import Claim, ClaimedError
-from holdfast.checkpoint.cleaning import Keep
-from holdfast.checkpoint.copying import copy_checkpoint
-from holdfast.checkpoint.restore import Checkpoint, verify
-from holdfast.checkpoint.uploading import Uploader
+from holdfast.checkpoint.bucket import fencing
+from holdfast.checkpoint.bucket.copy import copy_checkpoint
+from holdfast.checkpoint.bucket.copy_lease import Claim, ClaimedError
+from holdfast.checkpoint.bucket.uploader import Uploader
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.verify import verify
+from holdfast.checkpoint.save.retention import Keep
+from holdfast.core.format.manifest import Commit
 from holdfast.errors import CheckpointError, HoldfastError
 from holdfast.events import CheckpointUploaded, Event, UploadFailed
-from holdfast.spec.manifest import Commit
-from holdfast.wire.runstore import Buffer, FolderStore, RunStore
-from holdfast.wire.stores import open_store
+from holdfast.wire.store.location import open_store
+from holdfast.wire.store.run_store import Buffer, FolderStore, RunStore
 from tests.checkpoint.test_claims import CLAIM, DEADLINE, KEY, NEVER, save, whole
 from tests.ranks import wait_until
 from tests.wire import s3
@@ -102,7 +103,7 @@ def test_a_source_that_is_not_mounted_for_a_while_is_neither_fenced_nor_without_
     source: FolderStore, folder: Path, tmp_path: Path, when: str
 ) -> None:
     target, events = FolderStore(folder), list[Event]()
-    fence.enter(source, target, 1)
+    fencing.enter(source, target, 1)
 
     def unmount() -> None:
         source.folder.rename(tmp_path / "elsewhere")

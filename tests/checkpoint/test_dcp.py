@@ -20,16 +20,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from holdfast.checkpoint.dcp import DcpFolder
-from holdfast.checkpoint.dcp_import import import_dcp
-from holdfast.checkpoint.dcp_metadata import DESCRIBED, METADATA, Listed, RefusedError
-from holdfast.checkpoint.restore import Checkpoint, verify
+from holdfast.checkpoint.interop.dcp import DcpFolder
+from holdfast.checkpoint.interop.dcp_import import import_dcp
+from holdfast.checkpoint.interop.dcp_metadata import DESCRIBED, METADATA, Listed, RefusedError
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.verify import verify
 from holdfast.config.model import ModelConfig
+from holdfast.core.format.flat_names import SCHEMES, FlatName
+from holdfast.core.sharding.boxes import Box, whole
 from holdfast.errors import CheckpointError, CorruptError
-from holdfast.model.dcp import Outgoing, write_dcp
-from holdfast.spec.boxes import Box, whole
-from holdfast.spec.flat_names import SCHEMES, FlatName
-from holdfast.wire.runstore import MemoryStore
+from holdfast.model.dcp_export import Outgoing, write_dcp
+from holdfast.wire.store.run_store import MemoryStore
 from tests.checkpoint.support import read_box
 from tests.ranks import RankContext, rank_values
 
@@ -238,7 +239,7 @@ def test_an_archive_that_calls_something_is_refused(tmp_path: Path) -> None:
     [os.getcwd, eval, torch.load, subprocess.run, Path, open, sys.exit, setattr, json.loads],
 )  # fmt: skip
 def test_nothing_beyond_the_list_is_known(value: Any) -> None:
-    from holdfast.checkpoint.dcp_metadata import ARCHIVED, DESCRIBED
+    from holdfast.checkpoint.interop.dcp_metadata import ARCHIVED, DESCRIBED
 
     for known in (DESCRIBED, ARCHIVED):
         with pytest.raises(RefusedError, match="no DCP checkpoint of tensors needs"):

@@ -20,16 +20,18 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.checkpoint.capture import Captured, Skipped
-from holdfast.checkpoint.restore import Checkpoint, listing, newest_verified, verify
-from holdfast.checkpoint.save import write_part
-from holdfast.checkpoint.service import Service, Settings
+from holdfast.checkpoint.capture.capturer import Captured, Skipped
+from holdfast.checkpoint.mover.service import Service, Settings
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.checkpoint.save.writer import write_part
+from holdfast.core.format.manifest import commit_key
+from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.state_table import TensorSpec, local_boxes
 from holdfast.errors import CheckpointError, CorruptError, HoldfastError, OutOfSpaceError
 from holdfast.events import CheckpointFailed
-from holdfast.spec.boxes import whole
-from holdfast.spec.manifest import commit_key
-from holdfast.spec.state import TensorSpec, local_boxes
-from holdfast.wire.runstore import AlreadyExistsError, Buffer, FolderStore, chunks
+from holdfast.wire.store.run_store import AlreadyExistsError, Buffer, FolderStore, chunks
 from holdfast.wire.term import open_generation
 from tests.checkpoint.campaign import states
 from tests.checkpoint.campaign.judge import compare

@@ -8,23 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint import cleaning
-from holdfast.checkpoint.blob import header
-from holdfast.checkpoint.choosing import note_start
-from holdfast.checkpoint.cleaning import Keep
-from holdfast.checkpoint.copying import copy_checkpoint
-from holdfast.checkpoint.fence import take_over
-from holdfast.checkpoint.restore import listing, newest_verified, step_of, verify
-from holdfast.checkpoint.save import Plan, try_commit, write_part
-from holdfast.checkpoint.uploading import Uploader, bring_back
+from holdfast.checkpoint.bucket.copy import copy_checkpoint
+from holdfast.checkpoint.bucket.fencing import take_over
+from holdfast.checkpoint.bucket.recover_folder import bring_back
+from holdfast.checkpoint.bucket.uploader import Uploader
+from holdfast.checkpoint.format.blob import header
+from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.checkpoint.restore.start_records import note_start
+from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.checkpoint.save import retention
+from holdfast.checkpoint.save.retention import Keep
+from holdfast.checkpoint.save.writer import try_commit, write_part
+from holdfast.core.format.manifest import Commit, commit_key, part_prefix, placed
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError, OtherKeyError
 from holdfast.events import CheckpointUploaded, Event, UploadFailed
-from holdfast.spec.manifest import Commit, commit_key, part_prefix, placed
-from holdfast.spec.ownership import owned_boxes
-from holdfast.spec.state import TensorSpec
-from holdfast.wire.runstore import Buffer, FolderStore
-from holdfast.wire.sealed import SealedStore
-from holdfast.wire.stores import SEAL_KEY, open_store
+from holdfast.wire.store.encrypted_store import SealedStore
+from holdfast.wire.store.location import SEAL_KEY, open_store
+from holdfast.wire.store.run_store import Buffer, FolderStore
 from holdfast.wire.term import newest_generation, open_generation
 from tests.checkpoint.support import topology
 
@@ -136,7 +139,7 @@ def test_what_was_swept_on_the_way_makes_no_checkpoint(stores: list[FolderStore]
 
     def sweep(done: int, total: int) -> None:
         if done < total:
-            cleaning.sweep(bucket, 2)
+            retention.sweep(bucket, 2)
 
     with pytest.raises(CheckpointError, match=r"somebody removed or changed data/.*copy it again"):
         copy_checkpoint(old, commit_key(1, 70), bucket, sweep, read_back=False)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.index import Index
+from holdfast.checkpoint.format.box_index import Index
+from holdfast.core.format.manifest import Blob, Commit, Writer, blob_key, placed, writer_name
+from holdfast.core.sharding.boxes import Box, coverage
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.layout import Topology
-from holdfast.spec.boxes import Box, coverage
-from holdfast.spec.manifest import Blob, Commit, Writer, blob_key, placed, writer_name
-from holdfast.spec.ownership import owned_boxes
-from holdfast.spec.state import local_boxes, state_table
 from tests.spec.topologies import MODELS, topologies
 
 

@@ -11,11 +11,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.checkpoint import cleaning
-from holdfast.checkpoint.restore import listing, newest_verified, verify
-from holdfast.spec.boxes import whole
-from holdfast.spec.state import TensorSpec
-from holdfast.wire.runstore import FolderStore
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.checkpoint.save import retention
+from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.state_table import TensorSpec
+from holdfast.wire.store.run_store import FolderStore
 from tests.checkpoint import killed
 from tests.checkpoint.support import Mover, Workers, assert_holds, files, topology
 
@@ -44,7 +45,7 @@ def test_kill_at_every_point_of_the_protocol(tmp_path: Path) -> None:
             found.read(box, memoryview(out))
             assert bytes(out) == killed.content(found.step, box, spec.nbytes)
         # The next generation sweeps what the kill left; nothing but whole checkpoints stays.
-        cleaning.sweep(store, 2)
+        retention.sweep(store, 2)
         assert all(verify(store, key) == [] for key in listing(store))
         kept = [key for key in store.list("") if key.startswith(("data/", "parts/"))]
         assert len(kept) == 4 * len(listing(store))

@@ -7,14 +7,15 @@ import threading
 
 import pytest
 
-from holdfast.checkpoint.blob import header
-from holdfast.checkpoint.restore import verify
-from holdfast.checkpoint.save import FEW_KEYS, Plan, acyclic, try_commit, write_part
+from holdfast.checkpoint.format.blob import header
+from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.restore.verify import verify
+from holdfast.checkpoint.save.writer import FEW_KEYS, acyclic, try_commit, write_part
+from holdfast.core.format.manifest import placed
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CorruptError
-from holdfast.spec.manifest import placed
-from holdfast.spec.ownership import owned_boxes
-from holdfast.spec.state import TensorSpec
-from holdfast.wire.runstore import MemoryStore, Reads
+from holdfast.wire.store.run_store import MemoryStore, Reads
 from tests.checkpoint.support import topology
 
 TABLE = (TensorSpec("model.embed.weight", "F32", (64, 8), 0),)

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.checkpoint.capture import Captured, Capturer
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.peer_settings import Peer, PeerSettings
-from holdfast.checkpoint.peer_source import open_peers
+from holdfast.checkpoint.capture.capturer import Captured, Capturer
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.peers.config import Peer, PeerSettings
+from holdfast.checkpoint.peers.source import open_peers
+from holdfast.core.sharding.state_table import local_boxes
 from holdfast.layout import Layout, Topology, place
 from holdfast.policy.mirrors import mirror_of
 from holdfast.policy.placement import Machine
-from holdfast.spec.state import local_boxes
 from holdfast.wire.term import open_generation
 from tests.checkpoint.peers import SECRET, restored, until
 from tests.checkpoint.support import DTYPE, TABLE, Mover, assert_holds, state

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.capture import Captured, Skipped
-from holdfast.checkpoint.framing import request_line
-from holdfast.checkpoint.mover import MoverBoot
-from holdfast.checkpoint.mover_client import MoverClient, MoverGoneError
-from holdfast.checkpoint.restore import listing
-from holdfast.checkpoint.service import Settings
+from holdfast.checkpoint.capture.capturer import Captured, Skipped
+from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError
+from holdfast.checkpoint.mover.main import MoverBoot
+from holdfast.checkpoint.mover.protocol import request_line
+from holdfast.checkpoint.mover.service import Settings
+from holdfast.checkpoint.restore.catalog import listing
 from holdfast.errors import CheckpointError, FencedError, HoldfastError
 from holdfast.events import CheckpointFailed
 from holdfast.wire.secret import Secret
@@ -274,7 +274,7 @@ def test_who_waits_for_a_save_can_say_that_he_lives(
     mover = start()
     client = mover.begin(topology())
     workers = Workers(client, topology())
-    monkeypatch.setattr("holdfast.checkpoint.mover_client.SETTLE_SLICE", 0.02)
+    monkeypatch.setattr("holdfast.checkpoint.mover.client.SETTLE_SLICE", 0.02)
     said: list[int] = []
     reason = workers.capturers[0].settle(1, 1.5, lambda: said.append(1))
     assert reason == "not committed after 1.5 s"
@@ -372,7 +372,7 @@ def test_it_ends_with_its_agent_and_tells_nobody_the_secret(tmp_path: Path) -> N
     read, write = os.pipe()
     line = boot(tmp_path, tmp_path, read)
     process = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.checkpoint.mover"],
+        [sys.executable, "-m", "holdfast.checkpoint.mover.main"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[read], start_new_session=True,
     )  # fmt: skip
     os.close(read)
@@ -397,7 +397,7 @@ def test_a_mover_that_starts_while_the_run_folder_is_away_says_so(tmp_path: Path
     away = tmp_path / "run"
     away.symlink_to(away)
     done = subprocess.run(
-        [sys.executable, "-m", "holdfast.checkpoint.mover"], check=False, timeout=60,
+        [sys.executable, "-m", "holdfast.checkpoint.mover.main"], check=False, timeout=60,
         input=boot(away, tmp_path, -1).to_line(), capture_output=True, start_new_session=True,
     )  # fmt: skip
     assert done.returncode == 2
@@ -413,7 +413,7 @@ def test_sigterm_finishes_the_saves_under_way(start: Start) -> None:
     mover.process.send_signal(signal.SIGTERM)
     assert mover.process.wait(20) == 0
     (key,) = listing(mover.store)
-    from holdfast.checkpoint.restore import Checkpoint
+    from holdfast.checkpoint.restore.reader import Checkpoint
 
     assert_holds(Checkpoint.open(mover.store, key), 1)
     assert isinstance(workers.capturers[0].announce(1, {}), Skipped)

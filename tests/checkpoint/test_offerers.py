@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from holdfast.checkpoint import offerers as module
-from holdfast.checkpoint.offerers import QUICK_SECONDS, READ_BYTES, Offerers
+from holdfast.checkpoint.peers import connections as module
+from holdfast.checkpoint.peers.connections import QUICK_SECONDS, READ_BYTES, Offerers
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.wire.secret import Secret
 

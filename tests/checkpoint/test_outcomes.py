@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from holdfast.checkpoint import outcomes as module
-from holdfast.checkpoint.outcomes import Outcomes
+from holdfast.checkpoint.save import save_tracker as module
+from holdfast.checkpoint.save.save_tracker import Outcomes
 from holdfast.events import CheckpointCommitted, CheckpointFailed, SnapshotComplete, SnapshotKept
 
 SAVE = (1, 20)

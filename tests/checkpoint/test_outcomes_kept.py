@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.outcomes import SAVES_KEPT, Outcomes
-from holdfast.checkpoint.service import Service
+from holdfast.checkpoint.mover.service import Service
+from holdfast.checkpoint.save.save_tracker import SAVES_KEPT, Outcomes
+from holdfast.core.format.manifest import commit_key
 from holdfast.errors import OutOfSpaceError
-from holdfast.spec.manifest import commit_key
-from holdfast.wire.runstore import Buffer, FolderStore
+from holdfast.wire.store.run_store import Buffer, FolderStore
 from tests.checkpoint.campaign.movers import Ranks
 from tests.checkpoint.test_writing import DEADLINE, Direct, begin
 

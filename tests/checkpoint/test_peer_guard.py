@@ -12,24 +12,24 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint import peer_wire
-from holdfast.checkpoint.budget import Budget
-from holdfast.checkpoint.peer_keep import Keeper
-from holdfast.checkpoint.peer_server import BODY_LIMIT, PeerServer, name_of
-from holdfast.checkpoint.peer_source import PeerSource
-from holdfast.checkpoint.peer_wire import (
+from holdfast.checkpoint.memory.snapshot_store import Shelf
+from holdfast.checkpoint.peers import client as peer_wire
+from holdfast.checkpoint.peers.client import (
     INVENTORY,
     OFFER,
     PeerClient,
     PeerError,
 )
-from holdfast.checkpoint.snapshots import Shelf
+from holdfast.checkpoint.peers.rate_limiter import Budget
+from holdfast.checkpoint.peers.receiver import Keeper
+from holdfast.checkpoint.peers.server import BODY_LIMIT, PeerServer, name_of
+from holdfast.checkpoint.peers.source import PeerSource
+from holdfast.core.format.manifest import Part, blob_key, commit_key, writer_name
 from holdfast.errors import FencedError
-from holdfast.spec.manifest import Part, blob_key, commit_key, writer_name
-from holdfast.wire.auth import AuthError, headers_of, sha256, sign, stated
-from holdfast.wire.exchange import HEAD_BYTES
-from holdfast.wire.runstore import MissingKeyError
+from holdfast.wire.http.auth import AuthError, headers_of, sha256, sign, stated
+from holdfast.wire.http.sync_connection import HEAD_BYTES
 from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import MissingKeyError
 from tests.checkpoint.peers import SECRET, TABLE, Node, topology, until
 
 STRANGER = Secret(b"x" * 32)

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from xxhash import xxh3_128_hexdigest
 
-from holdfast.checkpoint.peer_keep import HELD, Keeper, _run
-from holdfast.checkpoint.peer_settings import PeerSettings
-from holdfast.checkpoint.peer_wire import PeerClient
-from holdfast.checkpoint.snapshots import Shelf
+from holdfast.checkpoint.memory.snapshot_store import Shelf
+from holdfast.checkpoint.peers.client import PeerClient
+from holdfast.checkpoint.peers.config import PeerSettings
+from holdfast.checkpoint.peers.receiver import HELD, Keeper, _run
+from holdfast.core.format.manifest import Extent, Part
 from holdfast.errors import CorruptError, HoldfastError
-from holdfast.spec.manifest import Extent, Part
 from tests.checkpoint.peer_process import Node
 from tests.checkpoint.peers import SECRET, TABLE, topology
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.peer_settings import Peer, PeerSettings
-from holdfast.checkpoint.peer_source import PeerBlobs
-from holdfast.checkpoint.restore import Checkpoint, listing, verify
-from holdfast.checkpoint.sources import Mixed
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.peers.config import Peer, PeerSettings
+from holdfast.checkpoint.peers.source import PeerBlobs
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.sources import Mixed
+from holdfast.checkpoint.restore.verify import verify
 from holdfast.policy.placement import Machine
 from holdfast.wire.term import open_generation
 from tests.checkpoint.peers import SECRET, until

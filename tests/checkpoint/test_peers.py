@@ -11,16 +11,16 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.checkpoint.peer_settings import Peer
-from holdfast.checkpoint.peer_source import PeerSource, open_peers
-from holdfast.checkpoint.peer_wire import COPY, PeerClient, PeerError
-from holdfast.checkpoint.restore import Checkpoint
-from holdfast.checkpoint.sources import Mixed
+from holdfast.checkpoint.peers.client import COPY, PeerClient, PeerError
+from holdfast.checkpoint.peers.config import Peer
+from holdfast.checkpoint.peers.source import PeerSource, open_peers
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.sources import Mixed
+from holdfast.core.format.manifest import Part, blob_key, merge, writer_name
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CorruptError
 from holdfast.layout import Layout, place
 from holdfast.policy.placement import Machine
-from holdfast.spec.manifest import Part, blob_key, merge, writer_name
-from holdfast.spec.state import TensorSpec
 from tests.checkpoint.peers import (
     SECRET,
     TABLE,

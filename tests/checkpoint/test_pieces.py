@@ -9,7 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.checkpoint.pieces import PIECE_BYTES, PIECE_SPANS, Copy, Cost, Span, cut, move
+from holdfast.checkpoint.capture.chunked_copy import (
+    PIECE_BYTES,
+    PIECE_SPANS,
+    Copy,
+    Cost,
+    Span,
+    cut,
+    move,
+)
 
 DEADLINE = 60.0
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from holdfast.checkpoint.capture import Captured, Capturer, Skipped, view_of
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.reconnecting import ReconnectingCapturer
-from holdfast.checkpoint.restore import Checkpoint
+from holdfast.checkpoint.capture.capturer import Captured, Capturer, Skipped, view_of
+from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.format.manifest import commit_key
+from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.state_table import local_boxes
 from holdfast.events import CheckpointFailed
 from holdfast.layout import Topology
-from holdfast.spec.boxes import whole
-from holdfast.spec.manifest import commit_key
-from holdfast.spec.state import local_boxes
 from tests.checkpoint.peers import until
 from tests.checkpoint.support import (
     DTYPE,

@@ -11,18 +11,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.restore import (
-    Checkpoint,
-    describe,
-    listing,
-    newest_verified,
-    verify,
-)
+from holdfast.checkpoint.restore.catalog import describe, listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.core.format.manifest import commit_key
+from holdfast.core.sharding.boxes import Box, whole
+from holdfast.core.sharding.state_table import local_boxes
 from holdfast.errors import CheckpointError, CorruptError
-from holdfast.spec.boxes import Box, whole
-from holdfast.spec.manifest import commit_key
-from holdfast.spec.state import local_boxes
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.checkpoint.support import (
     TABLE,
     Mover,

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint import memory
-from holdfast.checkpoint.arena import Arena, digest, slot_capacity
-from holdfast.checkpoint.blob import header, total_size
-from holdfast.checkpoint.service import Service, Settings
-from holdfast.checkpoint.snapshots import MemoryFile
+from holdfast.checkpoint.format.blob import header, total_size
+from holdfast.checkpoint.memory import limits
+from holdfast.checkpoint.memory.arena import Arena, digest, slot_capacity
+from holdfast.checkpoint.memory.snapshot_store import MemoryFile
+from holdfast.checkpoint.mover.service import Service, Settings
+from holdfast.core.format.manifest import placed
+from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.errors import FencedError
 from holdfast.events import SnapshotDropped
 from holdfast.layout import Topology
-from holdfast.spec.manifest import placed
-from holdfast.spec.ownership import owned_boxes
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import open_generation
 from tests.checkpoint.support import TABLE, topology
 
@@ -74,7 +74,7 @@ def test_without_room_for_both_the_older_snapshot_goes_when_all_have_restored(
     remember(service, arena, first, 0, 3)
     assert begin(service, tmp_path, second) == 3
     # As if one of the two fitted: there is room once nothing is on the shelf any more.
-    monkeypatch.setattr(memory, "available", lambda: 0 if service.shelf.complete() else 2**30)
+    monkeypatch.setattr(limits, "available", lambda: 0 if service.shelf.complete() else 2**30)
     new = ask(service, second, 0, os.getpid())
     assert service.shelf.complete() == []
     events, _ = service.outcomes.since(0, 0)

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.checkpoint.capture import Captured, Capturer, Skipped
-from holdfast.checkpoint.restore import Checkpoint, listing, newest_verified, verify
+from holdfast.checkpoint.capture.capturer import Captured, Capturer, Skipped
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.core.format.manifest import commit_key
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError
 from holdfast.events import CheckpointCommitted, CheckpointFailed, CheckpointRemoved
-from holdfast.spec.manifest import commit_key
-from holdfast.spec.state import TensorSpec
 from tests.checkpoint.support import (
     TABLE,
     Mover,

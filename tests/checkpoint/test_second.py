@@ -7,15 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.checkpoint.restore import Checkpoint, listing
-from holdfast.checkpoint.second import BUCKET, Second
-from holdfast.checkpoint.sources import Mixed, StoreSource
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.fallback_store import BUCKET, Second
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.sources import Mixed, StoreSource
+from holdfast.core.format.manifest import Commit, commit_key
 from holdfast.errors import CheckpointError, StoreError
 from holdfast.events import CheckpointCommitted, CheckpointUploaded, Event, SourceRejected
-from holdfast.spec.manifest import Commit, commit_key
 from holdfast.wire.journal import JournalWriter
-from holdfast.wire.runstore import RunStore
-from holdfast.wire.stores import open_store
+from holdfast.wire.store.location import open_store
+from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import open_generation
 from tests.checkpoint.support import TABLE, Mover, Workers, assert_holds, events_until, topology
 from tests.wire import s3

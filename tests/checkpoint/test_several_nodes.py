@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.elastic.faults.deeds import rot_memory
-from holdfast.elastic.worker.restoring import restore
+from holdfast.chaos.actions import rot_memory
+from holdfast.core.sharding.boxes import whole
+from holdfast.elastic.worker.restore import restore
 from holdfast.events import Event, PeerFailed, SourceRejected
-from holdfast.spec.boxes import whole
 from tests.checkpoint.peers import SECRET, until
 from tests.checkpoint.several import Nodes
 from tests.checkpoint.support import DTYPE, TABLE, Mover, state

@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.checkpoint.arena import Arena
-from holdfast.checkpoint.capture import Captured, Skipped
-from holdfast.checkpoint.choosing import note_start
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.restore import Checkpoint, listing
-from holdfast.checkpoint.sources import MappedSource, Mixed, StoreSource
+from holdfast.checkpoint.capture.capturer import Captured, Skipped
+from holdfast.checkpoint.memory.arena import Arena
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.sources import MappedSource, Mixed, StoreSource
+from holdfast.checkpoint.restore.start_records import note_start
+from holdfast.core.format.manifest import commit_key
+from holdfast.core.sharding.state_table import local_boxes
 from holdfast.errors import CorruptError, HoldfastError
 from holdfast.events import CheckpointCommitted, SnapshotComplete
 from holdfast.layout import Topology
-from holdfast.spec.manifest import commit_key
-from holdfast.spec.state import local_boxes
-from holdfast.wire.runstore import MissingKeyError
+from holdfast.wire.store.run_store import MissingKeyError
 from holdfast.wire.term import open_generation
 from tests.checkpoint.support import (
     TABLE,

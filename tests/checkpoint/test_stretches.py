@@ -13,18 +13,25 @@ from hypothesis import strategies as st
 from obstore.store import MemoryStore
 from xxhash import xxh3_128_hexdigest
 
-from holdfast.checkpoint.arena import Arena
-from holdfast.checkpoint.reading import Reader
-from holdfast.checkpoint.restore import Checkpoint
-from holdfast.checkpoint.sources import MappedSource, Mixed, StoreSource
-from holdfast.checkpoint.stretches import Move, Stretch, copy_into, flat, shortened, stretches
+from holdfast.checkpoint.memory.arena import Arena
+from holdfast.checkpoint.restore.read_plan import (
+    Move,
+    Stretch,
+    copy_into,
+    flat,
+    shortened,
+    stretches,
+)
+from holdfast.checkpoint.restore.read_pool import Reader
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.sources import MappedSource, Mixed, StoreSource
+from holdfast.core.format.manifest import Blob, commit_key
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.state_table import StateTable, TensorSpec
 from holdfast.errors import CorruptError
-from holdfast.spec.boxes import Box
-from holdfast.spec.manifest import Blob, commit_key
-from holdfast.spec.state import StateTable, TensorSpec
-from holdfast.wire.bucket import BucketStore
-from holdfast.wire.runstore import FolderStore, MissingKeyError
-from holdfast.wire.scatter import in_groups
+from holdfast.wire.store.bucket import BucketStore
+from holdfast.wire.store.run_store import FolderStore, MissingKeyError
+from holdfast.wire.store.vectored_io import in_groups
 from tests.checkpoint.support import Mover, Workers, state, topology
 
 Start = Callable[..., Mover]

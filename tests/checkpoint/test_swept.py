@@ -11,21 +11,23 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint import cleaning, together
-from holdfast.checkpoint.blob import header
-from holdfast.checkpoint.cleaning import Keep
-from holdfast.checkpoint.outcomes import Outcomes
-from holdfast.checkpoint.peer_settings import Cohort, Peer
-from holdfast.checkpoint.restore import listing, verify
-from holdfast.checkpoint.save import Plan, try_commit, write_part
-from holdfast.checkpoint.saving import Saves
-from holdfast.checkpoint.snapshots import Shelf
+from holdfast.checkpoint.format.blob import header
+from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.memory.snapshot_store import Shelf
+from holdfast.checkpoint.peers.config import Cohort, Peer
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.verify import verify
+from holdfast.checkpoint.save import commit_protocol, retention
+from holdfast.checkpoint.save.retention import Keep
+from holdfast.checkpoint.save.save_manager import Saves
+from holdfast.checkpoint.save.save_tracker import Outcomes
+from holdfast.checkpoint.save.writer import try_commit, write_part
+from holdfast.core.format.manifest import commit_key, placed
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.state_table import ITEM_BYTES
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy.placement import Machine
-from holdfast.spec.manifest import commit_key, placed
-from holdfast.spec.ownership import owned_boxes
-from holdfast.spec.state import ITEM_BYTES
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import open_generation
 from tests.checkpoint.peers import SECRET
 from tests.checkpoint.support import TABLE, topology
@@ -90,7 +92,7 @@ def test_who_follows_removes_nothing_of_a_save_that_its_leader_may_be_committing
     follower: Saves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has said that its part is stored, and a newer generation begins before it is answered."""
-    monkeypatch.setattr(together.threading, "Thread", _AtOnce)
+    monkeypatch.setattr(commit_protocol.threading, "Thread", _AtOnce)
     store = FolderStore(tmp_path)
     stored(store)
     follower.together.ask(SAVE)
@@ -142,7 +144,7 @@ def test_a_commit_object_that_is_made_during_a_sweep_goes_with_what_it_names(
     stored(store)
     commit = _made(store, tmp_path)
     slow = _Meanwhile(tmp_path, "parts/", lambda: store.create(KEY, commit))
-    assert cleaning.sweep(slow, 2) == 5
+    assert retention.sweep(slow, 2) == 5
     assert listing(store) == []
     assert left(store) == 0
 
@@ -162,7 +164,7 @@ def test_who_commits_behind_a_sweep_takes_its_commit_object_back(tmp_path: Path)
 
     def swept() -> None:
         open_generation(store, 2, {})
-        assert cleaning.sweep(store, 2) == 4
+        assert retention.sweep(store, 2) == 4
 
     with pytest.raises(FencedError, match="swept"):
         try_commit(_Meanwhile(tmp_path, "commits/", swept), plan(1), SAVE[1])
@@ -174,5 +176,5 @@ def test_who_commits_before_a_sweep_has_committed(tmp_path: Path) -> None:
     stored(store)
     slow = _Meanwhile(tmp_path, "commits/", lambda: open_generation(store, 2, {}))
     assert try_commit(slow, plan(1), SAVE[1]) is not None
-    assert cleaning.sweep(store, 2) == 0
+    assert retention.sweep(store, 2) == 0
     assert verify(store, KEY) == []

@@ -8,9 +8,11 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.checkpoint.restore import Checkpoint, listing, verify
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.verify import verify
+from holdfast.core.format.manifest import commit_key
 from holdfast.events import CheckpointCommitted, CheckpointFailed, CheckpointRemoved
-from holdfast.spec.manifest import commit_key
 from tests.checkpoint.peers import until
 from tests.checkpoint.several import Nodes
 from tests.checkpoint.support import TABLE, Mover, assert_holds

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.outcomes import Outcomes, Save
-from holdfast.checkpoint.peer_settings import Cohort, Peer
-from holdfast.checkpoint.save import Plan
-from holdfast.checkpoint.together import SAVE, Together
+from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.peers.config import Cohort, Peer
+from holdfast.checkpoint.save.commit_protocol import SAVE, Together
+from holdfast.checkpoint.save.save_tracker import Outcomes, Save
 from holdfast.policy.placement import Machine
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.checkpoint.peers import SECRET, until
 from tests.checkpoint.support import TABLE, topology
 from tests.checkpoint.test_peer_guard import listening

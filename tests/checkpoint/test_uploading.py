@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.restore import listing, newest_verified, step_of
-from holdfast.checkpoint.uploading import bring_back
+from holdfast.checkpoint.bucket.recover_folder import bring_back
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.checkpoint.restore.verify import newest_verified
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import CheckpointError, StoreError
 from holdfast.events import (
     CheckpointCommitted,
@@ -19,9 +21,8 @@ from holdfast.events import (
     Event,
     UploadFailed,
 )
-from holdfast.spec.state import TensorSpec
-from holdfast.wire.runstore import FolderStore
-from holdfast.wire.stores import UnfitStoreError, open_store
+from holdfast.wire.store.location import UnfitStoreError, open_store
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_generation
 from tests.checkpoint.support import Mover, Workers, assert_holds, events_until, topology
 from tests.ranks import wait_until

@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.checkpoint.importing import import_checkpoint
-from holdfast.checkpoint.restore import Checkpoint, listing, newest_verified, verify
-from holdfast.checkpoint.write import Source, write_single
+from holdfast.checkpoint.interop.huggingface import import_checkpoint
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.checkpoint.save.single_writer import Source, write_single
 from holdfast.config.model import ModelConfig
+from holdfast.core.format.manifest import commit_key
+from holdfast.core.sharding.boxes import Box, whole
+from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.core.sharding.state_table import state_table
 from holdfast.errors import CheckpointError, FencedError
 from holdfast.model.huggingface import export_folder
-from holdfast.spec.boxes import Box, whole
-from holdfast.spec.manifest import commit_key
-from holdfast.spec.parameters import decoder_parameters
-from holdfast.spec.state import state_table
-from holdfast.wire.runstore import FolderStore, MemoryStore
+from holdfast.wire.store.run_store import FolderStore, MemoryStore
 from holdfast.wire.term import open_generation
 from tests.checkpoint.support import read_box
 

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.restore import listing, newest_verified
-from holdfast.checkpoint.service import HASH_THREADS, Service, Settings
+from holdfast.checkpoint.mover.service import HASH_THREADS, Service, Settings
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.verify import newest_verified
+from holdfast.core.format.manifest import commit_key
 from holdfast.errors import OutOfSpaceError
-from holdfast.spec.manifest import commit_key
-from holdfast.wire.runstore import Buffer, FolderStore, chunks
+from holdfast.wire.store.run_store import Buffer, FolderStore, chunks
 from holdfast.wire.term import open_generation
 from tests.checkpoint.campaign import states
 from tests.checkpoint.campaign.judge import compare

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore import listing
-from holdfast.checkpoint.restore import verify as problems_of
-from holdfast.wire.stores import open_store
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.verify import verify as problems_of
+from holdfast.wire.store.location import open_store
 from tests.cli.conftest import Trained
 from tests.cli.support import here, start, write_run_file
 from tests.wire import s3

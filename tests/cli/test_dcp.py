@@ -17,14 +17,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from holdfast.checkpoint.dcp import DcpFolder
-from holdfast.checkpoint.restore import Checkpoint, listing
-from holdfast.cli.runs import open_run
+from holdfast.checkpoint.interop.dcp import DcpFolder
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.model import ModelConfig
+from holdfast.core.format.flat_names import SCHEMES
+from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.launch.runs import open_run
 from holdfast.model.decoder import Decoder
-from holdfast.spec.boxes import whole
-from holdfast.spec.flat_names import SCHEMES
-from holdfast.spec.parameters import decoder_parameters
 from tests.cli.conftest import Trained
 from tests.cli.support import here
 

@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore import listing, step_of
-from holdfast.cli import run_folder
-from holdfast.cli.run_folder import (
+from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.config.load import load
+from holdfast.errors import RunFolderError
+from holdfast.events import GenerationStarted, RequestsRefused, StepDone
+from holdfast.launch import run_folder
+from holdfast.launch.run_folder import (
     describe,
     identity,
     refuse_foreign,
@@ -23,15 +26,12 @@ from holdfast.cli.run_folder import (
     refuse_other,
     set_aside,
 )
-from holdfast.config.load import load
-from holdfast.errors import RunFolderError
-from holdfast.events import GenerationStarted, RequestsRefused, StepDone
 from holdfast.plan.hardware import this_machine
-from holdfast.wire.auth import Verifier
-from holdfast.wire.listening import address_of, bind
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.http.auth import Verifier
+from holdfast.wire.http.server import Guard, Listener
+from holdfast.wire.http.sockets import address_of, bind
 from holdfast.wire.secret import open_secret
-from holdfast.wire.server import Guard, Listener
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import QUESTION, claim, open_generation
 from tests.cli.support import apart, start
 from tests.nodes import DEADLINE, QUICK, nodes_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import checks
+from holdfast.cli import doctor_checks
 from holdfast.config.load import load
 from tests.cli.support import here
 
@@ -94,7 +94,7 @@ def test_doctor_finds_this_machine_fit(tmp_path: Path, capsys: Capture,
 def test_doctor_fails_with_a_remedy(tmp_path: Path, capsys: Capture,
                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checks, "version", lambda package: "2.15.0.dev20260101")
+    monkeypatch.setattr(doctor_checks, "version", lambda package: "2.15.0.dev20260101")
     found = here(capsys, "doctor")
     assert found.code == 1
     (line,) = [line for line in found.out.splitlines() if line.startswith("FAIL")]
@@ -102,6 +102,6 @@ def test_doctor_fails_with_a_remedy(tmp_path: Path, capsys: Capture,
 
 
 def test_doctor_sees_a_folder_that_cannot_be_written() -> None:
-    found = {check.name: check for check in checks.examine(Path("/proc"))}
+    found = {check.name: check for check in doctor_checks.examine(Path("/proc"))}
     assert found["disk"].state == "fails"
     assert found["disk"].remedy

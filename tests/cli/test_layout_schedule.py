@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from holdfast.spec.schedule import one_f_one_b
-from holdfast.spec.schedule_csv import to_csv
+from holdfast.core.schedule.csv import to_csv
+from holdfast.core.schedule.table import one_f_one_b
 from tests.cli.support import Outcome, here, write_run_file
 
 Capture = pytest.CaptureFixture[str]

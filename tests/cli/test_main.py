@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main as root
-from holdfast.cli.call import app, crash_log_in
+from holdfast.cli.dispatch import app, crash_log_in
 from holdfast.errors import CorruptError, DataError
 from tests.cli.support import here, start
 

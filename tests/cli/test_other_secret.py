@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.run_folder import refuse_alone, refuse_in_use
-from holdfast.cli.runs import trainer_answers
 from holdfast.errors import RunFolderError
-from holdfast.wire.auth import Verifier
-from holdfast.wire.listening import address_of, bind
-from holdfast.wire.runstore import FolderStore
+from holdfast.launch.run_folder import refuse_alone, refuse_in_use
+from holdfast.launch.runs import trainer_answers
+from holdfast.wire.http.auth import Verifier
+from holdfast.wire.http.server import Guard, Listener
+from holdfast.wire.http.sockets import address_of, bind
 from holdfast.wire.secret import VARIABLE, Secret, open_secret
-from holdfast.wire.server import Guard, Listener
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import QUESTION, claim, newest_term, open_generation
 from tests.cli.support import here, secret_file
 from tests.nodes import QUICK, nodes_of

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.runs import open_run
 from holdfast.cli.train import plan
-from holdfast.cli.weights import Sampling, choose, continuations
 from holdfast.config.load import load
 from holdfast.errors import ConfigError
+from holdfast.export.weights import Sampling, choose, continuations
+from holdfast.launch.runs import open_run
 from holdfast.plan.hardware import Accelerator, Machine
 from tests.cli.conftest import Trained
 from tests.cli.support import here, write_run_file
@@ -232,7 +232,7 @@ def test_an_audit_against_changed_tokens_proves_nothing(
 
 def test_text_ends_where_the_model_ends_it(trained: Trained) -> None:
     run = open_run(trained.folder)
-    checkpoint = choose(run, None)
+    checkpoint = choose(run, None, print)
     texts = [
         continuations(run, checkpoint, ["the"], Sampling(tokens=200, temperature=3.0, seed=seed))[0]
         for seed in range(8)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.elastic.faults.armed import Armoury
+from holdfast.elastic.protocol.fault_orders import Armoury
 from tests.cli.support import Outcome, apart, start, within, write_run_file
 
 LONG = ("train.steps=100000", "checkpoint.every_steps=0", "train.evaluate.every=0")

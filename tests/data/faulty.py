@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.cli.main import main
 from holdfast.data.batch import MASKED, Batches, Microbatch
-from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.protocol.worker_spec import WorkerBoot
 from holdfast.launch import local
 from holdfast.wire.secret import Secret
 
@@ -39,8 +39,9 @@ class Faulty(Batches):
 def run(boot: WorkerBoot, secret: Secret) -> int:
     """A worker's entry."""
     from holdfast.elastic.worker import main as worker
+    from holdfast.elastic.worker import worker as worker_module
 
-    worker.Batches = Faulty  # type: ignore[attr-defined]
+    worker_module.Batches = Faulty  # type: ignore[attr-defined]
     return worker.run(boot, secret)
 
 

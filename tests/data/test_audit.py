@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from holdfast.config.data import DataConfig
+from holdfast.core.data.data_ledger import STANDS_IN
 from holdfast.data.audit import AuditResult, audit
 from holdfast.data.batch import Batches, Microbatch
 from holdfast.data.dataset import Dataset
@@ -21,7 +22,6 @@ from holdfast.events import (
     RunFinished,
     RunStarted,
 )
-from holdfast.spec.ledger import STANDS_IN
 from tests.data.corpus import batches
 
 Plan = Callable[[int], Sequence[int]]

@@ -206,7 +206,7 @@ def test_parquet_without_its_extra(tmp_path: Path) -> None:
     """In an interpreter that cannot import pyarrow."""
     code = (
         "import sys; sys.modules['pyarrow'] = None\n"
-        "from holdfast.data.tables import parquet_ranges\n"
+        "from holdfast.data.columnar_sources import parquet_ranges\n"
         "parquet_ranges(['a.parquet'], 'text', 1)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

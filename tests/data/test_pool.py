@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.data import pool
+from holdfast.data import task_pool
 from holdfast.errors import HoldfastError
 
 
@@ -19,11 +19,11 @@ def test_a_task_that_cannot_be_handed_over_is_an_error_of_ours(
         process.wait()
         return process
 
-    start = pool._start
-    monkeypatch.setattr(pool, "_start", started_and_killed)
+    start = task_pool._start
+    monkeypatch.setattr(task_pool, "_start", started_and_killed)
     task = {"kind": "inspect", "path": str(tmp_path / "none")}
     with (
         pytest.raises(HoldfastError, match="a preparing process ended with -9"),
-        pool.Pool(1) as processes,
+        task_pool.Pool(1) as processes,
     ):
         processes.run([task], lambda task: None)

@@ -210,7 +210,7 @@ def test_a_preparing_process_that_dies_is_named_and_costs_its_unit_only(tmp_path
 
     def kill(what: str, done: int, total: int) -> None:
         if (what, done) == ("tokenising", 2):
-            for child in children_of(os.getpid(), "holdfast.data.pool"):
+            for child in children_of(os.getpid(), "holdfast.data.task_pool"):
                 child.kill()
 
     with pytest.raises(HoldfastError, match="a preparing process ended with -9"):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from holdfast.config.data import DataConfig
+from holdfast.core.data.skips import Skip, Skips
 from holdfast.data.audit import audit
 from holdfast.data.batch import MASKED, Batches
 from holdfast.data.dataset import Dataset
 from holdfast.events import BatchFed
-from holdfast.spec.skips import Skip, Skips
 from tests.data.corpus import batches, train_config
 from tests.data.test_audit import EVEN, committed, feed
 

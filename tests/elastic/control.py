@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from holdfast.elastic.rendezvous import Rendezvous
-from holdfast.wire.auth import Verifier
-from holdfast.wire.listening import address_of, bind
+from holdfast.elastic.coordinator.rendezvous import Rendezvous
+from holdfast.wire.http.auth import Verifier
+from holdfast.wire.http.server import MAX_BODY, Guard, Handler, Listener
+from holdfast.wire.http.sockets import address_of, bind
 from holdfast.wire.secret import Secret
-from holdfast.wire.server import MAX_BODY, Guard, Handler, Listener
 
 SECRET = Secret(b"e" * 32)
 

@@ -19,20 +19,20 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.checkpoint.mover_client import MoverClient
+from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.config.run import RunConfig
-from holdfast.elastic import exits
-from holdfast.elastic.boot import WorkerBoot
+from holdfast.core.sharding.state_table import local_boxes, state_table
+from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.worker.http_store import HttpStore
 from holdfast.elastic.worker.reporter import Reporter
-from holdfast.elastic.worker.store import HttpStore
 from holdfast.errors import CheckpointError, FencedError
 from holdfast.events import NonFinite, StepDone, WorkerReady
-from holdfast.spec.state import local_boxes, state_table
-from holdfast.wire.client import Client
+from holdfast.wire.http.client import Client
 from holdfast.wire.secret import Secret
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.capture import Capturer
+    from holdfast.checkpoint.capture.capturer import Capturer
 
 
 def train(boot: WorkerBoot, secret: Secret) -> int:
@@ -71,10 +71,10 @@ def train(boot: WorkerBoot, secret: Secret) -> int:
     except RuntimeError as error:
         print(f"rank {boot.rank} lost a peer: {error}")
         reporter.flush(2.0)
-        return exits.PEER_LOST
+        return exit_codes.PEER_LOST
     reporter.outcome("left" if stop else "finished", step, plan.get("unsaved"))
     reporter.close()
-    return exits.DONE
+    return exit_codes.DONE
 
 
 def _pause(seconds: float) -> None:
@@ -109,7 +109,7 @@ def _misbehave(
     if due("non_finite"):
         reporter.emit(NonFinite(boot.rank, "layers.0.ffn.up.weight", step=step))
         reporter.flush()
-        raise SystemExit(exits.NON_FINITE)
+        raise SystemExit(exit_codes.NON_FINITE)
     if due("fenced"):
         raise FencedError("the toy is old")
 
@@ -118,7 +118,7 @@ def _capturer(boot: WorkerBoot, secret: Secret) -> Capturer:
     """This rank's arena, mapped: its state is all zeros."""
     import torch
 
-    from holdfast.checkpoint.capture import Capturer
+    from holdfast.checkpoint.capture.capturer import Capturer
 
     config = RunConfig.model_validate(boot.config)
     topology, table = boot.placed(), state_table(config.model, config.train.precision)

@@ -16,7 +16,7 @@ import time
 from typing import Any
 
 from holdfast.cli.main import main as command
-from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.protocol.worker_spec import WorkerBoot
 from holdfast.launch import local
 from holdfast.wire.secret import Secret
 

@@ -13,17 +13,18 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.elastic.coordinator import Coordinator, Known
-from holdfast.elastic.following import Follower
-from holdfast.elastic.noticing import Blame
-from holdfast.elastic.reigning import reign_over
-from holdfast.policy.membership import Reign, Rules, Stage
-from holdfast.policy.succession import Patience
-from holdfast.wire.auth import Verifier
-from holdfast.wire.listening import address_of, bind
-from holdfast.wire.runstore import FolderStore, RunStore
+from holdfast.elastic.coordinator.coordinator import Coordinator
+from holdfast.elastic.coordinator.generation_store import reign_over
+from holdfast.elastic.membership.role_loop import Follower
+from holdfast.elastic.protocol.coordinator_messages import Known
+from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.policy.membership.election import Patience
+from holdfast.policy.membership.transitions import Reign, Rules, Stage
+from holdfast.wire.http.auth import Verifier
+from holdfast.wire.http.server import Guard, Handler, Listener
+from holdfast.wire.http.sockets import address_of, bind
 from holdfast.wire.secret import Secret
-from holdfast.wire.server import Guard, Handler, Listener
+from holdfast.wire.store.run_store import FolderStore, RunStore
 from holdfast.wire.term import Term
 
 SECRET = Secret(b"f" * 32)

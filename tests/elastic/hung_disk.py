@@ -11,9 +11,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from holdfast.elastic import node_agent
-from holdfast.elastic.lost_folder import Place, RunFolder
-from holdfast.wire.runstore import FolderStore
+from holdfast.elastic.agent import agent
+from holdfast.elastic.agent.run_folder_monitor import Place, RunFolder
+from holdfast.wire.store.run_store import FolderStore
 from tests.elastic.drive import main
 
 
@@ -41,6 +41,6 @@ def _hang(hung: Path) -> None:
 
 
 if __name__ == "__main__":
-    node_agent.CLEAN_SECONDS = float(sys.argv.pop(1))
+    agent.CLEAN_SECONDS = float(sys.argv.pop(1))
     _hang(beside(Path(sys.argv[1])))
     sys.exit(main())

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.elastic.boot import WorkerBoot
+from holdfast.core.data.data_ledger import Entry, settled
+from holdfast.core.data.lineage import split
+from holdfast.core.sharding.state_table import state_table
+from holdfast.elastic.protocol.worker_spec import WorkerBoot
 from holdfast.errors import NonFiniteError
 from holdfast.events import BatchFed, GenerationStarted, Record, StepDone, event_from_json
 from holdfast.layout import Topology
-from holdfast.spec.ledger import Entry, settled
-from holdfast.spec.lineage import split
-from holdfast.spec.state import state_table
 from holdfast.wire.secret import Secret
 from tests.checkpoint.support import Mover
 from tests.data.corpus import data_config, make, text_folder, text_source
@@ -46,8 +46,8 @@ def work(rank: RankContext, boot: dict[str, Any], secret: str, deeds: dict[str, 
 
 
 def _prepare_deeds(rank: RankContext, deeds: dict[str, Any]) -> None:
-    from holdfast.elastic.worker import main as worker
-    from holdfast.elastic.worker.store import HttpStore
+    from holdfast.elastic.worker import worker
+    from holdfast.elastic.worker.http_store import HttpStore
     from holdfast.train import recover as recovering
     from holdfast.train.engine import StepEngine
 

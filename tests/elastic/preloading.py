@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import holdfast.elastic.worker.main  # noqa: F401  (as the template does)
 from holdfast.config.run import RunConfig
-from holdfast.elastic.boot import preloads
+from holdfast.elastic.protocol.worker_spec import preloads
 from holdfast.errors import NonFiniteError
 from holdfast.parallel.torch_compat import local
 from tests.train import layouts

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.checkpoint.restore import newest_verified
+from holdfast.checkpoint.restore.verify import newest_verified
 from holdfast.config.run import RunConfig
-from holdfast.elastic.boot import WorkerBoot
-from holdfast.elastic.worker.main import Worker
+from holdfast.core.sharding.state_table import state_table
+from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.worker.worker import Worker
 from holdfast.layout import Layout, Topology, place
-from holdfast.spec.state import state_table
 from holdfast.wire.secret import Secret
 from tests.checkpoint.support import Mover
 from tests.data.corpus import make

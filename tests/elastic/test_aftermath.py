@@ -8,15 +8,15 @@ from typing import Any, cast
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.elastic.aftermath import Survivors
-from holdfast.elastic.coordinator import Known
-from holdfast.elastic.leading import Lead, Leading
+from holdfast.elastic.coordinator.generation_planner import Lead, Leading
+from holdfast.elastic.coordinator.survivors import Survivors
+from holdfast.elastic.protocol.coordinator_messages import Known
 from holdfast.errors import LayoutError
 from holdfast.events import Event, WorkerLost
 from holdfast.layout import Layout, Topology, place
-from holdfast.policy import membership
-from holdfast.policy.membership import Node, Report, Rules, Stage
-from holdfast.policy.survivors import Held
+from holdfast.policy.membership import transitions
+from holdfast.policy.membership.transitions import Node, Report, Rules, Stage
+from holdfast.policy.recovery.survivors import Held
 
 CONFIG = RunConfig.model_validate({
     "data": {"folder": "unused"},
@@ -115,14 +115,14 @@ def test_whoever_comes_to_lead_tells_of_losses_in_the_generation_that_had_them()
     ))  # fmt: skip
     lead.found({"topology": place(Layout(dp_replicate=2), 5, ("a", "b")).to_json()})
     old = [Node(name, "old", 1, 0.0, 0.0) for name in ("a", "b")]
-    reign = membership.begin(7, 0.0, 5, old, "resume")
+    reign = transitions.begin(7, 0.0, 5, old, "resume")
     rules = Rules(lambda nodes: tuple(node.name for node in nodes))
-    reign = membership.came(reign, Node("a", "new", 1, 0.0, 0.0), 1.0, rules)
+    reign = transitions.came(reign, Node("a", "new", 1, 0.0, 0.0), 1.0, rules)
     lead.tell_lost(reign)
     assert reign.lost == (("a", "its agent was started anew"),)
     assert told == []
     held = Report("b", "old", 5, Stage.HELD)
-    lead.tell_lost(membership.heard(reign, [held], 1.0, rules))
+    lead.tell_lost(transitions.heard(reign, [held], 1.0, rules))
     assert told == [(5, 0, "its agent was started anew")]
 
 
@@ -154,11 +154,11 @@ def test_a_session_begins_where_nobody_took_part_before(others: bool) -> None:
     lead.found({"topology": place(Layout(dp_replicate=2), 5, ("a", "b")).to_json()})
     old = [Node(name, "old", 1, 0.0, 0.0) for name in ("a", "b")]
     rules = Rules(lambda nodes: tuple(node.name for node in nodes))
-    reign = membership.came(
-        membership.begin(7, 0.0, 5, old, "resume"), Node("a", "new", 1, 0.0, 0.0), 1.0, rules
+    reign = transitions.came(
+        transitions.begin(7, 0.0, 5, old, "resume"), Node("a", "new", 1, 0.0, 0.0), 1.0, rules
     )
     if others:
-        reign = membership.heard(reign, [Report("b", "old", 5, Stage.HELD)], 1.0, rules)
+        reign = transitions.heard(reign, [Report("b", "old", 5, Stage.HELD)], 1.0, rules)
     with pytest.raises(LayoutError):
         asyncio.run(lead.plan(reign, 8, frozenset("a"), {"a": Known({})}))
     assert lead.begins is not others

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.elastic.boot import WorkerBoot
+from holdfast.elastic.protocol.worker_spec import WorkerBoot
 from holdfast.errors import FencedError
 from holdfast.events import (
     CheckpointCommitted,
@@ -28,10 +28,10 @@ from holdfast.events import (
     WorkerLost,
     WorkerReady,
 )
-from holdfast.wire.auth import AuthError
-from holdfast.wire.client import Client
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.http.auth import AuthError
+from holdfast.wire.http.client import Client
 from holdfast.wire.secret import Secret, open_secret
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
 from tests.elastic.trainer import Trainer, gone, parent_of, training
 from tests.processes import STOPPED, state, stop

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from holdfast.elastic.node_agent import LEFT_AT_ONCE, TERM_SECONDS
+from holdfast.elastic.agent.agent import LEFT_AT_ONCE, TERM_SECONDS
 from holdfast.events import GenerationStarted, RunFinished, RunStopped, StepDone, WorkerLost
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
 from tests.elastic.hung_disk import beside
 from tests.elastic.trainer import Trainer, gone, training
@@ -143,13 +143,13 @@ def test_no_mover_takes_what_lies_under_a_folder_that_is_not_mounted_for_it(
     """It would hold that folder for ever, and write nothing into the right one."""
     with training(disk.point, ENDLESS, "layout.workers=1") as one:
         one.wait_step(2, 1)
-        (mover,) = children_of(one.process.pid, "holdfast.checkpoint.mover")
+        (mover,) = children_of(one.process.pid, "holdfast.checkpoint.mover.main")
         disk.leave()
         time.sleep(TERM_SECONDS)
         mover.kill()
         time.sleep(LOOKS)
         _nobody_minds(disk, one)
-        assert not children_of(one.process.pid, "holdfast.checkpoint.mover")
+        assert not children_of(one.process.pid, "holdfast.checkpoint.mover.main")
         assert disk.mount()
         one.wait_step(2, 2)
         os.kill(one.process.pid, signal.SIGTERM)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from holdfast.elastic.board import Board
+from holdfast.elastic.event_log import Board
 from holdfast.events import GenerationStarted, Record, StepDone, WorkerLost
 from holdfast.wire.journal import read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 
 
 def _started(step: int) -> GenerationStarted:

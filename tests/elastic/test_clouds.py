@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from holdfast.config.cluster import ClusterConfig
-from holdfast.elastic.asking import Meaning, Service, Several, Source, SourceError, Warned
-from holdfast.elastic.clouds import Google, source_of
-from holdfast.elastic.notice_watch import NoticeWatch
+from holdfast.elastic.notices.clouds import Google, source_of
+from holdfast.elastic.notices.poller import NoticeWatch
+from holdfast.elastic.notices.source import Meaning, Service, Several, Source, SourceError, Warned
 from holdfast.errors import ConfigError
 from holdfast.events import Event, NoticesUnheard
 from tests.elastic.metadata import Metadata, metadata_service

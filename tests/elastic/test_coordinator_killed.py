@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.policy.membership import TRANSITIONS, Phase, Reign
-from holdfast.wire.runstore import FolderStore
+from holdfast.policy.membership.transitions import TRANSITIONS, Phase, Reign
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_generation, newest_term, object_of
 from tests.elastic.fleet import FleetAgent, scene_of, until, working
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.doubting import Doubting
-from holdfast.elastic.ending import EndedError
+from holdfast.elastic.coordinator.bad_steps import Doubting
+from holdfast.elastic.run_result import EndedError
 from holdfast.events import Blamed
 from holdfast.layout import Layout, Topology, place_replicas
-from holdfast.policy.survivors import BadStep, Held
+from holdfast.policy.recovery.survivors import BadStep, Held
 
 NODES = ("a", "a", "b", "b")
 KEYS = {1: ("a", 11), 2: ("a", 12), 3: ("b", 11), 4: ("b", 12)}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.following import ROUND_SECONDS
-from holdfast.wire.runstore import FolderStore
+from holdfast.elastic.membership.role_loop import ROUND_SECONDS
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_generation, newest_term
 from tests.elastic import fleet
 from tests.elastic.fleet import BEAT, FleetAgent, scene_of, until, working

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from holdfast.config.cluster import ClusterConfig
-from holdfast.elastic.asking import Meaning, Source, SourceError, Warned
-from holdfast.elastic.clouds import source_of
-from holdfast.elastic.notice_watch import NoticeWatch
+from holdfast.elastic.notices.clouds import source_of
+from holdfast.elastic.notices.poller import NoticeWatch
+from holdfast.elastic.notices.source import Meaning, Source, SourceError, Warned
 from holdfast.errors import ConfigError
 from tests.elastic.kube import NODES, PODS, Kube, api_server, authority_and_server
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore import newest_verified
+from holdfast.checkpoint.restore.verify import newest_verified
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.state_table import state_table
 from holdfast.layout import Layout, Topology, place
-from holdfast.spec.state import state_table
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.elastic.lives import FAULT, SECONDS, STEPS, Run, config_in, one_node, run
 from tests.processes import STOPPED, runs, state
 from tests.ranks import wait_until

@@ -8,7 +8,7 @@ from pathlib import Path
 
 CODE = """
 import sys
-from holdfast.elastic.worker.log import redirect
+from holdfast.elastic.worker.output import redirect
 for log in sys.argv[1:]:
     redirect(log)
     print("after", log)

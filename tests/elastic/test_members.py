@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic import exits
-from holdfast.elastic.members import Members
+from holdfast.elastic.node.worker_status import Members
+from holdfast.elastic.protocol import exit_codes
 from holdfast.events import RunStopped
-from holdfast.policy.survivors import Held
+from holdfast.policy.recovery.survivors import Held
 
 
 def _body(rank: int, step: int, phase: str, marks: int, first: int = 0) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def test_who_has_stopped_does_not_hang() -> None:
 
 
 def test_exit_codes_in_words() -> None:
-    assert exits.describe(-9) == "SIGKILL"
-    assert exits.describe(-200) == "signal 200"
-    assert exits.describe(3) == "exit 3"
-    assert exits.describe(exits.PEER_LOST) == "exit 75 (lost its peers)"
+    assert exit_codes.describe(-9) == "SIGKILL"
+    assert exit_codes.describe(-200) == "signal 200"
+    assert exit_codes.describe(3) == "exit 3"
+    assert exit_codes.describe(exit_codes.PEER_LOST) == "exit 75 (lost its peers)"

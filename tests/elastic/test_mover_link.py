@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint import mover_client
-from holdfast.checkpoint.mover_client import MoverClient, MoverGoneError, Newest
-from holdfast.checkpoint.service import Settings
+from holdfast.checkpoint.mover import client as mover_client
+from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError, Newest
+from holdfast.checkpoint.mover.service import Settings
 from holdfast.config.run import RunConfig
-from holdfast.elastic import mover_link
-from holdfast.elastic.mover_link import MoverLink, Safe
+from holdfast.elastic.node import mover_supervisor
+from holdfast.elastic.node.mover_supervisor import MoverLink, Safe
 from holdfast.elastic.reviving import Reviving
 from holdfast.errors import HoldfastError
 from holdfast.events import (
@@ -28,8 +28,8 @@ from holdfast.events import (
 )
 from holdfast.layout import Layout, place
 from holdfast.wire import lifeline
-from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import open_generation
 from tests.processes import stop
 
@@ -89,9 +89,9 @@ def test_a_mover_that_stands_still_when_a_generation_begins_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody can tell it of the generation; it is listened to all the same, and so found out."""
-    monkeypatch.setattr(mover_link, "HUNG_SECONDS", 1.0)
-    monkeypatch.setattr(mover_link, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(mover_link, "PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(mover_supervisor, "HUNG_SECONDS", 1.0)
+    monkeypatch.setattr(mover_supervisor, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(mover_supervisor, "PAUSE_SECONDS", 0.1)
     monkeypatch.setattr(mover_client, "ANSWER_SECONDS", 0.5)
     monkeypatch.setattr(MoverClient._call, "__defaults__", (0.3,))
     asyncio.run(_ended(tmp_path))

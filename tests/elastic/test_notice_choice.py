@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.cluster import ClusterConfig
-from holdfast.elastic.clouds import source_of
-from holdfast.elastic.notice_choice import AZURE_TAG, choose
-from holdfast.elastic.notice_watch import NoticeWatch
+from holdfast.elastic.notices.clouds import source_of
+from holdfast.elastic.notices.detect import AZURE_TAG, choose
+from holdfast.elastic.notices.poller import NoticeWatch
 
 
 def _machine(root: Path, **firmware: str) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.elastic.notices import Notice, Notices, Pending
+from holdfast.elastic.notices.handler import Notice, Notices, Pending
 from holdfast.events import (
     CheckpointCommitted,
     CheckpointFailed,
@@ -20,7 +20,7 @@ from holdfast.events import (
     SnapshotKept,
 )
 from holdfast.layout import Layout, place
-from holdfast.policy.tiers import DISK
+from holdfast.policy.saving.tiers import DISK
 
 PEER = {"name": "stage", "address": "127.0.0.1:7600"}
 MODEL = {"preset": None, "layers": 1, "dim": 16, "heads": 2, "kv_heads": 1, "ffn_dim": 16,

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.members import Members
-from holdfast.elastic.noticing import NOBODY, Comparing, Lookout, Process
-from holdfast.elastic.pacing import Pacing
-from holdfast.policy.stragglers import Limits, Pace, Sure
-from holdfast.policy.survivors import Held
+from holdfast.elastic.coordinator.hang_detector import Comparing
+from holdfast.elastic.coordinator.stragglers import Pacing
+from holdfast.elastic.node.hang_monitor import Lookout, Process
+from holdfast.elastic.node.worker_status import Members
+from holdfast.elastic.protocol.hung_worker import NOBODY
+from holdfast.policy.detection.stragglers import Limits, Pace, Sure
+from holdfast.policy.recovery.survivors import Held
 
 BEAT = 0.2
 STEP = 0.2
@@ -295,7 +297,7 @@ def test_a_name_counts_only_while_the_worker_stands_where_it_stood() -> None:
 
 
 def _found() -> list[Any]:
-    from holdfast.policy.standstill import Found
+    from holdfast.policy.detection.hangs import Found
 
     return [Found(2.0, "behind")]
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from holdfast.elastic import exits
-from holdfast.elastic.boot import WorkerBoot
-from holdfast.elastic.worker import orders as orders_module
-from holdfast.elastic.worker.orders import Begin, End, HaltedError, Held, Orders
-from holdfast.elastic.worker.stuck import Sleeper, Who, stuck
+from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.worker import commands as orders_module
+from holdfast.elastic.worker.commands import Begin, End, HaltedError, Held, Orders
+from holdfast.elastic.worker.stuck_threads import Sleeper, Who, stuck
 from holdfast.errors import PeerLostError
 from holdfast.layout import Layout, place
+from holdfast.parallel.comm.transport import Peers, exchange
 from holdfast.parallel.torch_compat import Work
-from holdfast.parallel.transport import Peers, exchange
-from holdfast.wire.client import Client, UnreachableError
+from holdfast.wire.http.client import Client, UnreachableError
 from tests.elastic.control import SECRET, Desk, controlling
 from tests.ranks import RankContext, ranks, wait_until
 
@@ -160,7 +160,7 @@ def test_a_client_that_is_aborted_ends_what_waits() -> None:
             client.post("/orders", {"process": 9, "seen": 0, "held": None}, SECONDS)
 
 
-@ranks(2, dies={0: exits.PEER_LOST, 1: "SIGKILL"})
+@ranks(2, dies={0: exit_codes.PEER_LOST, 1: "SIGKILL"})
 def test_who_waits_for_the_rest_of_a_message_that_never_comes_ends(rank: RankContext) -> None:
     peers = Peers(rank.store(), "inside", rank.rank, 2, seconds=600)
     receive, come = peers.receive, list[torch.Tensor]()
@@ -190,7 +190,7 @@ def test_who_waits_for_the_rest_of_a_message_that_never_comes_ends(rank: RankCon
         exchange(peers, record, lengths, 1)
 
 
-@ranks(2, dies={0: exits.PEER_LOST})
+@ranks(2, dies={0: exit_codes.PEER_LOST})
 def test_who_cannot_even_be_woken_ends(rank: RankContext) -> None:
     """What is to wake the training thread waits in gloo itself, and so does who leaves."""
     peers = Peers(rank.store(), "inside", rank.rank, 2, seconds=600)
@@ -211,7 +211,7 @@ def test_who_cannot_even_be_woken_ends(rank: RankContext) -> None:
         rank.mark("waits")
 
 
-@ranks(2, dies={0: exits.PEER_LOST})
+@ranks(2, dies={0: exit_codes.PEER_LOST})
 def test_who_gets_stuck_as_it_wakes_once_more_is_seen(rank: RankContext) -> None:
     """The first attempt is over at once and in vain; the second one waits in gloo itself."""
     peers = Peers(rank.store(), "inside", rank.rank, 2, seconds=600)

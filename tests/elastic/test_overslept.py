@@ -6,9 +6,9 @@ import asyncio
 import time
 from typing import Any
 
-from holdfast.elastic.coordinator import Coordinator
-from holdfast.policy import membership
-from holdfast.policy.membership import Node, Rules
+from holdfast.elastic.coordinator.coordinator import Coordinator
+from holdfast.policy.membership import transitions
+from holdfast.policy.membership.transitions import Node, Rules
 
 LOST_AFTER = 1.5
 
@@ -22,7 +22,7 @@ async def _asleep() -> tuple[list[str], list[str]]:
     loop = asyncio.get_running_loop()
     rules = Rules(lambda nodes: (), lost_after=LOST_AFTER, gather=1000.0)
     nodes = [Node(name, name, 1, 0.0, 0.0) for name in "ab"]
-    reign = membership.begin(1, loop.time(), 1, nodes)
+    reign = transitions.begin(1, loop.time(), 1, nodes)
     coordinator = Coordinator(reign, rules, _no_generation)
     running = asyncio.create_task(coordinator.run())
     await asyncio.sleep(0.05)

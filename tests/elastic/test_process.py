@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.process import Desk, Process, still_running
-from holdfast.policy.survivors import Held
+from holdfast.elastic.node.worker_process import Desk, Process, still_running
+from holdfast.policy.recovery.survivors import Held
 
 
 def _question(pid: int, seen: int, held: Held | None = None) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.cluster import ClusterConfig
-from holdfast.elastic.asking import SourceError
-from holdfast.elastic.clouds import source_of
-from holdfast.elastic.ray_notices import Ray
+from holdfast.elastic.notices.clouds import source_of
+from holdfast.elastic.notices.ray import Ray
+from holdfast.elastic.notices.source import SourceError
 from holdfast.errors import ConfigError
 from tests.processes import runs
 
@@ -115,11 +115,11 @@ def test_a_head_that_is_away_costs_no_more_than_the_child(
     head.says("die")
     with pytest.raises(SourceError, match="has ended"):
         ray.ask()
-    monkeypatch.setattr("holdfast.elastic.ray_notices.START_SECONDS", 0.2)
+    monkeypatch.setattr("holdfast.elastic.notices.ray.START_SECONDS", 0.2)
     head.says("hang")
     with pytest.raises(SourceError, match="does not answer"):
         ray.ask()
-    monkeypatch.setattr("holdfast.elastic.ray_notices.START_SECONDS", 60.0)
+    monkeypatch.setattr("holdfast.elastic.notices.ray.START_SECONDS", 60.0)
     for wrong, match in (
         ("noise", "not JSON"), ([], "AttributeError"), ({"own": "soon"}, "'soon' where a time"),
     ):  # fmt: skip
@@ -133,7 +133,7 @@ def test_a_head_that_is_away_costs_no_more_than_the_child(
 def test_the_child_ends_with_its_agent(head: Head) -> None:
     starts = (
         "import os, sys\n"
-        "from holdfast.elastic.ray_notices import Ray\n"
+        "from holdfast.elastic.notices.ray import Ray\n"
         "source = Ray('here:6379', '', 0.01, os.environ, lambda: 1000.0)\n"
         "source.ask()\n"
         "print(source._child.pid, flush=True)\n"

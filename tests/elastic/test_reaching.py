@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic import reaching
-from holdfast.elastic.coordinator import Coordinator
-from holdfast.elastic.probing import Answer, answer
-from holdfast.elastic.reaching import Reaching
-from holdfast.policy import membership
-from holdfast.policy.membership import Node, Phase, Rules, Stage
+from holdfast.elastic.coordinator.coordinator import Coordinator
+from holdfast.elastic.coordinator.liveness_probe import Answer, answer
+from holdfast.elastic.membership import reachability
+from holdfast.elastic.membership.reachability import Reaching
+from holdfast.policy.membership import transitions
+from holdfast.policy.membership.transitions import Node, Phase, Rules, Stage
 
 NAMES = "abc"
 
@@ -41,7 +41,7 @@ def silent() -> Iterator[str]:
 def test_who_does_not_answer_is_missed_until_he_does(
     silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reaching, "SECONDS", 0.5)
+    monkeypatch.setattr(reachability, "SECONDS", 0.5)
 
     async def world() -> None:
         ended = asyncio.Event()
@@ -88,7 +88,7 @@ async def _pairs(*heard: tuple[str, ...]) -> tuple[Phase, str, list[str]]:
     """Phase, reason and who is kept apart, once these have said whom they miss."""
     loop = asyncio.get_running_loop()
     nodes = [Node(name, name, 1, 0.0, 0.0) for name in NAMES]
-    reign = membership.begin(1, loop.time(), 1, nodes)
+    reign = transitions.begin(1, loop.time(), 1, nodes)
     rules = Rules(lambda nodes: [node.name for node in nodes])
     coordinator = Coordinator(reign, rules, _no_generation)
     for name in NAMES:

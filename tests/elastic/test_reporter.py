@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, BinaryIO
 
-from holdfast.elastic.members import Members
+from holdfast.elastic.node.worker_status import Members
 from holdfast.elastic.worker.reporter import Reporter, Untold
 from holdfast.events import BatchFed, Event, StepDone
-from holdfast.wire.client import Client, RequestError
+from holdfast.wire.http.client import Client, RequestError
 from tests.elastic.control import SECRET, controlling
 from tests.ranks import wait_until
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.checkpoint.peer_wire import PeerError
-from holdfast.elastic.worker.restoring import RottenError, _load
+from holdfast.checkpoint.peers.client import PeerError
+from holdfast.elastic.worker.restore import RottenError, _load
 from holdfast.errors import HoldfastError, StoreError
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.elastic import lost_folder
-from holdfast.elastic.ending import EndedError
-from holdfast.elastic.lost_folder import Losing, Place, RunFolder
+from holdfast.elastic.agent import run_folder_monitor
+from holdfast.elastic.agent.run_folder_monitor import Losing, Place, RunFolder
+from holdfast.elastic.run_result import EndedError
 from holdfast.errors import FencedError, RunFolderError
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import Term, claim
 
 
@@ -103,8 +103,8 @@ def test_a_file_system_that_is_not_mounted_is_away(tmp_path: Path, below: str) -
 def test_a_disk_that_says_nothing_keeps_nobody_who_is_told_to_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lost_folder, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(lost_folder, "HUNG_SECONDS", 0.2)
+    monkeypatch.setattr(run_folder_monitor, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(run_folder_monitor, "HUNG_SECONDS", 0.2)
     told: list[str] = []
     lasts = threading.Event()
 
@@ -193,7 +193,7 @@ def test_one_that_changes_within_a_glance_is_looked_at_again(tmp_path: Path) -> 
 def test_a_run_of_one_node_does_not_wait_for_a_folder_that_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lost_folder, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(run_folder_monitor, "LOOK_SECONDS", 0.02)
     said: list[str] = []
 
     async def scene(found: RunFolder) -> EndedError:
@@ -205,5 +205,5 @@ def test_a_run_of_one_node_does_not_wait_for_a_folder_that_is_gone(
         return error
 
     with _held(tmp_path / "run") as found:
-        assert str(asyncio.run(scene(found))) == lost_folder.GONE
+        assert str(asyncio.run(scene(found))) == run_folder_monitor.GONE
     assert said == []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.leading import _rung
+from holdfast.elastic.coordinator.generation_planner import _rung
 from holdfast.layout import Layout, place
 
 

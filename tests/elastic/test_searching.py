@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.searching import Search
+from holdfast.elastic.membership.prevote import Search
 from holdfast.errors import HoldfastError
-from holdfast.policy.succession import Peer
-from holdfast.wire.auth import Verifier
+from holdfast.policy.membership.election import Peer
+from holdfast.wire.http.auth import Verifier
+from holdfast.wire.http.server import Guard, Handler, Listener
+from holdfast.wire.http.sockets import address_of, bind
 from holdfast.wire.journal import segment_key
-from holdfast.wire.listening import address_of, bind
-from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
-from holdfast.wire.server import Guard, Handler, Listener
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import QUESTION, open_generation
 
 SECRET = Secret(b"s" * 32)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.checkpoint.mover_client import MoverGoneError
+from holdfast.checkpoint.mover.client import MoverGoneError
 from holdfast.config.checkpoint import CheckpointConfig
-from holdfast.elastic.worker import saver
-from holdfast.elastic.worker.saver import where_there_is_room, while_replaced
+from holdfast.elastic.worker import checkpointer
+from holdfast.elastic.worker.checkpointer import where_there_is_room, while_replaced
 from holdfast.errors import FencedError, HoldfastError
 
 
@@ -60,7 +60,7 @@ def test_a_mover_that_is_being_replaced_is_waited_for(monkeypatch: pytest.Monkey
     asked.clear()
     with pytest.raises(KeyboardInterrupt):
         while_replaced(make, interrupted)
-    monkeypatch.setattr(saver, "_MOVER_SECONDS", 0.0)
+    monkeypatch.setattr(checkpointer, "_MOVER_SECONDS", 0.0)
     with pytest.raises(MoverGoneError):
         while_replaced(make, asked.append)
     assert asked == []

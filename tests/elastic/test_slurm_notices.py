@@ -17,21 +17,21 @@ from pathlib import Path
 import pytest
 
 from holdfast.config.cluster import ClusterConfig
-from holdfast.elastic.asking import Warned
-from holdfast.elastic.clouds import source_of
-from holdfast.elastic.slurm_notices import slurm
+from holdfast.elastic.notices.clouds import source_of
+from holdfast.elastic.notices.slurm import slurm
+from holdfast.elastic.notices.source import Warned
 from holdfast.errors import ConfigError
 
 NOW = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC).timestamp()
 
 AGENT = """
 import asyncio, json, signal, sys
-import holdfast.elastic.slurm_notices
+import holdfast.elastic.notices.slurm
 from holdfast.config.cluster import ClusterConfig
-from holdfast.elastic.clouds import source_of
-from holdfast.elastic.notice_watch import NoticeWatch
+from holdfast.elastic.notices.clouds import source_of
+from holdfast.elastic.notices.poller import NoticeWatch
 
-holdfast.elastic.slurm_notices.ANSWER_SECONDS = 60.0  # a machine may be busy
+holdfast.elastic.notices.slurm.ANSWER_SECONDS = 60.0  # a machine may be busy
 
 async def main():
     over = asyncio.Event()
@@ -53,8 +53,8 @@ asyncio.run(main())
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.elastic.slurm_notices.ANSWER_SECONDS", 60.0)
-    monkeypatch.setattr("holdfast.elastic.slurm_notices.AGAIN", (0.0,))
+    monkeypatch.setattr("holdfast.elastic.notices.slurm.ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr("holdfast.elastic.notices.slurm.AGAIN", (0.0,))
 
 
 def _squeue(folder: Path, says: str) -> dict[str, str]:
@@ -151,7 +151,7 @@ def test_the_time_from_term_to_kill_is_slurms_own_setting(tmp_path: Path) -> Non
 def test_a_queue_that_does_not_answer_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.elastic.slurm_notices.ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("holdfast.elastic.notices.slurm.ANSWER_SECONDS", 0.2)
     environment = _squeue(tmp_path, "exec sleep 1000")
     for path, left in ((environment["PATH"], 50.0), ("", 50.0)):
         environment |= {"PATH": path, "SLURM_JOB_END_TIME": f"{NOW + 50:.0f}"}

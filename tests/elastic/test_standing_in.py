@@ -10,7 +10,7 @@ from holdfast.config.run import RunConfig
 from holdfast.data.audit import audit
 from holdfast.data.batch import Batches
 from holdfast.data.dataset import Dataset
-from holdfast.elastic.standing_in import Told
+from holdfast.elastic.coordinator.ledger_repair import Told
 from holdfast.events import BatchFed, Event, GenerationStarted, Record, RunStarted
 from tests.data.corpus import data_config, make, text_folder, text_source
 

@@ -6,14 +6,14 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-from holdfast.wire.client import Client
+from holdfast.wire.http.client import Client
 from holdfast.wire.secret import Secret
 from tests.elastic.control import SECRET, controlling
 from tests.ranks import RankContext, rank_values
 
 
 def _store(address: str, seconds: float = 30, generation: int = 1) -> Any:
-    from holdfast.elastic.worker.store import HttpStore
+    from holdfast.elastic.worker.http_store import HttpStore
 
     return HttpStore(Client(address, SECRET, generation), timedelta(seconds=seconds))
 
@@ -57,7 +57,7 @@ def bare_groups(rank: RankContext, address: str) -> list[Any]:
     import torch
     from torch.distributed import DistStoreError  # type: ignore[attr-defined]
 
-    from holdfast.parallel.transport import Peers, exchange
+    from holdfast.parallel.comm.transport import Peers, exchange
 
     store = _store(address)
     asked: list[str] = []
@@ -172,7 +172,7 @@ def test_an_operation_that_arrives_twice_happens_once() -> None:
 def test_strangers_can_neither_read_nor_set() -> None:
     import pytest
 
-    from holdfast.wire.auth import AuthError
+    from holdfast.wire.http.auth import AuthError
 
     with controlling() as control:
         client = Client(control.address, SECRET, 1)

@@ -11,19 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from holdfast.checkpoint.capture import Capturer, Skipped
-from holdfast.checkpoint.write import Source, write_single
+from holdfast.checkpoint.capture.capturer import Capturer, Skipped
+from holdfast.checkpoint.save.single_writer import Source, write_single
 from holdfast.config.load import load
-from holdfast.elastic.boot import WorkerBoot
+from holdfast.core.sharding.boxes import Box
+from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.worker.checkpointer import ArenaSaver, LateSaver
 from holdfast.elastic.worker.reporter import Reporter
-from holdfast.elastic.worker.restoring import restore
-from holdfast.elastic.worker.saver import ArenaSaver, LateSaver
+from holdfast.elastic.worker.restore import restore
 from holdfast.errors import FencedError
 from holdfast.events import CheckpointRestored, Event
-from holdfast.policy.save import Into
-from holdfast.spec.boxes import Box
+from holdfast.policy.saving.destinations import Into
 from holdfast.train.build import Session
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 
 
 class Heard:

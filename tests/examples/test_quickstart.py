@@ -28,7 +28,7 @@ from holdfast.events import (
     WorkerStarted,
 )
 from holdfast.wire.journal import JournalWriter, read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import within, write_run_file
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"

@@ -9,7 +9,7 @@ import pytest
 from holdfast.config.load import Loaded, load
 from holdfast.errors import RunFolderError
 from holdfast.launch import local
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
 
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.sharding.parameters import Normal, Parameter, Zeros, decoder_parameters
 from holdfast.model import init
 from holdfast.model.init import initial_box, initial_tensor
-from holdfast.spec.parameters import Normal, Parameter, Zeros, decoder_parameters
 from tests.model.models import config, decoder
 
 WIDE = Parameter("some.weight", (6, 5, 7), True, Normal(0.5))
@@ -72,7 +72,7 @@ def test_spread_is_as_declared() -> None:
 CHECKSUM = """
 import hashlib
 from holdfast.model.init import initial_tensor
-from holdfast.spec.parameters import Normal, Parameter
+from holdfast.core.sharding.parameters import Normal, Parameter
 value = initial_tensor(Parameter("layers.0.ffn.up.weight", (512, 129), True, Normal(0.02)), 1)
 print(hashlib.sha256(value.numpy().tobytes()).hexdigest())
 """

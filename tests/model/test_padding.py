@@ -10,21 +10,21 @@ import pytest
 import torch
 import transformers
 
-from holdfast.checkpoint.importing import import_checkpoint
-from holdfast.checkpoint.restore import Checkpoint
+from holdfast.checkpoint.interop.huggingface import import_checkpoint
+from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.identity import config_hash
 from holdfast.config.run import RunConfig
 from holdfast.config.train import OptimizerConfig
+from holdfast.core.flops import counted_parameters
+from holdfast.core.format.manifest import commit_key
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.parameters import count, decoder_parameters
 from holdfast.model.generate import generate
 from holdfast.model.huggingface import export_folder, import_folder
 from holdfast.model.init import initial_tensor
-from holdfast.spec.boxes import Box
-from holdfast.spec.flops import counted_parameters
-from holdfast.spec.manifest import commit_key
-from holdfast.spec.parameters import count, decoder_parameters
 from holdfast.train.objective import NextToken, linear_cross_entropy
 from holdfast.train.optimizer import AdamW
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.model.models import config, decoder, tokens
 
 PADDED: dict[str, Any] = {"vocab_size": 61, "vocab_multiple": 16}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.parallel.transport import Peers
+from holdfast.parallel.comm.transport import Peers
 from tests.ranks import RankContext
 
 SENDING = 0.003

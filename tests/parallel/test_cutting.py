@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from holdfast.parallel.cutting import cut, from_text, listening, to_text
-from holdfast.parallel.transport import Peers
+from holdfast.parallel.comm.gloo_sockets import cut, from_text, listening, to_text
+from holdfast.parallel.comm.transport import Peers
 from tests.ranks import RankContext, rank_values
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="no list of descriptors")

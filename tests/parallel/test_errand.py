@@ -11,13 +11,13 @@ import time
 import pytest
 import torch
 
+from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.errors import PeerLostError
-from holdfast.parallel.buckets import FlatLayout
-from holdfast.parallel.errand import CUT_SHORT, Errand
-from holdfast.parallel.reducer import Reducer, Team
+from holdfast.parallel.comm.abortable_wait import CUT_SHORT, Errand
+from holdfast.parallel.comm.transport import Peers
+from holdfast.parallel.gradients.buckets import FlatLayout
+from holdfast.parallel.gradients.reducer import Reducer, Team
 from holdfast.parallel.torch_compat import Work, is_peer_loss
-from holdfast.parallel.transport import Peers
-from holdfast.spec.tree import Shares
 from tests.parallel.dying import SENDING, dies_sending
 from tests.processes import runs
 from tests.ranks import RankContext, ranks, wait_until

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.model import ModelConfig
+from holdfast.core.seeds import key_seed
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.reduction_cells import Cell, Member, cells_of
+from holdfast.core.sharding.reduction_tree import Shares, deal
+from holdfast.core.sharding.state_table import TensorSpec, mesh_box, parameter_table
 from holdfast.errors import PeerLostError
 from holdfast.layout import Layout, Topology, place_replicas
-from holdfast.parallel.gradients import Cells
-from holdfast.parallel.reducer import FIRST_TAG, TAGS, Team
-from holdfast.parallel.replicate import ReplicatedGradients
-from holdfast.parallel.transport import Peers, exchange
-from holdfast.spec.boxes import Box
-from holdfast.spec.cells import Cell, Member, cells_of
-from holdfast.spec.random import key_seed
-from holdfast.spec.state import TensorSpec, mesh_box, parameter_table
-from holdfast.spec.tree import Shares, deal
+from holdfast.parallel.comm.transport import Peers, exchange
+from holdfast.parallel.gradients.feeder import Cells
+from holdfast.parallel.gradients.reducer import FIRST_TAG, TAGS, Team
+from holdfast.parallel.replicated import ReplicatedGradients
 from tests.ranks import RankContext, rank_values
 
 MODEL = {

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from holdfast.errors import PeerLostError
 from holdfast.layout import Replica, Topology
-from holdfast.parallel.groups import connect
-from holdfast.parallel.inside import Joining, join_inside
-from holdfast.parallel.transport import Peers
+from holdfast.parallel.comm.transport import Peers
+from holdfast.parallel.process_groups import connect
+from holdfast.parallel.replica_groups import Joining, join_inside
 from holdfast.train.build import build_engine
-from holdfast.wire.client import UnreachableError
+from holdfast.wire.http.client import UnreachableError
 from tests.ranks import RankContext, rank_values
 from tests.train.worlds import CPU, digest, engine, one_step, tiny, train
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from holdfast.errors import LayoutError, UserError
 from holdfast.layout import Layout, place
-from holdfast.parallel.buckets import Bucket, FlatLayout, fill
-from holdfast.parallel.groups import connect
-from holdfast.parallel.norm import clip_factor, combine, sum_of_squares
+from holdfast.parallel.gradients.buckets import Bucket, FlatLayout, fill
+from holdfast.parallel.gradients.grad_norm import clip_factor, combine, sum_of_squares
+from holdfast.parallel.process_groups import connect
 from holdfast.parallel.torch_compat import check_version, is_peer_loss
 
 

@@ -12,14 +12,14 @@ import torch
 from benchmarks.interpreters import ModuleStages, compare, make_stage
 from torch import Tensor, nn
 
+from holdfast.core.schedule.csv import from_csv, to_csv
+from holdfast.core.schedule.table import Action, Kind, Schedule, Value, build, singles
+from holdfast.core.schedule.timing import in_flight
 from holdfast.errors import LayoutError, PeerLostError
+from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.comm.transport import Peers, exchange
 from holdfast.parallel.pipeline import Interpreter, Plan, StageWork, make_plan
-from holdfast.parallel.timeline import COMPUTE, RECEIVE, Recorder, Span, chrome_trace, measure
-from holdfast.parallel.traffic import Traffic
-from holdfast.parallel.transport import Peers, exchange
-from holdfast.spec.schedule import Action, Kind, Schedule, Value, build, singles
-from holdfast.spec.schedule_csv import from_csv, to_csv
-from holdfast.spec.schedule_time import in_flight
+from holdfast.parallel.trace import COMPUTE, RECEIVE, Recorder, Span, chrome_trace, measure
 from tests.ranks import RankContext, rank_values, ranks
 
 CPU = torch.device("cpu")

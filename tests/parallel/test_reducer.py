@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.reduction_tree import ReductionTree, Shares, deal
 from holdfast.errors import PeerLostError
-from holdfast.parallel.gradients import alike
-from holdfast.parallel.replicate import ReplicatedGradients
-from holdfast.parallel.transport import Peers, exchange
-from holdfast.spec.boxes import whole
-from holdfast.spec.tree import ReductionTree, Shares, deal
+from holdfast.parallel.comm.transport import Peers, exchange
+from holdfast.parallel.gradients.feeder import alike
+from holdfast.parallel.replicated import ReplicatedGradients
 from tests.ranks import RankContext, rank_values, ranks
 
 DEALINGS: dict[int, list[tuple[int, Shares]]] = {
@@ -75,7 +75,7 @@ def _reference(leaves: int) -> list[Tensor]:
 
 
 def _leaf_nodes(tree: ReductionTree):  # type: ignore[no-untyped-def]
-    from holdfast.spec.tree import Node
+    from holdfast.core.sharding.reduction_tree import Node
 
     return [Node(j, j + 1) for j in range(tree.leaves)]
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.core.sharding.boxes import Box, whole
+from holdfast.core.sharding.reshard_plan import transfers
+from holdfast.core.sharding.state_table import TensorSpec, local_boxes
 from holdfast.errors import LayoutError, PeerLostError
 from holdfast.layout import Layout, Replica, Topology, place
+from holdfast.parallel.comm.transport import Peers
 from holdfast.parallel.reshard import Held, move
-from holdfast.parallel.transport import Peers
-from holdfast.spec.boxes import Box, whole
-from holdfast.spec.moves import transfers
-from holdfast.spec.state import TensorSpec, local_boxes
 from tests.parallel.dying import dies_sending
 from tests.processes import runs
 from tests.ranks import RankContext, rank_values, ranks, wait_until

@@ -12,20 +12,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from holdfast.config.model import ModelConfig
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.core.sharding.sharding_table import gradient_is_partial, sharding_table
+from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout, place
 from holdfast.model.decoder import Decoder
 from holdfast.model.init import initial_tensor
 from holdfast.model.stage import keep_stage
-from holdfast.parallel.collectives import Collectives
-from holdfast.parallel.shard import apply_fsdp
-from holdfast.parallel.tensor import apply_tensor_parallel, localise, residual_shape
+from holdfast.parallel.comm.collectives import Collectives
+from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.fsdp import apply_fsdp
+from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise, residual_shape
 from holdfast.parallel.torch_compat import is_peer_loss
-from holdfast.parallel.traffic import Traffic
-from holdfast.spec.boxes import Box
-from holdfast.spec.parameters import decoder_parameters
-from holdfast.spec.sharding import gradient_is_partial, sharding_table
-from holdfast.spec.state import local_boxes, state_table
 from holdfast.train.objective import NextToken
 from tests.ranks import RankContext, rank_values, ranks
 

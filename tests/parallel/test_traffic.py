@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.parallel.gradients import alike
-from holdfast.parallel.replicate import ReplicatedGradients
-from holdfast.parallel.traffic import Traffic
-from holdfast.parallel.transport import Peers, exchange
-from holdfast.spec.boxes import whole
-from holdfast.spec.tree import ReductionTree, Shares, deal, pieces
+from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.reduction_tree import ReductionTree, Shares, deal, pieces
+from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.comm.transport import Peers, exchange
+from holdfast.parallel.gradients.feeder import alike
+from holdfast.parallel.replicated import ReplicatedGradients
 from tests.ranks import RankContext, rank_values
 
 DEALINGS: dict[int, list[tuple[int, Shares]]] = {

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from holdfast.config.model import ModelConfig
 from holdfast.model.decoder import Embedding
-from holdfast.parallel.collectives import Collectives
-from holdfast.parallel.traffic import Traffic
-from holdfast.parallel.vocabulary import VocabularyEmbedding, VocabularyPart, VocabularySoftmax
+from holdfast.parallel.comm.collectives import Collectives
+from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.vocab_parallel import VocabularyEmbedding, VocabularyPart, VocabularySoftmax
 from holdfast.train.objective import linear_cross_entropy
 from tests.ranks import RankContext, ranks
 

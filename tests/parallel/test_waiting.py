@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from benchmarks.bubble import SPLIT_V, execute, in_order
+from benchmarks.waiting_stages import WaitingStages
 
-from holdfast.parallel.timeline import COMPUTE, RECEIVE, Measured, Recorder, measure
-from holdfast.parallel.waiting import WaitingStages
-from holdfast.spec.schedule import Kind, Schedule, build
-from holdfast.spec.schedule_csv import from_csv
-from holdfast.spec.schedule_time import Durations, Timeline, timeline
+from holdfast.core.schedule.csv import from_csv
+from holdfast.core.schedule.table import Kind, Schedule, build
+from holdfast.core.schedule.timing import Durations, Timeline, timeline
+from holdfast.parallel.trace import COMPUTE, RECEIVE, Measured, Recorder, measure
 
 TOLERANCE = 0.10  # of the makespan, and of every rank's bubble
 ATTEMPTS = 10

@@ -18,22 +18,22 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from holdfast.config.model import ModelConfig
 from holdfast.config.train import OptimizerConfig
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.core.sharding.reduction_cells import cells_of
+from holdfast.core.sharding.reduction_tree import deal
+from holdfast.core.sharding.state_table import mesh_box, parameter_table
 from holdfast.layout import Layout, place_replicas
 from holdfast.model.decoder import Decoder
 from holdfast.model.init import initial_box
-from holdfast.parallel.gradients import Cells, alike
-from holdfast.parallel.reducer import FIRST_TAG, TAGS, Team
-from holdfast.parallel.replicate import ReplicatedGradients
-from holdfast.parallel.shard import ShardedGradients, apply_fsdp, local
+from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.comm.transport import Peers, exchange
+from holdfast.parallel.fsdp import ShardedGradients, apply_fsdp, local
+from holdfast.parallel.gradients.feeder import Cells, alike
+from holdfast.parallel.gradients.reducer import FIRST_TAG, TAGS, Team
+from holdfast.parallel.replicated import ReplicatedGradients
 from holdfast.parallel.torch_compat import PrefixStore
-from holdfast.parallel.traffic import Traffic
-from holdfast.parallel.transport import Peers, exchange
-from holdfast.parallel.zero import OwnedRows
-from holdfast.spec.boxes import Box
-from holdfast.spec.cells import cells_of
-from holdfast.spec.parameters import decoder_parameters
-from holdfast.spec.state import mesh_box, parameter_table
-from holdfast.spec.tree import deal
+from holdfast.parallel.zero1 import OwnedRows
 from holdfast.train.objective import NextToken
 from holdfast.train.optimizer import AdamW
 from tests.ranks import RankContext, rank_values

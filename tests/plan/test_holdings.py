@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.elastic.opening import plan_topology
-from holdfast.plan.holdings import Holding, holdings
-from holdfast.spec.parameters import count
-from holdfast.spec.state import ITEM_BYTES, local_boxes, state_table
+from holdfast.core.sharding.parameters import count
+from holdfast.core.sharding.state_table import ITEM_BYTES, local_boxes, state_table
+from holdfast.elastic.node.launch_specs import plan_topology
+from holdfast.plan.memory_use import Holding, holdings
 
 
 def held(precision: str = "fp32", **layout: Any) -> tuple[RunConfig, tuple[Holding, ...]]:

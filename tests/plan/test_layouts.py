@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.config.run import RunConfig
-from holdfast.elastic.opening import plan_topology
+from holdfast.core.schedule.table import build
+from holdfast.core.sharding.reduction_tree import deal
+from holdfast.elastic.node.launch_specs import plan_topology
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout
 from holdfast.plan.layouts import layouts_of, microbatches, most_workers
-from holdfast.spec.schedule import build
-from holdfast.spec.tree import deal
 
 
 def config(train: dict[str, Any] | None = None, **layout: Any) -> RunConfig:

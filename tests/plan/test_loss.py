@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.config.run import RunConfig
-from holdfast.elastic.opening import plan_topology
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.state_table import local_boxes, state_table
+from holdfast.elastic.node.launch_specs import plan_topology
 from holdfast.errors import LayoutError
-from holdfast.plan.loss import without
-from holdfast.spec.boxes import Box
-from holdfast.spec.state import local_boxes, state_table
+from holdfast.plan.loss_impact import without
 
 LAYOUTS = (
     {"workers": 4},

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.reduction_tree import check_dealing
+from holdfast.core.sharding.reshard_plan import transfers
+from holdfast.core.sharding.state_table import ITEM_BYTES, local_boxes, state_table
 from holdfast.errors import LayoutError
 from holdfast.layout import Replica, Topology
 from holdfast.plan.interface import NodePlaces, Plan, Present
-from holdfast.plan.places import dealer_of, plan, weighted
-from holdfast.spec.moves import transfers
-from holdfast.spec.state import ITEM_BYTES, local_boxes, state_table
-from holdfast.spec.tree import check_dealing
+from holdfast.plan.planner import dealer_of, plan, weighted
 
 RUN_FILES: dict[str, dict[str, Any]] = {
     "dp": {},

@@ -1,4 +1,5 @@
-"""One agent for `model.py`, carried as `elastic/following.py` and `elastic/coordinator.py` do it.
+"""One agent for `model.py`, carried as `elastic/membership/role_loop.py` and
+`elastic/coordinator/coordinator.py` do it.
 
 Each method is a step that cannot be divided, from immutable values to new ones. Time is no number:
 every clock shows 0, and a time that is up is set as long ago.
@@ -11,9 +12,18 @@ from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from holdfast.policy import membership, succession
-from holdfast.policy.membership import LET_GO, STAGES, Node, Order, Phase, Report, Rules, Stage
-from holdfast.policy.succession import Patience, Peer, Standing
+from holdfast.policy.membership import election, transitions
+from holdfast.policy.membership.election import Patience, Peer, Standing
+from holdfast.policy.membership.transitions import (
+    LET_GO,
+    STAGES,
+    Node,
+    Order,
+    Phase,
+    Report,
+    Rules,
+    Stage,
+)
 from tests.policy.worlds import NAMES, Agent, Answer, Request, Store, ViolationError
 
 PATIENCE = Patience()
@@ -30,8 +40,8 @@ class Carried:
     """member, succeed: the two machines, or broken ones in their place. least: nodes that a
     generation needs."""
 
-    member: ModuleType | SimpleNamespace = membership
-    succeed: ModuleType | SimpleNamespace = succession
+    member: ModuleType | SimpleNamespace = transitions
+    succeed: ModuleType | SimpleNamespace = election
     least: int = 1
 
     @property

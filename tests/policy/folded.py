@@ -15,7 +15,7 @@ from array import array
 from dataclasses import replace
 from itertools import permutations
 
-from holdfast.policy.membership import Apart, Reign
+from holdfast.policy.membership.transitions import Apart, Reign
 from tests.policy.model import Model
 from tests.policy.search import TooManyError, anybody, safe
 from tests.policy.worlds import NAMES, PAIR, PAIRS, Agent, Answer, Store, ViolationError, World

@@ -1,10 +1,11 @@
 """A world of three agents, for `test_model_check.py`: every state that it can come to.
 
-The machines of `policy.membership` and `policy.succession` run as they are, carried by a runtime as
-in `elastic/following.py` and `elastic/coordinator.py`, cut into its smallest steps. Time is no
-number here: every clock shows 0, and a time that is up is an event of its own. It is free where it
-has a cause (the other is dead, cut off, or follows somebody else) and a fault where it has none.
-The longest waits (of a minority, of a rendezvous) end freely only when nothing else can happen.
+The machines of `policy.membership.transitions` and `policy.membership.election` run as they are,
+carried by a runtime as in `elastic/membership/role_loop.py` and
+`elastic/coordinator/coordinator.py`, cut into its smallest steps. Time is no number here: every
+clock shows 0, and a time that is up is an event of its own. It is free where it has a cause (the
+other is dead, cut off, or follows somebody else) and a fault where it has none. The longest waits
+(of a minority, of a rendezvous) end freely only when nothing else can happen.
 
 An agent and the run store are immutable values that are numbered once each; a world is a tuple of
 such numbers. What one step does to an agent depends on one or two agents and the store, so it is
@@ -22,8 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from holdfast.policy.membership import Node, Phase, Reign, Stage
-from holdfast.policy.succession import Peer, Seat, Standing
+from holdfast.policy.membership.election import Peer, Seat, Standing
+from holdfast.policy.membership.transitions import Node, Phase, Reign, Stage
 from tests.policy.carried import LONG, TURNS, Carried
 from tests.policy.worlds import NAMES, PAIR, Agent, Numbered, Request, Step, Store, World, put
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from holdfast.policy.membership import LET_GO, Phase, Stage
+from holdfast.policy.membership.transitions import LET_GO, Phase, Stage
 from tests.policy.model import Model
 from tests.policy.worlds import Agent, Step, Store, ViolationError, World
 

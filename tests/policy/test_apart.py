@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.policy.membership import (
+from holdfast.policy.membership.transitions import (
     Node,
     Phase,
     Reign,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.policy.blame import Blame, Trial, verdict
+from holdfast.policy.detection.blame import Blame, Trial, verdict
 
 
 def trials(words: str) -> list[Trial]:

@@ -8,7 +8,14 @@ from typing import NamedTuple
 
 import pytest
 
-from holdfast.policy.commit import TRANSITIONS, Holding, Resolution, Stage, advance, resolve
+from holdfast.policy.recovery.step_resolution import (
+    TRANSITIONS,
+    Holding,
+    Resolution,
+    Stage,
+    advance,
+    resolve,
+)
 
 STEPS = 2
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.core.sharding.boxes import Box, coverage
+from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.layout import Layout, place
-from holdfast.policy.emergency import MARGIN, Route, at_risk, emergency
-from holdfast.spec.boxes import Box, coverage
-from holdfast.spec.state import TensorSpec
+from holdfast.policy.saving.emergency import MARGIN, Route, at_risk, emergency
 
 GB = 10**9
 PEER = Route(1, 1.0 * GB, 0.1)

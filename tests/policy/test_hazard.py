@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.policy.hazard import NODE_MTBF, Hazard, duration
+from holdfast.policy.saving.failure_rate import NODE_MTBF, Hazard, duration
 
 HOUR = 3600.0
 

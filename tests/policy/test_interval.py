@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.policy.hazard import Hazard
-from holdfast.policy.interval import (
+from holdfast.policy.saving.failure_rate import Hazard
+from holdfast.policy.saving.interval import (
     Bounds,
     Decision,
     SaveCost,

@@ -18,8 +18,9 @@ from itertools import count
 
 import pytest
 
-from holdfast.policy import membership, succession
-from holdfast.policy.membership import (
+from holdfast.policy.membership import election, transitions
+from holdfast.policy.membership.election import Patience, Peer, Seat, Standing
+from holdfast.policy.membership.transitions import (
     LET_GO,
     Directive,
     Node,
@@ -30,7 +31,6 @@ from holdfast.policy.membership import (
     Rules,
     Stage,
 )
-from holdfast.policy.succession import Patience, Peer, Seat, Standing
 
 BEAT = 2.0
 RULES = Rules(lambda nodes: tuple(n.name for n in nodes), gather=1.0)
@@ -105,7 +105,7 @@ class Simulation:
             again = 0.2
             match m.seat.standing:
                 case Standing.SEEKING if not self.outage:
-                    m.seat = succession.found(m.seat, self.term, self.holder, self.now)
+                    m.seat = election.found(m.seat, self.term, self.holder, self.now)
                     if m.seat.standing is Standing.SEEKING:
                         self._ask(m)
                         again = 0.5
@@ -158,7 +158,7 @@ class Simulation:
     def _unanswered(self, m: Machine, mark: int, asked: int, dead: bool) -> None:
         if m.up and (m.mark, m.asked) == (mark, asked):
             m.asked += 1
-            m.seat = succession.unanswered(m.seat, dead, self.now, PATIENCE)
+            m.seat = election.unanswered(m.seat, dead, self.now, PATIENCE)
 
     def _serve(
         self, m: Machine, report: Report, join: bool, term: int, parted: str
@@ -166,19 +166,19 @@ class Simulation:
         if m.reign is None:
             return m.seat.term, "", Directive(Order.REFUSE), ()
         if term > m.reign.term:
-            m.reign = membership.fenced(m.reign, self.now)
+            m.reign = transitions.fenced(m.reign, self.now)
         elif join:
             new = Node(report.name, report.mark, 1, self.now, self.now, report.at, report.stage)
-            m.reign = membership.came(m.reign, new, self.now, RULES)
+            m.reign = transitions.came(m.reign, new, self.now, RULES)
         else:
-            m.reign = membership.heard(m.reign, [report], self.now, RULES)
+            m.reign = transitions.heard(m.reign, [report], self.now, RULES)
         if parted and report.at == m.reign.generation:
-            m.reign = membership.parted(m.reign, report.name, parted, self.now, RULES)
+            m.reign = transitions.parted(m.reign, report.name, parted, self.now, RULES)
         reign = m.reign
         node = reign.node(report.name)
         if reign.phase is not Phase.FENCED and (node is None or node.mark != report.mark):
             return reign.term, "join", Directive(Order.WAIT), ()
-        due = membership.directive(reign, report.name)
+        due = transitions.directive(reign, report.name)
         return reign.term, "", due, tuple(sorted(reign.members))
 
     def _answered(
@@ -194,14 +194,14 @@ class Simulation:
         self, m: Machine, term: int, other: str, due: Directive, members: tuple[str, ...]
     ) -> None:
         if term < m.seat.term or due.order is Order.REFUSE:
-            m.seat = succession.refused(m.seat, self.now)
+            m.seat = election.refused(m.seat, self.now)
             return
-        m.seat = succession.answered(m.seat, term, self.now)
+        m.seat = election.answered(m.seat, term, self.now)
         m.known = not other
         if due.order is Order.START and due.generation > m.seat.at:
             assert m.stage in LET_GO, f"{m.name} is started while it works"
             assert self.generations[due.generation - 1].keys() == set(members)
-            m.seat = succession.took(m.seat, term, due.generation, members)
+            m.seat = election.took(m.seat, term, due.generation, members)
             m.stage, m.parted = Stage.BUILDING, ""
         halts = due.order in (Order.HALT, Order.PAUSE) and due.generation == m.seat.at
         if halts and m.stage not in LET_GO:
@@ -212,7 +212,7 @@ class Simulation:
             self._ask(m)
             return
         if self.term > m.seat.term:
-            m.seat = succession.found(m.seat, self.term, self.holder, self.now)
+            m.seat = election.found(m.seat, self.term, self.holder, self.now)
             return
         said = {}
         for name in m.seat.members:
@@ -226,11 +226,11 @@ class Simulation:
             elif other.seat.term < m.seat.term:
                 said[name] = Peer.UNKNOWN
             else:
-                hears = succession.hears(other.seat, self.now, PATIENCE)
+                hears = election.hears(other.seat, self.now, PATIENCE)
                 said[name] = Peer.HEARS if hears else Peer.MISSES
         sign = str(int(self.now / 5)) if self.trains(len(self.generations)) else ""
         newest = len(self.generations)
-        m.seat = succession.asked(m.seat, said, newest, self.now, PATIENCE, sign)
+        m.seat = election.asked(m.seat, said, newest, self.now, PATIENCE, sign)
         if m.seat.standing is Standing.SILENT:
             self._ask(m)
 
@@ -238,24 +238,24 @@ class Simulation:
     def _claim(self, m: Machine) -> None:
         number = m.seat.term + 1
         made = number > self.term
-        m.seat = succession.claimed(m.seat, number, made, self.now)
+        m.seat = election.claimed(m.seat, number, made, self.now)
         if not made:
             return
         self.term, self.holder = number, m.address
         m.seat, m.known = replace(m.seat, holder=m.address), False
         last = self.generations[-1] if self.generations else {}
         nodes = [Node(n, str(mark), 1, self.now, self.now) for n, mark in sorted(last.items())]
-        m.reign = membership.begin(number, self.now, len(self.generations), nodes)
+        m.reign = transitions.begin(number, self.now, len(self.generations), nodes)
 
     def _lead(self, m: Machine) -> None:
         assert m.reign is not None
         if not self.outage and self.term > m.reign.term:
-            m.reign = membership.fenced(m.reign, self.now)
-        m.reign = membership.tick(m.reign, self.now, RULES)
+            m.reign = transitions.fenced(m.reign, self.now)
+        m.reign = transitions.tick(m.reign, self.now, RULES)
         own = Report(m.name, str(m.mark), m.seat.at, m.stage)
         answer = self._serve(m, own, not m.known, m.seat.term, m.parted)
         if m.reign.phase is Phase.FENCED:
-            m.seat, m.reign = succession.fenced(m.seat, self.now), None
+            m.seat, m.reign = election.fenced(m.seat, self.now), None
             return
         self._obey(m, *answer)
         if m.reign.opening is not None and not self.outage:
@@ -270,12 +270,12 @@ class Simulation:
         newest = len(self.generations)
         if newest >= number:
             if mine is not None:
-                m.reign = membership.taken(mine, self.term, newest, self.now)
+                m.reign = transitions.taken(mine, self.term, newest, self.now)
         elif newest == number - 1:
             self.generations.append(marks)
             self.opened_at.append(self.now)
             if mine is not None:
-                m.reign = membership.opened(mine, number, frozenset(marks), self.now, RULES)
+                m.reign = transitions.opened(mine, number, frozenset(marks), self.now, RULES)
 
     # --- working ----------------------------------------------------------------------------
     def _work(self, m: Machine) -> None:
@@ -338,7 +338,7 @@ class Simulation:
                 for m in self.machines.values():
                     if m.reign is not None:
                         until = self.now + draw.uniform(5, 30)
-                        m.reign = membership.warned(m.reign, name, until, self.now, RULES)
+                        m.reign = transitions.warned(m.reign, name, until, self.now, RULES)
                 self.at(30.0, lambda: self.crash(name))
                 self.at(45.0, lambda: self.back(name))
 

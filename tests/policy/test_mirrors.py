@@ -7,12 +7,12 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.layout import Layout, Topology, place
 from holdfast.policy.mirrors import mirror_of
 from holdfast.policy.placement import Machine
-from holdfast.spec.boxes import Box
-from holdfast.spec.ownership import owned_boxes
-from holdfast.spec.state import local_boxes, state_table
 from tests.spec.topologies import MODELS, topologies
 
 Element = tuple[str, tuple[int, ...]]

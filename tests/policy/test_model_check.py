@@ -8,9 +8,9 @@ from types import FunctionType, ModuleType, SimpleNamespace
 
 import pytest
 
-from holdfast.policy import membership, succession
-from holdfast.policy.membership import Stage
-from holdfast.policy.succession import Seat, Standing
+from holdfast.policy.membership import election, transitions
+from holdfast.policy.membership.election import Seat, Standing
+from holdfast.policy.membership.transitions import Stage
 from tests.policy.carried import Carried
 from tests.policy.folded import Folded
 from tests.policy.model import Model
@@ -139,43 +139,43 @@ WORKS = r"is of generation \d+ and works in \d+"
 OVER = "over and over"
 MUTANTS = {
     # a node that has not spoken is counted on
-    "unheard": (WORKS, membership, "_free", "and not node.expected", ""),
+    "unheard": (WORKS, transitions, "_free", "and not node.expected", ""),
     # the next generation while one still works
-    "working": (WORKS, membership, "_free", "node.stage in LET_GO and", ""),
-    "halted at once": (OVER, membership, "_halted", "return all(", "return True or all("),
-    "lost node stays": (OVER, membership, "_lose", "if other.name != node.name", "if True"),
-    "apart": (OVER, membership, "_fitting", "if now < pair.until", "if False"),
+    "working": (WORKS, transitions, "_free", "node.stage in LET_GO and", ""),
+    "halted at once": (OVER, transitions, "_halted", "return all(", "return True or all("),
+    "lost node stays": (OVER, transitions, "_lose", "if other.name != node.name", "if True"),
+    "apart": (OVER, transitions, "_fitting", "if now < pair.until", "if False"),
     # who is coordinator
-    "cut off": (OVER, succession, "_place", "not seat.dead and seat.led < seat.term", "False"),
-    "signs": (OVER, succession, "asked", "if newer or (moved and not most):",
+    "cut off": (OVER, election, "_place", "not seat.dead and seat.led < seat.term", "False"),
+    "signs": (OVER, election, "asked", "if newer or (moved and not most):",
         "alive = False\n    if newer:",),
     "claims what is made": ("reigns in a term that it has not opened",
-        succession, "claimed", "if made:", "if True:"),
+        election, "claimed", "if made:", "if True:"),
     "never claims": ("never train again",
-        succession, "may_claim", "now - seat.since >=", "-1.0 >="),
-    "stays coordinator": ("cycles", succession, "fenced", "if seat.standing is", "if None is"),
+        election, "may_claim", "now - seat.since >=", "-1.0 >="),
+    "stays coordinator": ("cycles", election, "fenced", "if seat.standing is", "if None is"),
 }  # fmt: skip
 """What is wrong with the worlds that it comes to, and the line that is changed."""
 ENDING = {
     # a cut that heals
     "overtaken": (
-        membership, "_heard", 'replace(halt(reign, "overtaken", now), generation=at)',
+        transitions, "_heard", 'replace(halt(reign, "overtaken", now), generation=at)',
         "_become(reign, Phase.FENCED, now)",
     ),
-    "never fenced": (membership, "fenced", "_become(reign, Phase.FENCED, now)", "reign"),
+    "never fenced": (transitions, "fenced", "_become(reign, Phase.FENCED, now)", "reign"),
 }  # fmt: skip
 HARMLESS = {
     # whom it disturbs, and when: never whether it is safe
-    "everybody is a majority": (succession, "_place", "2 * len(misses) > len(alive)", "True"),
-    "nobody is a majority": (succession, "_place", "2 * len(misses) > len(alive)", "False"),
-    "who is slow is gone": (succession, "asked", "if alive and", "if False and"),
-    "no turns": (succession, "_place", "misses.index(seat.name) if", "0 if True or"),
+    "everybody is a majority": (election, "_place", "2 * len(misses) > len(alive)", "True"),
+    "nobody is a majority": (election, "_place", "2 * len(misses) > len(alive)", "False"),
+    "who is slow is gone": (election, "asked", "if alive and", "if False and"),
+    "no turns": (election, "_place", "misses.index(seat.name) if", "0 if True or"),
 }  # fmt: skip
 
 
 def _with(module: ModuleType, function: str, old: str, new: str) -> Carried:
     broken = _broken(module, function, old, new)
-    return Carried(member=broken) if module is membership else Carried(succeed=broken)
+    return Carried(member=broken) if module is transitions else Carried(succeed=broken)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -195,7 +195,7 @@ def test_a_broken_machine_is_found_out_when_a_cut_heals(name: str) -> None:
 
 def test_a_broken_machine_is_found_out_by_who_trains_without_a_coordinator() -> None:
     """It waits for itself."""
-    broken = _with(succession, "asked", "(moved and not most)", "moved")
+    broken = _with(election, "asked", "(moved and not most)", "moved")
     model = Model(broken, eager=True, ends=False)
     assert Folded(model, [_unled(model, "ab")]).stuck()
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from holdfast.policy.restart import Restarts, give_up
+from holdfast.policy.membership.restart_budget import Restarts, give_up
 
 
 def _lose(committed: list[int], limit: int) -> list[str | None]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.policy.retention import removable
+from holdfast.policy.saving.retention import removable
 
 
 def test_keeps_the_newest_and_every_nth() -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from holdfast.policy.save import due
+from holdfast.policy.saving.destinations import due
 
 
 def test_steps_end_and_stop() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.layout import Layout, Topology, place, place_replicas
-from holdfast.policy.seats import seats
+from holdfast.policy.recovery.rank_assignment import seats
 
 ONE = "a"
 

@@ -15,9 +15,9 @@ from holdfast.events import (
     WorkerLost,
     WorkerReady,
 )
-from holdfast.policy.classes import PRIOR
-from holdfast.policy.hazard import Hazard
-from holdfast.policy.seen import Seen
+from holdfast.policy.saving.failure_classes import PRIOR
+from holdfast.policy.saving.failure_history import Seen
+from holdfast.policy.saving.failure_rate import Hazard
 
 DONE = StepDone(loss=1.0, tokens=1, grad_norm=1.0, learning_rate=0.1, seconds=1.0, step=1)
 TWO_NODES = GenerationStarted({"nodes": ["a", "a", "b"]}, "start")

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from holdfast.policy.spikes import Limits, jumped
+from holdfast.policy.detection.loss_spikes import Limits, jumped
 
 
 def falling(steps: int, seed: int = 1) -> list[float]:

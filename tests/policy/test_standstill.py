@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.policy.standstill import (
+from holdfast.policy.detection.hangs import (
     PATIENT,
     Mark,
     all_still,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.policy.stragglers import (
+from holdfast.policy.detection.stragglers import (
     TRANSITIONS,
     Change,
     Limits,

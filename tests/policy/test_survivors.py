@@ -8,11 +8,11 @@ from itertools import combinations
 import pytest
 
 from holdfast.config.model import ModelConfig
+from holdfast.core.sharding.reshard_plan import transfers
+from holdfast.core.sharding.state_table import state_table
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout, place, place_replicas
-from holdfast.policy.survivors import Held, Standpoint, standpoint, unheld
-from holdfast.spec.moves import transfers
-from holdfast.spec.state import state_table
+from holdfast.policy.recovery.survivors import Held, Standpoint, standpoint, unheld
 
 MODEL = ModelConfig(preset=None, layers=2, dim=8, heads=2, kv_heads=2, ffn_dim=8, vocab_size=32)
 TABLE = state_table(MODEL)

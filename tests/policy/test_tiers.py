@@ -18,10 +18,19 @@ from holdfast.events import (
     SnapshotKept,
     StepDone,
 )
-from holdfast.policy.classes import PRIOR, Classes
-from holdfast.policy.hazard import Hazard
-from holdfast.policy.measured import KEPT, Measured, seconds_from_json
-from holdfast.policy.tiers import BUCKET, DISK, MEMORY, PEERS, Costs, Tiers, decide_all, due_now
+from holdfast.policy.saving.failure_classes import PRIOR, Classes
+from holdfast.policy.saving.failure_rate import Hazard
+from holdfast.policy.saving.tier_durations import KEPT, Measured, seconds_from_json
+from holdfast.policy.saving.tiers import (
+    BUCKET,
+    DISK,
+    MEMORY,
+    PEERS,
+    Costs,
+    Tiers,
+    decide_all,
+    due_now,
+)
 
 PEER = PeerConfig(name="stage", address="127.0.0.1:7600")
 

@@ -13,7 +13,7 @@ from functools import cache
 
 import pytest
 
-from holdfast.policy.membership import TRANSITIONS, Phase
+from holdfast.policy.membership.transitions import TRANSITIONS, Phase
 from tests.policy.carried import Carried
 from tests.policy.model import Model
 from tests.policy.search import search, stuck

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from holdfast.policy.blame import Blame
-from holdfast.policy.survivors import BadStep, Held
-from holdfast.policy.trials import (
+from holdfast.core.data.skips import Skip, Skips
+from holdfast.core.sharding.step_resume import elsewhere
+from holdfast.policy.detection.bad_steps import (
     TRANSITIONS,
     Bad,
     Bounds,
@@ -21,8 +21,8 @@ from holdfast.policy.trials import (
     Trials,
     advance,
 )
-from holdfast.spec.resume import elsewhere
-from holdfast.spec.skips import Skip, Skips
+from holdfast.policy.detection.blame import Blame
+from holdfast.policy.recovery.survivors import BadStep, Held
 
 LEAVES = 4
 Fault = Callable[[int, int, str, int], bool]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from holdfast.policy.membership import Reign, Stage
-from holdfast.policy.succession import Seat
+from holdfast.policy.membership.election import Seat
+from holdfast.policy.membership.transitions import Reign, Stage
 
 NAMES = ("a", "b", "c")
 PAIRS = tuple(combinations(range(3), 2))

@@ -25,10 +25,10 @@ from holdfast.events import (
     to_json,
 )
 from holdfast.report.history import build, read
+from holdfast.report.ordering import in_order
 from holdfast.report.page import render
 from holdfast.report.summary import summary
-from holdfast.report.timeline import in_order
-from holdfast.wire.runstore import MemoryStore
+from holdfast.wire.store.run_store import MemoryStore
 from tests.report.journals import Scribe, lossy_run, step_done
 
 

@@ -10,8 +10,8 @@ from holdfast.events import Record, RunFailed, WorkerHeld, WorkerLost
 from holdfast.report.history import History, build
 from holdfast.report.incidents import Incident
 from holdfast.report.metrics import Metrics
+from holdfast.report.ordering import in_order
 from holdfast.report.progress import Progress
-from holdfast.report.timeline import in_order
 from tests.report.journals import Scribe, step_done
 
 ANEW = "its agent was started anew"

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from holdfast.events import Record, StepDone, WorkerLost
-from holdfast.report.drawing import braille
+from holdfast.report.braille import braille
 from holdfast.report.live import View, picture, watch
 from holdfast.report.progress import Progress
 from tests.ranks import wait_until

@@ -16,8 +16,8 @@ from holdfast.config.load import resolve
 from holdfast.errors import RunFolderError
 from holdfast.events import RunStarted, SettingIgnored
 from holdfast.report import page
+from holdfast.report.css import DARK, LIGHT, class_colour
 from holdfast.report.history import build
-from holdfast.report.style import DARK, LIGHT, class_colour
 from holdfast.report.summary import summary
 from holdfast.report.timeledger import CLASSES
 from tests.report.journals import Scribe, lossy_run, step_done

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.policy.hazard import Hazard
-from holdfast.policy.interval import Bounds, lost, young
+from holdfast.policy.saving.failure_rate import Hazard
+from holdfast.policy.saving.interval import Bounds, lost, young
 from holdfast.simulate import synthetic
 from holdfast.simulate.intervals import (
     Spell,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from random import Random
 
-from holdfast.spec.schedule import Action, Cell, Kind, Overlapped, Schedule
+from holdfast.core.schedule.table import Action, Cell, Kind, Overlapped, Schedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.spec.boxes import Box, coverage, runs, whole
+from holdfast.core.sharding.boxes import Box, coverage, runs, whole
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 

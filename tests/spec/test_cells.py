@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.config.model import ModelConfig
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.parameters import count, decoder_parameters
+from holdfast.core.sharding.reduction_cells import Cell, cells_of
+from holdfast.core.sharding.sharding_table import gradient_is_partial, sharding_table
+from holdfast.core.sharding.state_table import TensorSpec, mesh_box, parameter_table, stages_of
 from holdfast.layout import Layout, Replica, Topology, place, place_replicas
-from holdfast.spec.boxes import Box
-from holdfast.spec.cells import Cell, cells_of
-from holdfast.spec.parameters import count, decoder_parameters
-from holdfast.spec.sharding import gradient_is_partial, sharding_table
-from holdfast.spec.state import TensorSpec, mesh_box, parameter_table, stages_of
 from tests.spec.topologies import MODELS, tiny, topologies
 
 

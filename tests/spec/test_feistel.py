@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.spec.feistel import MAX_SIZE, Permutation
+from holdfast.core.data.permutation import MAX_SIZE, Permutation
 
 KEYS = st.integers(0, 2**63 - 1)
 

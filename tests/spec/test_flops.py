@@ -7,14 +7,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from holdfast.config.model import ModelConfig
-from holdfast.model.decoder import Decoder
-from holdfast.spec.flops import (
+from holdfast.core.flops import (
     CONVENTIONS,
     counted_parameters,
     dense_peak,
     flops_per_token,
     utilisation,
 )
+from holdfast.model.decoder import Decoder
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.spec.ledger import Entry, Range, covering, gaps, merge, overlaps
+from holdfast.core.data.data_ledger import Entry, Range, covering, gaps, merge, overlaps
 
 RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.spec.ledger import STANDS_IN, Entry, settled
+from holdfast.core.data.data_ledger import STANDS_IN, Entry, settled
 
 
 def _entry(rank: int, start: int, stop: int, *, stands_in: bool = False) -> Entry:

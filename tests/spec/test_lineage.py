@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.core.data.lineage import Once, split
 from holdfast.events import Evaluated, GenerationStarted, Record, StepDone, StopRequested
-from holdfast.spec.lineage import Once, split
 
 
 def record(generation: int, event: object, sequence: int = 0) -> Record:

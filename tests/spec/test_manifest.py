@@ -6,10 +6,7 @@ import json
 
 import pytest
 
-from holdfast.errors import CheckpointError, CorruptError
-from holdfast.layout import Layout, place
-from holdfast.spec.boxes import Box
-from holdfast.spec.manifest import (
+from holdfast.core.format.manifest import (
     Blob,
     Commit,
     Part,
@@ -25,8 +22,11 @@ from holdfast.spec.manifest import (
     unseal,
     writer_name,
 )
-from holdfast.spec.ownership import owned_boxes
-from holdfast.spec.state import TensorSpec
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.state_table import TensorSpec
+from holdfast.errors import CheckpointError, CorruptError
+from holdfast.layout import Layout, place
 
 TABLE = (
     TensorSpec("half", "BF16", (3,), None),
@@ -126,7 +126,7 @@ def test_a_commit_under_another_key_is_found() -> None:
 def test_a_part_is_no_commit_and_a_newer_format_is_refused() -> None:
     with pytest.raises(CorruptError, match="part manifest"):
         Commit.from_bytes(part(0).to_bytes(), commit_key(3, 9))
-    import holdfast.spec.manifest as module
+    import holdfast.core.format.manifest as module
 
     newer = seal("commit", {}).replace(b'"format":2', b'"format":3')
     content = newer[: newer.index(b',"xxh3"')] + b"}"

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.sharding.boxes import Box, whole
+from holdfast.core.sharding.reshard_plan import Moves, transfers
+from holdfast.core.sharding.state_table import ITEM_BYTES, TensorSpec, local_boxes
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout, Replica, Topology, place
-from holdfast.spec.boxes import Box, whole
-from holdfast.spec.moves import Moves, transfers
-from holdfast.spec.state import ITEM_BYTES, TensorSpec, local_boxes
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 State = dict[str, Array]

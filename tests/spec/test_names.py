@@ -7,10 +7,10 @@ import torch
 
 from holdfast.config.model import ModelConfig
 from holdfast.config.presets import PRESETS
+from holdfast.core.format.hf_names import Entry, NameMap, hf_map, pad, rename, split, stack, tie
+from holdfast.core.sharding.parameters import decoder_parameters
 from holdfast.model.huggingface import extract
 from holdfast.model.huggingface_files import assemble
-from holdfast.spec.names import Entry, NameMap, hf_map, pad, rename, split, stack, tie
-from holdfast.spec.parameters import decoder_parameters
 
 
 @pytest.mark.parametrize("preset", ["tiny", "llama3.1-8b", "llama3.2-1b", "qwen3-0.6b", "qwen3-8b"])

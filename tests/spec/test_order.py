@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.data.sample_order import BatchSchedule, Mixture, SampleOrder
 from holdfast.errors import ConfigError
-from holdfast.spec.order import BatchSchedule, Mixture, SampleOrder
 
 STAGES = st.lists(
     st.tuples(st.integers(1, 40), st.integers(1, 9)), max_size=4, unique_by=lambda s: s[0]

@@ -8,10 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.config.model import ModelConfig
+from holdfast.core.sharding.boxes import Box, coverage
+from holdfast.core.sharding.ownership import Ownership, owned_boxes, saving_replicas
+from holdfast.core.sharding.state_table import (
+    ITEM_BYTES,
+    StateTable,
+    TensorSpec,
+    local_boxes,
+    state_table,
+)
 from holdfast.layout import Layout, Replica, Topology, place, place_replicas
-from holdfast.spec.boxes import Box, coverage
-from holdfast.spec.ownership import Ownership, owned_boxes, saving_replicas
-from holdfast.spec.state import ITEM_BYTES, StateTable, TensorSpec, local_boxes, state_table
 from tests.spec.topologies import MODELS, tiny, topologies
 
 

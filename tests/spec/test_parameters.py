@@ -9,8 +9,8 @@ import torch
 
 from holdfast.config.model import ModelConfig
 from holdfast.config.presets import PRESETS
+from holdfast.core.sharding.parameters import Normal, Ones, count, decoder_parameters
 from holdfast.model.decoder import Decoder
-from holdfast.spec.parameters import Normal, Ones, count, decoder_parameters
 
 # Billions of parameters as the models' own pages give them: all, and without embeddings (Qwen).
 PUBLISHED = {

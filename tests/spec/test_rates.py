@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.config.train import ScheduleConfig, TrainConfig
-from holdfast.spec.rates import factor, learning_rate
+from holdfast.core.lr_schedule import factor, learning_rate
 
 KINDS = ("constant", "linear", "cosine", "wsd")
 

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import random
 
-from holdfast.spec.resume import deal_rest, standing
-from holdfast.spec.tree import Node, ReductionTree, check_dealing, counter, deal, pieces
+from holdfast.core.sharding.reduction_tree import (
+    Node,
+    ReductionTree,
+    check_dealing,
+    counter,
+    deal,
+    pieces,
+)
+from holdfast.core.sharding.step_resume import deal_rest, standing
 
 
 def _replayed(leaves: int, share: tuple[int, ...], count: int) -> dict[tuple[int, int], set[int]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.core.schedule.check import check
+from holdfast.core.schedule.table import SCHEDULES, build, forward_only, gpipe, one_f_one_b
 from holdfast.errors import LayoutError
-from holdfast.spec.schedule import SCHEDULES, build, forward_only, gpipe, one_f_one_b
-from holdfast.spec.schedule_check import check
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 7) for m in (1, 2, 3, 4, 8, 11)]
 

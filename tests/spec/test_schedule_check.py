@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.schedule.check import check, execution
+from holdfast.core.schedule.csv import from_csv
+from holdfast.core.schedule.table import Action, Cell, Overlapped, Schedule, ScheduleError
 from holdfast.errors import LayoutError
-from holdfast.spec.schedule import Action, Cell, Overlapped, Schedule, ScheduleError
-from holdfast.spec.schedule_check import check, execution
-from holdfast.spec.schedule_csv import from_csv
 from tests.spec.schedule_support import (
     B,
     F,

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as theirs
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
-from holdfast.spec.schedule import (
+from holdfast.core.schedule.check import check
+from holdfast.core.schedule.csv import from_csv, to_csv
+from holdfast.core.schedule.table import (
     SCHEDULES,
     Action,
     Kind,
@@ -26,9 +28,7 @@ from holdfast.spec.schedule import (
     ScheduleError,
     build,
 )
-from holdfast.spec.schedule_check import check
-from holdfast.spec.schedule_csv import from_csv, to_csv
-from holdfast.spec.schedule_time import Durations, in_flight, timeline
+from holdfast.core.schedule.timing import Durations, in_flight, timeline
 from tests.spec.schedule_support import random_table
 
 FSDP = (theirs.UNSHARD, theirs.RESHARD, theirs.REDUCE_GRAD)

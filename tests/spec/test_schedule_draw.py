@@ -7,10 +7,18 @@ from xml.etree import ElementTree
 
 import pytest
 
-from holdfast.spec.schedule import Action, Kind, Overlapped, Schedule, build, gpipe, one_f_one_b
-from holdfast.spec.schedule_csv import from_csv
-from holdfast.spec.schedule_draw import KINDS, svg, text
-from holdfast.spec.schedule_time import Durations, timeline
+from holdfast.core.schedule.csv import from_csv
+from holdfast.core.schedule.draw import KINDS, svg, text
+from holdfast.core.schedule.table import (
+    Action,
+    Kind,
+    Overlapped,
+    Schedule,
+    build,
+    gpipe,
+    one_f_one_b,
+)
+from holdfast.core.schedule.timing import Durations, timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.spec.schedule import (
+from holdfast.core.schedule.csv import from_csv
+from holdfast.core.schedule.table import (
     Action,
     Overlapped,
     Schedule,
@@ -20,8 +21,7 @@ from holdfast.spec.schedule import (
     gpipe,
     one_f_one_b,
 )
-from holdfast.spec.schedule_csv import from_csv
-from holdfast.spec.schedule_time import Durations, in_flight, timeline
+from holdfast.core.schedule.timing import Durations, in_flight, timeline
 from tests.spec.schedule_support import B, F, I, W, parts, random_table
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 8, 13) if m >= p]

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from holdfast.spec.parameters import decoder_parameters
-from holdfast.spec.sharding import gradient_is_partial, sharding_table, tp_part
+from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.core.sharding.sharding_table import gradient_is_partial, sharding_table, tp_part
 from tests.spec.topologies import tiny
 
 

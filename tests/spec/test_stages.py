@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.config.model import ModelConfig
+from holdfast.core.flops import flops_per_token
+from holdfast.core.sharding.parameters import count
+from holdfast.core.sharding.pipeline_stages import Costs, balanced, costs_of, split
 from holdfast.errors import LayoutError
-from holdfast.spec.flops import flops_per_token
-from holdfast.spec.parameters import count
-from holdfast.spec.stages import Costs, balanced, costs_of, split
 
 
 def splits(blocks: int, stages: int) -> Iterator[tuple[int, ...]]:

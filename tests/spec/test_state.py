@@ -11,10 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.config.model import ModelConfig
+from holdfast.core.sharding.parameters import count
+from holdfast.core.sharding.sharding_table import chunk, tp_part
+from holdfast.core.sharding.state_table import (
+    TensorSpec,
+    local_boxes,
+    parameter_table,
+    stages_of,
+    state_table,
+)
 from holdfast.layout import Layout, place, place_replicas
-from holdfast.spec.parameters import count
-from holdfast.spec.sharding import chunk, tp_part
-from holdfast.spec.state import TensorSpec, local_boxes, parameter_table, stages_of, state_table
 from tests.spec.topologies import MODELS, tiny, topologies
 
 MODEL = ModelConfig.model_validate({"preset": "tiny", "vocab_size": 300})

@@ -7,7 +7,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.spec.tree import (
+from holdfast.core.sharding.reduction_tree import (
     Node,
     ReductionTree,
     check_dealing,

@@ -5,7 +5,8 @@ contiguous part of every sample's tokens. What acts on single tokens needs nothi
 needs the keys and values of all tokens, which are gathered (the simplest way; a ring, Liu et al.
 2023, arXiv 2310.01889, holds less). A gathered key's gradient is the sum over the ranks that read
 it: a reduce-scatter. Parameters are whole on every rank, their gradients are parts, and the cells
-of `spec/cells.py` add these. The loss is summed over the ranks, so that each of them knows it.
+of `core/sharding/reduction_cells.py` add these. The loss is summed over the ranks, so that each of
+them knows it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 from holdfast.model.decoder import Decoder, document_mask, document_positions
 from holdfast.model.rotary import Rotary
-from holdfast.parallel.collectives import Collectives
-from holdfast.parallel.tensor import Objective
+from holdfast.parallel.comm.collectives import Collectives
+from holdfast.parallel.tensor_parallel import Objective
 
 
 class ContextParallel:

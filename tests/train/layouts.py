@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.pipeline_stages import balanced
 from holdfast.layout import Layout, Topology, place_replicas
-from holdfast.parallel.groups import connect
+from holdfast.parallel.process_groups import connect
 from holdfast.parallel.torch_compat import Store
-from holdfast.spec.stages import balanced
 from holdfast.train.build import build_engine
 from holdfast.train.engine import StepEngine
 from holdfast.train.vote import Verdict

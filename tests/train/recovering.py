@@ -18,12 +18,12 @@ from typing import Any, cast
 
 import torch
 
+from holdfast.core.sharding.reduction_tree import deal
 from holdfast.data.batch import Batches, Validation
 from holdfast.errors import PeerLostError
 from holdfast.events import BatchFed, Event, StepDone
 from holdfast.layout import Topology
-from holdfast.parallel.groups import connect
-from holdfast.spec.tree import deal
+from holdfast.parallel.process_groups import connect
 from holdfast.train import engine as engine_module
 from holdfast.train.build import Session, build_engine, session_of
 from holdfast.train.engine import Dealer, StepEngine

@@ -14,10 +14,10 @@ import pytest
 from holdfast.config.checkpoint import CheckpointConfig
 from holdfast.config.peers import PeerConfig
 from holdfast.config.run import RunConfig
-from holdfast.policy.hazard import Hazard
-from holdfast.policy.tiers import BUCKET, DISK, MEMORY, PEERS
-from holdfast.train.cadence import Cadence, Known
+from holdfast.policy.saving.failure_rate import Hazard
+from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
 from holdfast.train.runner import run
+from holdfast.train.save_cadence import Cadence, Known
 from holdfast.train.vote import Wishes
 from tests.ranks import RankContext, rank_values
 from tests.train.test_runner import STEPS, World, _config, _session

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.layout import Layout, place, place_replicas
-from holdfast.spec.boxes import Box
-from holdfast.spec.state import local_boxes, state_table
-from holdfast.train.checksum import Checksums, Finding, odd_ones, odd_ranks
 from holdfast.train.engine import StepEngine
+from holdfast.train.replica_check import Checksums, Finding, odd_ones, odd_ranks
 from tests.ranks import RankContext, rank_values
 from tests.spec.topologies import tiny
 from tests.train.layouts import case, config_of, engine_of, one_step, topology_of

@@ -15,14 +15,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from holdfast.checkpoint.capture import Capturer
-from holdfast.checkpoint.mover_client import MoverClient
+from holdfast.checkpoint.capture.capturer import Capturer
+from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.state_table import state_table
+from holdfast.elastic.worker.checkpointer import ArenaSaver
 from holdfast.elastic.worker.reporter import Reporter
-from holdfast.elastic.worker.saver import ArenaSaver
 from holdfast.errors import PeerLostError
 from holdfast.events import CheckpointCaptured, CheckpointSkipped, Event
-from holdfast.spec.state import state_table
 from holdfast.train.engine import StepEngine
 from holdfast.train.evaluate import Evaluator
 from holdfast.train.runner import run

@@ -7,7 +7,7 @@ import resource
 
 import torch
 
-from holdfast.train.memory import keep_freed_memory
+from holdfast.train.malloc import keep_freed_memory
 from tests.ranks import RankContext, rank_values
 
 MEGABYTES, BLOCKS, WARM, ROUNDS = 6, 4, 4, 8

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from holdfast.config.model import ModelConfig
+from holdfast.core.sharding.boxes import coverage
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.reshard_plan import transfers
+from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.layout import Layout, place_replicas
-from holdfast.parallel import groups
-from holdfast.spec.boxes import coverage
-from holdfast.spec.moves import transfers
-from holdfast.spec.ownership import owned_boxes
-from holdfast.spec.state import local_boxes, state_table
-from holdfast.train import build, engine, execute, vote
+from holdfast.parallel import process_groups
+from holdfast.train import build, engine, executors, vote
 from tests.ranks import RankContext, rank_values
 from tests.train.context_axis import apply_context_parallel
 from tests.train.layouts import (
@@ -58,11 +58,11 @@ def with_context_axis(degree: int) -> None:
     building: Any = build
     deciding: Any = vote
     stepping: Any = engine
-    pipelined: Any = execute.PipelinedExecutor
-    connecting: Any = groups
+    pipelined: Any = executors.PipelinedExecutor
+    connecting: Any = process_groups
     cut_model, speaks, boundary = building._cut_model, deciding.speaks, pipelined.boundary
 
-    def with_context(config: Any, connected: groups.Groups, *rest: Any) -> Any:
+    def with_context(config: Any, connected: process_groups.Groups, *rest: Any) -> Any:
         objective = cut_model(config, connected, *rest)
         if degree > 1:
             apply_context_parallel(objective, connected.axis("cp"))

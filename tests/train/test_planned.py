@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.config.run import RunConfig
 from holdfast.plan.interface import NodePlaces, Plan, Present
-from holdfast.plan.places import dealer_of, plan
+from holdfast.plan.planner import dealer_of, plan
 from tests.ranks import RankContext, rank_values
 from tests.train.layouts import case, config_of, topology_of
 from tests.train.recovering import Survivor

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from holdfast.core.sharding.boxes import Box
 from holdfast.layout import Topology
 from holdfast.parallel.torch_compat import mesh_caches
-from holdfast.spec.boxes import Box
 from holdfast.train.objective import NextToken
 from tests.ranks import RankContext, rank_values, run_ranks
 from tests.train.layouts import (

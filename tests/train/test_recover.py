@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.spec.tree import deal
+from holdfast.core.sharding.reduction_tree import deal
 from tests.ranks import RankContext, rank_values, run_ranks
 from tests.train.layouts import case
 from tests.train.recovering import DIES, LAST, Deadly, Survivor, topology_for, undisturbed

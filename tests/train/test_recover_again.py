@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import NonFiniteError, PeerLostError
-from holdfast.policy.commit import Stage
+from holdfast.policy.recovery.step_resolution import Stage
 from holdfast.train import recover as recover_module
 from tests.ranks import RankContext, rank_values, run_ranks
 from tests.train.recovering import DIES, LAST, Deadly, Survivor, topology_for, undisturbed

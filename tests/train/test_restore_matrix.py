@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.checkpoint.capture import Captured, Capturer
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.restore import Checkpoint
+from holdfast.checkpoint.capture.capturer import Captured, Capturer
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.config.run import RunConfig
-from holdfast.spec.boxes import Box
-from holdfast.spec.state import state_table
-from holdfast.wire.runstore import FolderStore
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.state_table import state_table
 from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import FolderStore
 from tests.checkpoint.support import Mover
 from tests.ranks import RankContext, rank_values
 from tests.train.layouts import (

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.boxes import Box
 from holdfast.errors import NonFiniteError, PeerLostError
 from holdfast.events import Evaluated, Event
 from holdfast.layout import Layout, place
-from holdfast.policy.save import Into
-from holdfast.spec.boxes import Box
+from holdfast.policy.saving.destinations import Into
 from holdfast.train.build import Session, build
 from holdfast.train.recover import recover
 from holdfast.train.runner import Outcome, run

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.spec.tree import Shares
+from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.train.precision import same_products_on_any_threads
 from tests.ranks import RankContext, rank_values
 from tests.train.worlds import Fed, digest, engine, tiny, train

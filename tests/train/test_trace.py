@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.parallel.groups import connect
-from holdfast.parallel.timeline import COMPUTE, REDUCE, Recorder, chrome_trace
+from holdfast.parallel.process_groups import connect
+from holdfast.parallel.trace import COMPUTE, REDUCE, Recorder, chrome_trace
 from holdfast.train.build import build_engine
 from tests.ranks import RankContext, rank_values, wait_until
 from tests.train.layouts import case, config_of, one_step, topology_of

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from holdfast.config.run import RunConfig
-from holdfast.parallel.groups import connect
-from holdfast.parallel.traffic import Traffic
-from holdfast.spec.parameters import decoder_parameters
+from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.process_groups import connect
 from holdfast.train.build import build_engine
 from tests.ranks import RankContext, rank_values
 from tests.train.layouts import VOCABULARY, case, config_of, topology_of
@@ -96,7 +96,7 @@ def test_sharded_parameters_send_what_the_paper_says_dpshard2(name: str, gathers
 
 @pytest.mark.parametrize("name", ["tp2", "plain.tp2"])
 def test_tensor_parallelism_sends_two_sums_per_region(name: str) -> None:
-    """The formula of `parallel/tensor.py`, n = 2, with the embedding and the head here."""
+    """The formula of `parallel/tensor_parallel.py`, n = 2, with the embedding and the head here."""
     config, tokens = _config(name, 1), SAMPLES * LENGTH
     sums = 8 * config.model.layers + 2 + 2
     formula = tokens * config.model.dim * sums / 2 + 2 * tokens

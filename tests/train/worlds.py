@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from holdfast.config.run import RunConfig
+from holdfast.core.seeds import key_seed
+from holdfast.core.sharding.reduction_tree import Shares, deal
 from holdfast.layout import Layout, place
-from holdfast.parallel.groups import connect
+from holdfast.parallel.process_groups import connect
 from holdfast.parallel.torch_compat import Store
-from holdfast.spec.random import key_seed
-from holdfast.spec.tree import Shares, deal
 from holdfast.train.build import build_engine
 from holdfast.train.engine import StepEngine
 from holdfast.train.vote import Verdict

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.wire.auth import (
+from holdfast.wire.http.auth import (
     Aim,
     AuthError,
     MisdirectedError,

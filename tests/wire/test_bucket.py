@@ -16,10 +16,10 @@ import pytest
 
 from holdfast.errors import CorruptError, StoreError
 from holdfast.events import StepDone
-from holdfast.wire.bucket import PART_BYTES, BucketStore
 from holdfast.wire.journal import Follower, JournalWriter, read, segment_key
-from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError
-from holdfast.wire.stores import open_store, probe
+from holdfast.wire.store.bucket import PART_BYTES, BucketStore
+from holdfast.wire.store.location import open_store, probe
+from holdfast.wire.store.run_store import AlreadyExistsError, MissingKeyError
 from tests.wire import s3
 from tests.wire.s3 import Fault, Proxy, Request
 
@@ -86,8 +86,8 @@ def test_s3rver_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_of_two_processes_that_commit_one_step_exactly_one_wins() -> None:
     script = """
         import sys
-        from holdfast.wire.runstore import AlreadyExistsError
-        from holdfast.wire.stores import open_store
+        from holdfast.wire.store.run_store import AlreadyExistsError
+        from holdfast.wire.store.location import open_store
         store = open_store(sys.argv[1])
         store.list("commits/")  # connected
         print("ready", flush=True)
@@ -197,7 +197,7 @@ def test_a_source_that_fails_leaves_nothing() -> None:
 
 UPLOAD = f"""
     import random, sys
-    from holdfast.wire.stores import open_store
+    from holdfast.wire.store.location import open_store
     store = open_store(sys.argv[1])
     for number in range(3):
         content = random.Random(number).randbytes({LARGE})

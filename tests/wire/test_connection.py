@@ -10,12 +10,12 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from holdfast.wire import connection
-from holdfast.wire.connection import HEAD_BYTES, Answer, Head, Reader
-from holdfast.wire.doors import Doors
-from holdfast.wire.listening import address_of, bind
-from holdfast.wire.refusals import CONTROL, Refusals
-from holdfast.wire.server import Listener
+from holdfast.wire.http import connection
+from holdfast.wire.http.connection import HEAD_BYTES, Answer, Head, Reader
+from holdfast.wire.http.connection_limits import Doors
+from holdfast.wire.http.refusals import CONTROL, Refusals
+from holdfast.wire.http.server import Listener
+from holdfast.wire.http.sockets import address_of, bind
 
 
 class Echo:

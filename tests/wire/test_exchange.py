@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from holdfast.wire.exchange import (
+from holdfast.wire.http.sync_connection import (
     HEAD_BYTES,
     PIECE,
     Answer,

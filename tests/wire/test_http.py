@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from holdfast.errors import FencedError
-from holdfast.wire.auth import AuthError, Verifier, headers_of, sha256, sign, stated
-from holdfast.wire.client import Client, RequestError, UnreachableError
-from holdfast.wire.listening import AddressError, address_of, bind
+from holdfast.wire.http.auth import AuthError, Verifier, headers_of, sha256, sign, stated
+from holdfast.wire.http.client import Client, RequestError, UnreachableError
+from holdfast.wire.http.server import Guard, Handler, Listener
+from holdfast.wire.http.sockets import AddressError, address_of, bind
 from holdfast.wire.secret import Secret
-from holdfast.wire.server import Guard, Handler, Listener
 
 SECRET = Secret(b"s" * 32)
 NAME = "the listener"

@@ -9,7 +9,7 @@ import pytest
 from holdfast.errors import CorruptError, OutOfSpaceError, RunFolderError
 from holdfast.events import RunStarted, RunStopped, StepDone, WorkerReady
 from holdfast.wire.journal import Follower, JournalWriter, follow, parse, read, segment_key
-from holdfast.wire.runstore import Buffer, FolderStore, MemoryStore
+from holdfast.wire.store.run_store import Buffer, FolderStore, MemoryStore
 
 
 def _step(step: int, loss: float = 1.0) -> StepDone:

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import CorruptError, OutOfSpaceError, RunFolderError
-from holdfast.wire.runstore import (
+from holdfast.wire.store.location import open_store
+from holdfast.wire.store.run_store import (
     AlreadyExistsError,
     FolderStore,
     MemoryStore,
     MissingKeyError,
     RunStore,
 )
-from holdfast.wire.stores import open_store
 from tests.wire import s3
 
 Make = Callable[[], RunStore]
@@ -121,7 +121,7 @@ def test_a_killed_creator_leaves_no_object(tmp_path: Path) -> None:
     """SIGKILL in the middle of the data: the key stays free and is not listed."""
     script = """
         import os, signal, sys
-        from holdfast.wire.runstore import FolderStore
+        from holdfast.wire.store.run_store import FolderStore
         def data():
             yield b"x" * 1_000_000
             os.kill(os.getpid(), signal.SIGKILL)
@@ -222,7 +222,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_behind(tmp_path: Path) -
     script = """
         import os, sys
         from holdfast.errors import OutOfSpaceError
-        from holdfast.wire.runstore import FolderStore
+        from holdfast.wire.store.run_store import FolderStore
         store = FolderStore(sys.argv[1])
         store.create("first", b"a" * 200_000)
         try:
@@ -258,7 +258,7 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
     script = """
         import sys
         from holdfast.errors import RunFolderError
-        from holdfast.wire.runstore import FolderStore
+        from holdfast.wire.store.run_store import FolderStore
         for use in (lambda s: s.create("a/b", b""), lambda s: s.append("log", b"x")):
             try:
                 use(FolderStore(sys.argv[1]))

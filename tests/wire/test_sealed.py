@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import CorruptError, HoldfastError, StoreError
-from holdfast.wire.bucket import PART_BYTES, BucketStore
-from holdfast.wire.runstore import AlreadyExistsError, FolderStore, MemoryStore, MissingKeyError
-from holdfast.wire.sealed import SealedStore
-from holdfast.wire.stores import SEAL_KEY, open_store, probe
+from holdfast.wire.store.bucket import PART_BYTES, BucketStore
+from holdfast.wire.store.encrypted_store import SealedStore
+from holdfast.wire.store.location import SEAL_KEY, open_store, probe
+from holdfast.wire.store.run_store import (
+    AlreadyExistsError,
+    FolderStore,
+    MemoryStore,
+    MissingKeyError,
+)
 from tests.wire import s3
 
 KEY = bytes(range(32))

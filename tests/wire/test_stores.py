@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import StoreError
-from holdfast.wire.runstore import FolderStore, MemoryStore
-from holdfast.wire.stores import Bucket, open_store, parse, probe
+from holdfast.wire.store.location import Bucket, open_store, parse, probe
+from holdfast.wire.store.run_store import FolderStore, MemoryStore
 
 
 def test_folders(tmp_path: Path) -> None:

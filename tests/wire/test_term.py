@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from holdfast.errors import FencedError, RunFolderError
-from holdfast.wire.runstore import MemoryStore
 from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import MemoryStore
 from holdfast.wire.term import (
     QUESTION,
     asks,

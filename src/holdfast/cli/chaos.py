@@ -10,17 +10,17 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.call import app as make_app
+from holdfast.chaos.campaign import Campaign, Settings, Task, tasks
+from holdfast.chaos.catalog import FAULTS
+from holdfast.chaos.layouts import SHAPES, Shape, natural, shape_of
+from holdfast.chaos.results import summary, table
+from holdfast.chaos.sample_run import OVERRIDES, RUN_FILE, run_file_text, write_run_file
+from holdfast.chaos.schedule import Draw, is_trace_of_faults, names_of, read_trace
+from holdfast.chaos.trace import draws_of
+from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import say
 from holdfast.cli.train import plan
 from holdfast.config.load import read_text, resolve
-from holdfast.elastic.faults.campaign import Campaign, Settings, Task, tasks
-from holdfast.elastic.faults.library import FAULTS
-from holdfast.elastic.faults.own import OVERRIDES, RUN_FILE, run_file_text, write_run_file
-from holdfast.elastic.faults.results import summary, table
-from holdfast.elastic.faults.schedule import Draw, is_trace_of_faults, names_of, read_trace
-from holdfast.elastic.faults.shapes import SHAPES, Shape, natural, shape_of
-from holdfast.elastic.faults.traces import draws_of
 from holdfast.errors import ConfigError, RunFolderError, UserError
 from holdfast.plan.hardware import this_machine
 from holdfast.simulate.traces import load

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli import checkpoint_care, checkpoint_import
-from holdfast.cli.call import app as make_app
+from holdfast.cli import checkpoint_import, checkpoint_tools
+from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, print_table, say
-from holdfast.cli.runs import open_run
-from holdfast.report.numbers import count, size
+from holdfast.launch.runs import open_run
+from holdfast.report.formatting import count, size
 
 app = make_app("List, show, verify, compare, copy, remove and import checkpoints.")
 
@@ -31,7 +31,7 @@ def list_(run: RunArgument, json: Json = False) -> None:
     Example:
       holdfast checkpoint list runs/quickstart
     """
-    from holdfast.checkpoint.restore import describe, listing
+    from holdfast.checkpoint.restore.catalog import describe, listing
     from holdfast.errors import HoldfastError
 
     found = open_run(run)
@@ -71,10 +71,10 @@ def show(
       holdfast checkpoint show runs/quickstart
       holdfast checkpoint show runs/quickstart 100 --json
     """
-    from holdfast.checkpoint.care import find
-    from holdfast.checkpoint.care import show as contents
-    from holdfast.cli.run_reading import speak
-    from holdfast.spec.manifest import Commit
+    from holdfast.checkpoint.restore.inspect import find
+    from holdfast.checkpoint.restore.inspect import show as contents
+    from holdfast.cli.read_errors import speak
+    from holdfast.core.format.manifest import Commit
 
     found = open_run(run)
     with speak(found.folder):
@@ -144,10 +144,10 @@ def verify(
       holdfast checkpoint verify runs/quickstart
       holdfast checkpoint verify runs/quickstart newest
     """
-    from holdfast.checkpoint.care import find
-    from holdfast.checkpoint.restore import listing
-    from holdfast.checkpoint.restore import verify as problems_of
-    from holdfast.cli.run_reading import speak
+    from holdfast.checkpoint.restore.catalog import listing
+    from holdfast.checkpoint.restore.inspect import find
+    from holdfast.checkpoint.restore.verify import verify as problems_of
+    from holdfast.cli.read_errors import speak
 
     found = open_run(run)
     if step is None:
@@ -169,7 +169,7 @@ def verify(
     return 1 if any(problems.values()) else 0
 
 
-app.command("diff")(checkpoint_care.diff)
-app.command("copy")(checkpoint_care.copy)
-app.command("prune")(checkpoint_care.prune)
+app.command("diff")(checkpoint_tools.diff)
+app.command("copy")(checkpoint_tools.copy)
+app.command("prune")(checkpoint_tools.prune)
 app.command("import")(checkpoint_import.import_)

@@ -9,13 +9,13 @@ import typer
 
 from holdfast.cli.output import print_json, say
 from holdfast.errors import DataError, OutOfSpaceError, UserError
-from holdfast.report.numbers import size
+from holdfast.report.formatting import size
 
 if TYPE_CHECKING:
     from holdfast.config.run import RunConfig
+    from holdfast.core.format.manifest import Commit
     from holdfast.data.dataset import Dataset
-    from holdfast.spec.manifest import Commit
-    from holdfast.wire.runstore import RunStore
+    from holdfast.wire.store.run_store import RunStore
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
@@ -50,14 +50,14 @@ def import_(
       holdfast checkpoint import run.yaml --from Llama-3.2-1B \\
           data.tokenizer.path=Llama-3.2-1B/tokenizer.json model.preset=llama3.2-1b
     """
-    from holdfast.checkpoint.restore import describe as numbers_of
-    from holdfast.cli.run_folder import describe, refuse_in_use, refuse_other, undescribe
-    from holdfast.cli.runs import read_resolved
+    from holdfast.checkpoint.restore.catalog import describe as numbers_of
     from holdfast.cli.train import plan, ready_dataset, with_vocabulary
     from holdfast.config.identity import config_hash
     from holdfast.config.load import load
+    from holdfast.launch.run_folder import describe, refuse_in_use, refuse_other, undescribe
+    from holdfast.launch.runs import read_resolved
     from holdfast.plan.hardware import this_machine
-    from holdfast.wire.runstore import FolderStore
+    from holdfast.wire.store.run_store import FolderStore
 
     machine = this_machine()
     loaded = plan(load(run_file, overrides or []), machine)
@@ -89,8 +89,8 @@ def _imported(
     store: RunStore, source: Path, config: RunConfig, weights_only: bool, identity: dict[str, str]
 ) -> Commit:
     """By what the folder is."""
-    from holdfast.checkpoint.dcp import is_dcp
-    from holdfast.checkpoint.importing import import_checkpoint
+    from holdfast.checkpoint.interop.dcp import is_dcp
+    from holdfast.checkpoint.interop.huggingface import import_checkpoint
 
     if is_dcp(source):
         return _from_dcp(store, source, config, weights_only, identity)
@@ -104,8 +104,8 @@ def _imported(
 def _from_dcp(
     store: RunStore, source: Path, config: RunConfig, weights_only: bool, identity: dict[str, str]
 ) -> Commit:
-    from holdfast.checkpoint.dcp_import import import_dcp
-    from holdfast.spec.order import BatchSchedule
+    from holdfast.checkpoint.interop.dcp_import import import_dcp
+    from holdfast.core.data.sample_order import BatchSchedule
 
     train = config.train
     schedule = BatchSchedule(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.call import app as make_app
+from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, print_table
 from holdfast.config.explain import show as shown
 from holdfast.config.fields import leaves

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.call import app as make_app
+from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, print_table, say
 from holdfast.cli.progress import Progress
-from holdfast.cli.runs import open_run
 from holdfast.config.load import load
 from holdfast.config.run import RunConfig
 from holdfast.errors import DataError
-from holdfast.report.numbers import count, size
+from holdfast.launch.runs import open_run
+from holdfast.report.formatting import count, size
 
 app = make_app("Prepare, inspect, verify and audit the training data.")
 

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.call import app as make_app
-from holdfast.cli.checks import examine
+from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.doctor_checks import examine
 from holdfast.cli.output import print_json, print_table
 
 app = make_app("Check that this machine can train.")

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.call import app as make_app
+from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
-from holdfast.cli.runs import Run, open_run
+from holdfast.launch.runs import Run, open_run
 
 app = make_app("Write a folder that transformers or torch.distributed.checkpoint loads.")
 
@@ -23,7 +23,7 @@ class Format(Enum):
 
 
 class Names(Enum):
-    """Schemes of spec/flat_names.py."""
+    """Schemes of core/format/flat_names.py."""
 
     HOLDFAST = "holdfast"
     TORCHTITAN = "torchtitan"
@@ -97,12 +97,12 @@ def export(
 
 def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -> tuple[int, bool]:
     """-> (step, whether there was a tokenizer)"""
-    from holdfast.cli.weights import with_checkpoint, write_folder
+    from holdfast.export.weights import with_checkpoint, write_folder
 
     tokenizer = found.dataset_folder / "tokenizer.json"
     known = tokenizer if tokenizer.is_file() else None
     checkpoint, _ = with_checkpoint(
-        found, step, lambda chosen: write_folder(to, found, chosen, known, dtype, shard)
+        found, step, lambda chosen: write_folder(to, found, chosen, known, dtype, shard), say
     )
     if known is None:
         say(f"no tokenizer at {tokenizer}: the folder has none")
@@ -110,10 +110,10 @@ def _hf(found: Run, to: Path, step: int | None, dtype: str | None, shard: int) -
 
 
 def _dcp(found: Run, to: Path, step: int | None, names: str) -> int:
-    from holdfast.cli.dcp import write_dcp_folder
-    from holdfast.cli.weights import with_checkpoint
+    from holdfast.export.dcp import write_dcp_folder
+    from holdfast.export.weights import with_checkpoint
 
     checkpoint, _ = with_checkpoint(
-        found, step, lambda chosen: write_dcp_folder(to, found, chosen, names)
+        found, step, lambda chosen: write_dcp_folder(to, found, chosen, names), say
     )
     return checkpoint.step

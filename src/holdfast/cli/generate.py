@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.call import app as make_app
+from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
-from holdfast.cli.runs import open_run
+from holdfast.launch.runs import open_run
 
 app = make_app("Sample text from a trained run.")
 
@@ -32,12 +32,12 @@ def generate(
       holdfast generate runs/quickstart "def read_lines("
       holdfast generate run.yaml "import os" --tokens 60 --temperature 0
     """
-    from holdfast.cli.weights import Sampling, continuations, with_checkpoint
+    from holdfast.export.weights import Sampling, continuations, with_checkpoint
 
     found = open_run(run)
     how = Sampling(tokens, temperature, top_p, seed)
     checkpoint, (added,) = with_checkpoint(
-        found, step, lambda chosen: continuations(found, chosen, [prompt], how)
+        found, step, lambda chosen: continuations(found, chosen, [prompt], how), say
     )
     if json:
         print_json({"step": checkpoint.step, "prompt": prompt, "text": added})

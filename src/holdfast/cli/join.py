@@ -9,15 +9,15 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.call import app as make_app
-from holdfast.cli.call import crash_log_in
+from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.output import say
-from holdfast.cli.run_folder import refuse_alone
-from holdfast.cli.runs import RESOLVED, read_resolved
 from holdfast.cli.train import finished
 from holdfast.cli.views import Views
 from holdfast.config.load import Loaded, resolve
 from holdfast.errors import RunFolderError
+from holdfast.launch.run_folder import refuse_alone
+from holdfast.launch.runs import RESOLVED, read_resolved
 
 app = make_app("Take part in a run on several machines.")
 

@@ -14,15 +14,15 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.cli import layout_show
-from holdfast.cli.call import app as make_app
+from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
+from holdfast.core.schedule.check import check
+from holdfast.core.schedule.csv import from_csv, to_csv
+from holdfast.core.schedule.draw import svg as picture
+from holdfast.core.schedule.draw import text as drawing
+from holdfast.core.schedule.table import SCHEDULES, Schedule, build
+from holdfast.core.schedule.timing import Durations, Timeline, timeline
 from holdfast.errors import ConfigError, UserError
-from holdfast.spec.schedule import SCHEDULES, Schedule, build
-from holdfast.spec.schedule_check import check
-from holdfast.spec.schedule_csv import from_csv, to_csv
-from holdfast.spec.schedule_draw import svg as picture
-from holdfast.spec.schedule_draw import text as drawing
-from holdfast.spec.schedule_time import Durations, Timeline, timeline
 
 MOST_ACTIONS = 200_000  # of a drawing: beyond, nobody sees anything
 TIMES = (1e-9, 1e9)  # least and most, beside 0: sums and ratios of them stay far from overflow
@@ -155,10 +155,10 @@ def _of_run_file(
     """The pipeline of one replica, with the microbatches that the first step deals to it."""
     from holdfast.cli.train import checked_layouts, with_vocabulary
     from holdfast.config.load import load
+    from holdfast.core.sharding.pipeline_stages import costs_of
+    from holdfast.core.sharding.reduction_tree import deal
     from holdfast.data.dataset import Dataset, exists
     from holdfast.plan.layouts import microbatches
-    from holdfast.spec.stages import costs_of
-    from holdfast.spec.tree import deal
 
     if name is not None:
         overrides = [*overrides, f"layout.schedule={name}"]

@@ -8,13 +8,13 @@ from itertools import product
 
 from holdfast.cli.output import print_table
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.parameters import count as parameters_of
+from holdfast.core.sharding.reduction_tree import deal
 from holdfast.layout import AXES, Replica, Topology
-from holdfast.plan.holdings import Holding, Span
 from holdfast.plan.layouts import microbatches
-from holdfast.plan.loss import Loss
-from holdfast.report.numbers import count, plural, size
-from holdfast.spec.parameters import count as parameters_of
-from holdfast.spec.tree import deal
+from holdfast.plan.loss_impact import Loss
+from holdfast.plan.memory_use import Holding, Span
+from holdfast.report.formatting import count, plural, size
 
 _BYTES = """\
 bytes on a rank while a step's backward runs: parameters{copies}, the sum of

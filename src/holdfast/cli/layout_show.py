@@ -14,13 +14,13 @@ from holdfast.cli.output import print_json, say
 from holdfast.cli.train import checked_layouts, with_vocabulary
 from holdfast.config.load import Loaded, load
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import ConfigError, UserError
 from holdfast.layout import Topology, place_replicas
-from holdfast.plan.holdings import holdings
 from holdfast.plan.layouts import microbatches
-from holdfast.plan.loss import Loss, without
-from holdfast.report.numbers import plural
-from holdfast.spec.tree import deal
+from holdfast.plan.loss_impact import Loss, without
+from holdfast.plan.memory_use import holdings
+from holdfast.report.formatting import plural
 
 
 def show(

@@ -79,7 +79,7 @@ def _dispatch(arguments: list[str]) -> int:
         remedy = f"did you mean 'holdfast {close[0]}'?" if close else "see 'holdfast --help'"
         print(f"holdfast: there is no command {name!r}; {remedy}", file=sys.stderr)
         return 2
-    from holdfast.cli.call import call
+    from holdfast.cli.dispatch import call
 
     return call(f"holdfast.cli.{COMMANDS[name][0]}", f"holdfast {name}", arguments[1:])
 

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.call import app as make_app
+from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
-from holdfast.cli.runs import open_run, trainer_answers
 from holdfast.errors import HoldfastError, RunFolderError, UserError
+from holdfast.launch.runs import open_run, trainer_answers
 
 app = make_app("Tell a run that machines are about to go.")
 
@@ -35,8 +35,8 @@ def notice(
     Example:
       holdfast notice runs/quickstart --seconds 30 --leave
     """
-    from holdfast.elastic.notices import NOTICE
-    from holdfast.wire.client import Client, RequestError
+    from holdfast.elastic.notices.handler import NOTICE
+    from holdfast.wire.http.client import Client, RequestError
     from holdfast.wire.secret import VARIABLE, open_secret
     from holdfast.wire.term import newest_term
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.call import app as make_app
+from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
-from holdfast.cli.runs import Run, open_run, read_environment, trainer_answers
 from holdfast.errors import ConfigError, DataError, RunFolderError
+from holdfast.launch.runs import Run, open_run, read_environment, trainer_answers
 
 app = make_app("Write one HTML page about a run.")
 
@@ -85,7 +85,7 @@ def write_trace(run: Run, path: Path) -> None:
     from json import dumps
 
     from holdfast.events import StepTraced
-    from holdfast.parallel.timeline import Span, chrome_trace
+    from holdfast.parallel.trace import Span, chrome_trace
     from holdfast.wire.journal import read
 
     traced = [r for r in read(run.store) if isinstance(r.event, StepTraced)]
@@ -125,10 +125,10 @@ def _write(path: Path, text: str) -> None:
 
 def samples_of(run: Run, prompts: list[str]) -> list[dict[str, Any]]:
     """What the newest whole checkpoint makes of each prompt."""
-    from holdfast.cli.weights import Sampling, continuations, with_checkpoint
+    from holdfast.export.weights import Sampling, continuations, with_checkpoint
 
     checkpoint, texts = with_checkpoint(
-        run, None, lambda chosen: continuations(run, chosen, prompts, Sampling())
+        run, None, lambda chosen: continuations(run, chosen, prompts, Sampling()), say
     )
     return [
         {"step": checkpoint.step, "prompt": prompt, "text": text}

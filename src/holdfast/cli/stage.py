@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 import typer
 
-from holdfast.cli.call import app as make_app
+from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_line, say
 from holdfast.errors import UserError
 from holdfast.events import RequestsRefused
-from holdfast.wire.refusals import sentence
+from holdfast.wire.http.refusals import sentence
 
 REPORT_SECONDS = 2.0
 """How often it is looked whether there is something new to say."""
@@ -41,10 +41,10 @@ def stage(
     Example:
       holdfast stage --listen 10.0.0.7:7600 --secret run.secret --memory 64
     """
-    from holdfast.checkpoint.memory import available
-    from holdfast.checkpoint.peer_wire import split_address
-    from holdfast.checkpoint.stage import Stage
-    from holdfast.wire.listening import bind
+    from holdfast.checkpoint.memory.limits import available
+    from holdfast.checkpoint.peers.client import split_address
+    from holdfast.checkpoint.peers.staging_node import Stage
+    from holdfast.wire.http.sockets import bind
     from holdfast.wire.secret import read_secret
 
     try:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from holdfast.cli.call import app as make_app
-from holdfast.cli.call import crash_log_in
+from holdfast.cli.dispatch import app as make_app
+from holdfast.cli.dispatch import crash_log_in
 from holdfast.cli.output import print_line, say
 from holdfast.cli.progress import Progress
-from holdfast.cli.run_folder import (
+from holdfast.config.load import Loaded, Origin, load
+from holdfast.errors import ConfigError, LayoutError
+from holdfast.launch.run_folder import (
     begun_beside,
     describe,
     identity,
@@ -22,8 +24,6 @@ from holdfast.cli.run_folder import (
     refuse_other,
     set_aside,
 )
-from holdfast.config.load import Loaded, Origin, load
-from holdfast.errors import ConfigError, LayoutError
 from holdfast.layout import Layout
 from holdfast.plan.hardware import Machine, cpp_compiler, this_machine
 from holdfast.plan.layouts import layouts_of, most_workers
@@ -182,10 +182,10 @@ def with_vocabulary(loaded: Loaded, size: int) -> Loaded:
 
 def finished(folder: Path, steps: int) -> int | None:
     """The last step, when the journal says that the run is finished and counts up to there."""
+    from holdfast.core.data.lineage import split
     from holdfast.events import RunFinished
-    from holdfast.spec.lineage import split
     from holdfast.wire.journal import read
-    from holdfast.wire.runstore import FolderStore
+    from holdfast.wire.store.run_store import FolderStore
 
     if not folder.is_dir():
         return None

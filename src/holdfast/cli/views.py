@@ -12,14 +12,14 @@ from types import TracebackType
 
 from holdfast.cli.output import say
 from holdfast.config.run import RunConfig
+from holdfast.core.flops import CONVENTIONS, flops_per_token
 from holdfast.events import Record, to_json
 from holdfast.plan.hardware import Machine
 from holdfast.report.live import View
 from holdfast.report.metrics import Metrics
 from holdfast.report.tensorboard import Writer
-from holdfast.spec.flops import CONVENTIONS, flops_per_token
 from holdfast.wire import journal
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 
 CLOSE_SECONDS = 5.0
 

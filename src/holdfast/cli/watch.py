@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from holdfast.cli.call import app as make_app
+from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import say
-from holdfast.cli.runs import open_run, trainer_answers
 from holdfast.events import Record
+from holdfast.launch.runs import open_run, trainer_answers
 
 QUIET_SECONDS = 5.0  # without a record, until the trainer is asked whether it is there
 
@@ -37,8 +37,8 @@ def watch(
     """
     from holdfast.cli.views import record_line
     from holdfast.report import live
+    from holdfast.report.ordering import in_order
     from holdfast.report.progress import Progress
-    from holdfast.report.timeline import in_order
     from holdfast.wire.journal import follow
 
     found = open_run(run)

@@ -6,14 +6,14 @@ Three things are shown for every step up to the last committed one:
 2. the hash in each entry, taken of the tokens that the worker really handed to the model, is
    the one that (dataset version, seed, N) gives: a microbatch that was dropped, fed twice or
    exchanged has other tokens than its place calls for. An entry that a lost worker did not live
-   to tell was made again from the data (`spec.ledger.Entry.stands_in`): of such it is shown that
-   the state was taken to hold them, and how many they are is said;
+   to tell was made again from the data (`core.data.data_ledger.Entry.stands_in`): of such it is
+   shown that the state was taken to hold them, and how many they are is said;
 3. the samples that those positions lead to, counted one by one, occur once in each epoch.
 
 A microbatch that was skipped is shown with its reason; nothing of it may have been fed.
 
 Only the effective lineage counts: what a lost generation fed beyond the step from which the
-next one began was undone with it (`spec/lineage.py`).
+next one began was undone with it (`core/data/lineage.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.core.data import data_ledger, lineage
+from holdfast.core.data.data_ledger import Entry
 from holdfast.data.batch import Batches, fed_hash
 from holdfast.events import BatchFed, CheckpointCommitted, Record, RunFinished, RunStarted
-from holdfast.spec import ledger, lineage
-from holdfast.spec.ledger import Entry
 
 CHUNK = 1 << 16  # positions looked up at a time
 NEIGHBOURS = 2  # steps before and after in which wrong tokens are looked for
@@ -107,7 +107,7 @@ def audit(records: Iterable[Record], batches: Batches, last_step: int | None = N
         if isinstance(event, BatchFed) and 1 <= event.step <= last_step:
             for entry in (Entry.from_json(event.step, event.rank, v) for v in event.entries):
                 steps.setdefault(event.step, []).append(entry)
-    steps = {step: ledger.settled(entries) for step, entries in steps.items()}
+    steps = {step: data_ledger.settled(entries) for step, entries in steps.items()}
     fed: dict[int, list[Entry]] = {}  # by first position
     for entry in (entry for entries in steps.values() for entry in entries):
         fed.setdefault(entry.start, []).append(entry)
@@ -149,12 +149,12 @@ def _audit_step(step: int, entries: list[Entry], fed: dict[int, list[Entry]], ba
         text = f"step {step}, microbatch {microbatch}: {message}"
         result.problems.append(Problem(kind, step, microbatch, text))
 
-    for low, high in ledger.gaps(ranges, start, stop):
+    for low, high in data_ledger.gaps(ranges, start, stop):
         for at in range(low, high, size):
             edge = min(high, start + ((at - start) // size + 1) * size)
             note("missing", at, f"positions {at} to {edge - 1} were never fed")
-    for low, high in ledger.overlaps(ranges):
-        ranks = sorted({e.rank for e in ledger.covering(entries, (low, high))})
+    for low, high in data_ledger.overlaps(ranges):
+        ranks = sorted({e.rank for e in data_ledger.covering(entries, (low, high))})
         note("repeated", low, f"positions {low} to {high - 1} were fed more than once (ranks "
              f"{', '.join(map(str, ranks))})")  # fmt: skip
     for entry in sorted(entries, key=lambda e: (e.start, e.rank)):
@@ -222,7 +222,7 @@ def _epochs(entries: Sequence[Entry], batches: Batches) -> list[EpochUse]:
     """Count every sample that the positions fed lead to, entry by entry."""
     used: dict[tuple[int, int], NDArray[np.uint8]] = {}
     ranges = sorted(e.range for e in entries)
-    for low, high in ranges if ledger.overlaps(ranges) else ledger.merge(ranges):
+    for low, high in ranges if data_ledger.overlaps(ranges) else data_ledger.merge(ranges):
         for at in range(low, high, CHUNK):
             source, epoch, sample = batches.order.places(at, min(at + CHUNK, high))
             for pair in set(zip(source.tolist(), epoch.tolist(), strict=True)):

@@ -10,10 +10,10 @@ tokens and targets its last S:
                                        says nothing about the next
 
 The last window of a stream is padded with the end token and masked there. Which window stands
-at which position of the run is `spec/order.py`'s to say.
+at which position of the run is `core/data/sample_order.py`'s to say.
 
-A microbatch that is skipped (`spec/skips.py`) keeps its positions, but is not read, as it may be
-what cannot be read: end tokens are fed in its place, and every target is masked. So its loss and
+A microbatch that is skipped (`core/data/skips.py`) keeps its positions, but is not read, as it may
+be what cannot be read: end tokens are fed in its place, and every target is masked. So its loss and
 its gradient are exactly zero, whatever it would have done.
 """
 
@@ -28,11 +28,11 @@ from xxhash import xxh3_64
 
 from holdfast.config.data import DataConfig
 from holdfast.config.train import TrainConfig
+from holdfast.core.data.sample_order import BatchSchedule, SampleOrder
+from holdfast.core.data.skips import Skips
 from holdfast.data.baselines import MAX_TOKENS, Counts, bits_per_byte
 from holdfast.data.dataset import Dataset, Stream
 from holdfast.errors import ConfigError, DataError
-from holdfast.spec.order import BatchSchedule, SampleOrder
-from holdfast.spec.skips import Skips
 
 MASKED = -100  # torch's cross entropy leaves such targets out
 

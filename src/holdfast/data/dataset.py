@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.core.json_parsing import parsed
 from holdfast.data.files import canonical, file_checksum
 from holdfast.data.shards import Shard
 from holdfast.errors import DataError
-from holdfast.spec.parsing import parsed
 
 FORMAT = 1
 MANIFEST = "manifest.json"

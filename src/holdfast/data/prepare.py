@@ -31,10 +31,9 @@ from xxhash import xxh3_128
 from holdfast.config.data import DataConfig
 from holdfast.data import vocabulary
 from holdfast.data.baselines import MAX_TOKENS, baselines
-from holdfast.data.choose import Choice, Rows, choose, tokenizer_sample
 from holdfast.data.dataset import FORMAT, MANIFEST, Dataset, Stream, exists, seal
+from holdfast.data.dedup_split import Choice, Rows, choose, tokenizer_sample
 from holdfast.data.files import canonical, checksum, explained, file_checksum, write_atomic
-from holdfast.data.pool import Pool, Task
 from holdfast.data.shards import Shard, write_shards
 from holdfast.data.sources import (
     SourcePlan,
@@ -44,7 +43,8 @@ from holdfast.data.sources import (
     size_of,
     source_names,
 )
-from holdfast.data.tasks import SPLITS, read_result, read_scan
+from holdfast.data.task_pool import Pool, Task
+from holdfast.data.unit_tasks import SPLITS, read_result, read_scan
 from holdfast.errors import CorruptError, DataError
 from holdfast.plan.hardware import usable_cores
 

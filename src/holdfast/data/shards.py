@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.data.files import write_atomic
-from holdfast.data.tasks import UnitTokens, read_tokens
+from holdfast.data.unit_tasks import UnitTokens, read_tokens
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_128
 
-from holdfast.data import tables
+from holdfast.core.json_parsing import parsed
+from holdfast.data import columnar_sources
 from holdfast.errors import DataError
-from holdfast.spec.parsing import parsed
 
 if TYPE_CHECKING:  # a preparing process needs no pydantic
     from holdfast.config.data import SourceConfig
@@ -93,7 +93,7 @@ def plan_source(config: SourceConfig, index: int, first_unit: int) -> SourcePlan
     where = f"data.sources[{index}]"
     if config.kind == "huggingface":
         files = [(config.path or "", 0)]
-        ranges = tables.huggingface_ranges(files[0][0], config.split, where)
+        ranges = columnar_sources.huggingface_ranges(files[0][0], config.split, where)
     else:
         files = _files(config, where)
         size = sum(s for _, s in files)
@@ -105,7 +105,9 @@ def plan_source(config: SourceConfig, index: int, first_unit: int) -> SourcePlan
                 for at in range(0, size, unit)
             ]
         elif config.kind == "parquet":
-            ranges = tables.parquet_ranges([path for path, _ in files], config.field, unit)
+            ranges = columnar_sources.parquet_ranges(
+                [path for path, _ in files], config.field, unit
+            )
         else:
             ranges = _group(files, unit)
     units = tuple(
@@ -140,7 +142,7 @@ def read_unit(unit: Unit, limit: int, seen: xxh3_128) -> Iterator[str]:
         if unit.kind == "jsonl":
             yield from _jsonl(path, start, stop, unit.field, limit, seen)
         elif unit.kind in ("parquet", "huggingface"):
-            yield from tables.rows(
+            yield from columnar_sources.rows(
                 unit.kind, path, start, stop, unit.field, unit.split, limit, seen
             )
         else:

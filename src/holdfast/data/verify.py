@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from holdfast.core.data.permutation import Permutation
 from holdfast.data.dataset import REMAKE, Dataset, file_checksum_or_none
 from holdfast.data.shards import Shard
 from holdfast.errors import DataError
-from holdfast.spec.feistel import Permutation
 
 FULL_CHECK_BYTES = 1 << 30
 

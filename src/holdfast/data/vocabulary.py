@@ -13,8 +13,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from holdfast.core.data.special_tokens import END, KNOWN_ENDS
 from holdfast.errors import DataError
-from holdfast.spec.special_tokens import END, KNOWN_ENDS
 
 
 @dataclass(frozen=True)

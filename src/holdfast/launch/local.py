@@ -15,25 +15,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdfast.checkpoint.beginning import begin_above
-from holdfast.checkpoint.fence import take_over
-from holdfast.checkpoint.peer_wire import identity
-from holdfast.checkpoint.uploading import bring_back
+from holdfast.checkpoint.bucket.fencing import take_over
+from holdfast.checkpoint.bucket.recover_folder import bring_back
+from holdfast.checkpoint.peers.client import identity
+from holdfast.checkpoint.peers.generation_floor import begin_above
 from holdfast.config.identity import config_hash
 from holdfast.config.load import Loaded
 from holdfast.config.run import RunConfig
 from holdfast.data.dataset import Dataset
-from holdfast.elastic.board import Observer, Say
-from holdfast.elastic.boot import DEFAULT_ENTRY
-from holdfast.elastic.node_agent import NodeAgent, check_node_name
-from holdfast.elastic.office import Joining
-from holdfast.elastic.opening import here
-from holdfast.elastic.peering import peer_settings
+from holdfast.elastic.agent.agent import NodeAgent, check_node_name
+from holdfast.elastic.event_log import Observer, Say
+from holdfast.elastic.node.launch_specs import here
+from holdfast.elastic.node.peer_config import peer_settings
+from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY
+from holdfast.elastic.run_context import Joining
 from holdfast.errors import HoldfastError, RunFolderError
-from holdfast.plan.places import plan
-from holdfast.wire.listening import address_of, bind
-from holdfast.wire.runstore import FolderStore, RunStore
+from holdfast.plan.planner import plan
+from holdfast.wire.http.sockets import address_of, bind
 from holdfast.wire.secret import Secret, open_secret
+from holdfast.wire.store.run_store import FolderStore, RunStore
 from holdfast.wire.term import open_term
 
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from holdfast.core.seeds import key_seed
 from holdfast.errors import UserError
 from holdfast.model.decoder import Decoder
-from holdfast.spec.random import key_seed
 
 
 class KeyValues:

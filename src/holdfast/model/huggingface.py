@@ -23,6 +23,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from holdfast.config.model import ModelConfig
+from holdfast.core.format.hf_names import NameMap, Piece, hf_map
+from holdfast.core.json_parsing import parsed
 from holdfast.errors import OutOfSpaceError, UserError
 from holdfast.model.huggingface_config import (
     ModelFolderError,
@@ -32,8 +34,6 @@ from holdfast.model.huggingface_config import (
 )
 from holdfast.model.huggingface_files import INDEX, SINGLE, Parts, WholeTensors, write_files
 from holdfast.model.huggingface_tokenizer import copy_tokenizer
-from holdfast.spec.names import NameMap, Piece, hf_map
-from holdfast.spec.parsing import parsed
 
 SHARD_BYTES = 5_000_000_000
 

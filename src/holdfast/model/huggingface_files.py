@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from holdfast.spec.boxes import Box
-from holdfast.spec.names import Entry, NameMap, Piece
+from holdfast.core.format.hf_names import Entry, NameMap, Piece
+from holdfast.core.sharding.boxes import Box
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from holdfast.core.data.special_tokens import KNOWN_BEGINS, KNOWN_ENDS
+from holdfast.core.json_parsing import parsed
 from holdfast.model.huggingface_config import ModelFolderError
-from holdfast.spec.parsing import parsed
-from holdfast.spec.special_tokens import KNOWN_BEGINS, KNOWN_ENDS
 
 _ALONGSIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 

@@ -18,9 +18,9 @@ import torch
 from numpy.random import SFC64, Generator  # with this module: a template's, not each worker's
 from torch import Tensor
 
+from holdfast.core.seeds import key_seed
+from holdfast.core.sharding.parameters import Normal, Ones, Parameter, decoder_parameters
 from holdfast.model.decoder import Decoder
-from holdfast.spec.parameters import Normal, Ones, Parameter, decoder_parameters
-from holdfast.spec.random import key_seed
 
 _CHUNK = 2**20  # float64 draws held at a time
 

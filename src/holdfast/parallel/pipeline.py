@@ -1,6 +1,6 @@
 """Execute a pipeline schedule over direct messages between the ranks of one pipeline.
 
-The table (`spec/schedule.py`) says which actions a rank runs, in order. What travels follows
+The table (`core/schedule/table.py`) says which actions a rank runs, in order. What travels follows
 from it: the activation of a forward goes to the rank of the next stage, the gradient of a
 backward to the rank of the stage before; between stages of one rank it is handed over.
 
@@ -34,12 +34,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from holdfast.core.schedule.check import check
+from holdfast.core.schedule.table import Action, Kind, Schedule, Value, produced, singles
 from holdfast.errors import LayoutError, PeerLostError
-from holdfast.parallel.timeline import COMPUTE, RECEIVE, SEND, Recorder
+from holdfast.parallel.comm.transport import Peers
 from holdfast.parallel.torch_compat import Work, is_peer_loss
-from holdfast.parallel.transport import Peers
-from holdfast.spec.schedule import Action, Kind, Schedule, Value, produced, singles
-from holdfast.spec.schedule_check import check
+from holdfast.parallel.trace import COMPUTE, RECEIVE, SEND, Recorder
 
 FIRST_TAG = 1 << 16  # lower tags are free for small exchanges in the same group
 LAST_TAG = 0x7FFF0000  # above stand the transport's own

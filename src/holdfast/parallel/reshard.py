@@ -1,4 +1,5 @@
-"""Moving live state to another layout: the plan of `spec/moves.py`, carried out by real messages.
+"""Moving live state to another layout: the plan of `core/sharding/reshard_plan.py`, carried out by
+real messages.
 
 Nothing passes through a disk or through one rank, and nothing is kept twice: what a process holds
 already is copied inside it, and every other piece comes straight from one who holds it.
@@ -24,11 +25,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.reshard_plan import Moves, Transfer
 from holdfast.errors import LayoutError, PeerLostError
-from holdfast.parallel.errand import Errand
-from holdfast.parallel.transport import Peers, exchange
-from holdfast.spec.boxes import Box
-from holdfast.spec.moves import Moves, Transfer
+from holdfast.parallel.comm.abortable_wait import Errand
+from holdfast.parallel.comm.transport import Peers, exchange
 
 _TAG = 8  # of the exchanges that open the move and close its rounds
 _FIRST_TAG = 16

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.spec.flops import dense_peak
+from holdfast.core.flops import dense_peak
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -139,5 +139,5 @@ def visible(listing: str, chosen: str | None) -> tuple[Accelerator, ...]:
 
 def peak_flops(device: str, precision: str) -> float | None:
     """Peak FLOP/s of a device by its name, or None where no data sheet is known: then no
-    utilisation is shown, rather than one against a guess. (The table is in `spec.flops`.)"""
+    utilisation is shown, rather than one against a guess. (The table is in `core.flops`.)"""
     return dense_peak(device, precision)

@@ -2,18 +2,18 @@
 
 What the run file alone decides was refused when it was read (`config/degrees.py`). Here stand
 the rules that depend on the dealing: how many microbatches every step has, batch warm-up
-included, and how many of them each replica gets (`spec.tree.deal`).
+included, and how many of them each replica gets (`core.sharding.reduction_tree.deal`).
 """
 
 from __future__ import annotations
 
 from holdfast.config.layout import DegreesConfig, LayoutConfig
 from holdfast.config.run import RunConfig
+from holdfast.core.data.sample_order import BatchSchedule
+from holdfast.core.sharding.pipeline_stages import balanced
+from holdfast.core.sharding.reduction_tree import deal
 from holdfast.errors import LayoutError
 from holdfast.layout import Layout
-from holdfast.spec.order import BatchSchedule
-from holdfast.spec.stages import balanced
-from holdfast.spec.tree import deal
 
 
 def layouts_of(config: RunConfig) -> tuple[Layout, ...]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from holdfast.report import svg
+from holdfast.report.formatting import clock as moment
+from holdfast.report.formatting import count, duration, plural, si, size
 from holdfast.report.history import History, StepPoint
-from holdfast.report.numbers import clock as moment
-from holdfast.report.numbers import count, duration, plural, si, size
 from holdfast.report.svg import Scale, line, path, tag, text, thin
 
 WIDTH = 980.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from holdfast.core.data.lineage import split
 from holdfast.events import (
     Blamed,
     CheckpointCaptured,
@@ -39,11 +40,10 @@ from holdfast.events import (
     UploadFailed,
 )
 from holdfast.report.incidents import Incident, IncidentBook
+from holdfast.report.ordering import in_order
 from holdfast.report.timeledger import TimeLedger
-from holdfast.report.timeline import in_order
-from holdfast.spec.lineage import split
 from holdfast.wire import journal
-from holdfast.wire.runstore import RunStore
+from holdfast.wire.store.run_store import RunStore
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,12 @@ from rich.panel import Panel
 from rich.text import Text
 
 from holdfast.events import Evaluated, Record, StepDone
-from holdfast.report.behind import Behind
-from holdfast.report.drawing import bar, braille
+from holdfast.report.background import Behind
+from holdfast.report.braille import bar, braille
+from holdfast.report.formatting import clock, count, duration, percent, plural, si, size
 from holdfast.report.incidents import RUNGS
-from holdfast.report.numbers import clock, count, duration, percent, plural, si, size
+from holdfast.report.ordering import in_order
 from holdfast.report.progress import Happening, Progress
-from holdfast.report.timeline import in_order
 
 _MOODS = {"good": "green", "bad": "bold red", "plain": "default"}
 _WORKERS = {"training": ("●", "green"), "ready": ("●", "cyan"), "starting": ("○", "yellow"),

@@ -32,8 +32,8 @@ from holdfast.events import (
     UploadFailed,
 )
 from holdfast.report.incidents import IncidentBook
+from holdfast.report.ordering import in_order
 from holdfast.report.timeledger import TimeLedger
-from holdfast.report.timeline import in_order
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _BYTES = tuple(float(10**power) for power in range(5, 14))

@@ -16,10 +16,10 @@ from typing import Any
 
 from holdfast.errors import RunFolderError
 from holdfast.report import charts, tables
+from holdfast.report.css import SCRIPT, style_sheet
+from holdfast.report.formatting import count, duration, percent, plural, si, size
 from holdfast.report.history import History
-from holdfast.report.numbers import count, duration, percent, plural, si, size
-from holdfast.report.speed import utilisations
-from holdfast.report.style import SCRIPT, style_sheet
+from holdfast.report.mfu import utilisations
 
 _STATES = {
     "empty": "not started", "running": "running", "finished": "finished", "stopped": "stopped",

@@ -23,9 +23,9 @@ from holdfast.events import (
     WorkerReady,
     WorkerStarted,
 )
+from holdfast.report.formatting import duration, plural, size
 from holdfast.report.history import notice
 from holdfast.report.incidents import RUNGS, Incident, IncidentBook, Loss
-from holdfast.report.numbers import duration, plural, size
 from holdfast.report.timeledger import TimeLedger
 
 _POINTS = 4096  # of the curve; beyond it every other one is dropped

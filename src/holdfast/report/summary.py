@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.report.history import History
-from holdfast.report.speed import utilisations
+from holdfast.report.mfu import utilisations
 
 
 def summary(

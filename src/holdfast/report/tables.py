@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from holdfast.report.css import class_colour
+from holdfast.report.formatting import count, duration, percent, plural, size
 from holdfast.report.history import Generation, History
 from holdfast.report.incidents import RUNGS
-from holdfast.report.numbers import count, duration, percent, plural, size
-from holdfast.report.style import class_colour
 from holdfast.report.timeledger import CLASSES
 
 _SHOWN = 12  # rows of a long table that stand open

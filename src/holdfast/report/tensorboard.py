@@ -12,8 +12,8 @@ from typing import BinaryIO
 
 from holdfast.errors import RunFolderError
 from holdfast.events import Evaluated, GenerationStarted, Record, StepDone
-from holdfast.report import eventfile
-from holdfast.report.behind import Behind
+from holdfast.report import tfevents
+from holdfast.report.background import Behind
 
 _QUEUE = 10_000  # records that may wait for a slow disk
 
@@ -60,7 +60,7 @@ class Writer:
         if isinstance(event, Evaluated):
             values = {"validation/loss": event.loss,
                       "validation/bits_per_byte": event.bits_per_byte}  # fmt: skip
-        self._file.write(eventfile.scalars(record.time, event.step, values))
+        self._file.write(tfevents.scalars(record.time, event.step, values))
         self._file.flush()  # what is written survives a kill of the agent
 
     def _begin(self, record: Record, step: int) -> None:
@@ -69,8 +69,8 @@ class Writer:
             self._file.close()
         name = f"events.out.tfevents.{record.time:017.6f}.{socket.gethostname()}"
         self._file = (self._folder / f"{name}.g{record.generation:06d}").open("wb")
-        self._file.write(eventfile.version(record.time))
-        self._file.write(eventfile.restart(record.time, step + 1))
+        self._file.write(tfevents.version(record.time))
+        self._file.write(tfevents.restart(record.time, step + 1))
         self._file.flush()
 
 

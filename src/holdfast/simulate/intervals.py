@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import floor
 
-from holdfast.policy.hazard import Hazard
-from holdfast.policy.interval import Bounds, TierCost, seconds_between
+from holdfast.policy.saving.failure_rate import Hazard
+from holdfast.policy.saving.interval import Bounds, TierCost, seconds_between
 from holdfast.simulate.traces import Trace
 
 

@@ -25,8 +25,8 @@ from hashlib import sha256
 from statistics import median
 from typing import Any, Literal
 
+from holdfast.core.json_parsing import parsed
 from holdfast.errors import DataError
-from holdfast.spec.parsing import parsed
 
 UNKNOWN_STEPS = 10
 """A gap is unknown beyond this many usual steps between samples."""

@@ -9,28 +9,28 @@ import torch
 from torch import nn
 
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.parameters import Parameter, decoder_parameters
+from holdfast.core.sharding.reduction_cells import Cell, cells_of
+from holdfast.core.sharding.reduction_tree import deal
+from holdfast.core.sharding.state_table import mesh_box, parameter_table
 from holdfast.data.batch import Batches
 from holdfast.data.loader import Loader
 from holdfast.errors import ConfigError
 from holdfast.layout import Topology
 from holdfast.model.decoder import Decoder
 from holdfast.model.stage import keep_stage
-from holdfast.parallel.gradients import Cells, Feeder
-from holdfast.parallel.groups import Groups, connect
-from holdfast.parallel.reducer import Team
-from holdfast.parallel.replicate import ReplicatedGradients
-from holdfast.parallel.tensor import apply_tensor_parallel, localise
-from holdfast.parallel.timeline import Recorder
+from holdfast.parallel.gradients.feeder import Cells, Feeder
+from holdfast.parallel.gradients.reducer import Team
+from holdfast.parallel.process_groups import Groups, connect
+from holdfast.parallel.replicated import ReplicatedGradients
+from holdfast.parallel.tensor_parallel import apply_tensor_parallel, localise
 from holdfast.parallel.torch_compat import Store, give_memory, give_shards_memory, local
-from holdfast.parallel.zero import OwnedRows
-from holdfast.spec.boxes import Box
-from holdfast.spec.cells import Cell, cells_of
-from holdfast.spec.parameters import Parameter, decoder_parameters
-from holdfast.spec.state import mesh_box, parameter_table
-from holdfast.spec.tree import deal
+from holdfast.parallel.trace import Recorder
+from holdfast.parallel.zero1 import OwnedRows
 from holdfast.train.engine import Dealer, Feed, Gradients, StepEngine
 from holdfast.train.evaluate import Evaluator
-from holdfast.train.execute import executor
+from holdfast.train.executors import executor
 from holdfast.train.objective import NextToken
 from holdfast.train.precision import Precision
 from holdfast.train.state import Parameters
@@ -203,8 +203,9 @@ def _sharded(
 ) -> Made:  # fmt: skip
     """A shard of that by FSDP2 (ZeRO-2 or 3), which makes the bf16 copies itself."""
     # Imported by whoever needs it: with FSDP2 come DTensor and sympy, a second of a process's start
-    # (`elastic.boot.preloads` has the template import it where the run file shards).
-    from holdfast.parallel.shard import ShardedGradients, apply_fsdp
+    # (`elastic.protocol.worker_spec.preloads` has the template import it where the run file
+    # shards).
+    from holdfast.parallel.fsdp import ShardedGradients, apply_fsdp
 
     compute = precision.compute if precision.mixed else None
     blocks = list(objective.decoder.layers)

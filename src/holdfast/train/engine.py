@@ -26,19 +26,19 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.config.train import TrainConfig
+from holdfast.core.data.sample_order import BatchSchedule
+from holdfast.core.lr_schedule import learning_rate
+from holdfast.core.sharding.reduction_tree import Shares, deal
+from holdfast.core.sharding.step_resume import Computed, elsewhere
 from holdfast.errors import JumpError, NonFiniteError, PeerLostError
 from holdfast.events import Evaluated
-from holdfast.parallel.groups import Groups
-from holdfast.parallel.norm import clip_factor
+from holdfast.parallel.gradients.grad_norm import clip_factor
+from holdfast.parallel.process_groups import Groups
 from holdfast.parallel.torch_compat import is_peer_loss
-from holdfast.policy.commit import Stage, advance
-from holdfast.policy.spikes import Jump
-from holdfast.spec.order import BatchSchedule
-from holdfast.spec.rates import learning_rate
-from holdfast.spec.resume import Computed, elsewhere
-from holdfast.spec.tree import Shares, deal
-from holdfast.train.diagnose import find_non_finite
-from holdfast.train.execute import Executor, Inputs, Listener
+from holdfast.policy.detection.loss_spikes import Jump
+from holdfast.policy.recovery.step_resolution import Stage, advance
+from holdfast.train.executors import Executor, Inputs, Listener
+from holdfast.train.nonfinite import find_non_finite
 from holdfast.train.optimizer import AdamW
 from holdfast.train.state import LocalTensor, Parameters, Read, load_state, state_tensors
 from holdfast.train.vote import Account, Accounts, Ballot, Verdict, Wishes, meet, part, speaks, vote

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from holdfast.parallel.groups import Groups
-from holdfast.spec.tree import ReductionTree, deal
-from holdfast.train.execute import Executor
+from holdfast.core.sharding.reduction_tree import ReductionTree, deal
+from holdfast.parallel.process_groups import Groups
+from holdfast.train.executors import Executor
 from holdfast.train.objective import IGNORED
 from holdfast.train.vote import gather_losses, speaks
 

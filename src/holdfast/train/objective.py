@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from holdfast.model.decoder import Decoder
-from holdfast.parallel.tensor import TensorParallel
-from holdfast.parallel.vocabulary import VocabularySoftmax
+from holdfast.parallel.tensor_parallel import TensorParallel
+from holdfast.parallel.vocab_parallel import VocabularySoftmax
 
 IGNORED = -100
 
@@ -56,7 +56,7 @@ class NextToken(nn.Module):
 
         On a pipeline stage that is not the first, `incoming` [B, S, D] is the residual stream that
         the stage before let go; one that is not the last returns its own instead of a loss. (Its
-        shape over several tp ranks: `parallel.tensor.residual_shape`.)
+        shape over several tp ranks: `parallel.tensor_parallel.residual_shape`.)
         """
         decoder, tensor, x = self.decoder, self.tensor, incoming
         if tensor is not None:

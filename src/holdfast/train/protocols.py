@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from holdfast.events import Event
-from holdfast.policy.save import Into
+from holdfast.policy.saving.destinations import Into
 from holdfast.train.engine import Microbatch
 from holdfast.train.state import LocalTensor
 from holdfast.train.vote import Wishes

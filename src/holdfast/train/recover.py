@@ -6,7 +6,7 @@
     groups     a replica that is as it was keeps everything inside it: model, mesh, FSDP's state,
                buffers. New are the groups between replicas. Any other rank builds its engine anew
     next step  if nothing of it was summed anywhere, what was computed of it stays, and only the
-               lost ones' microbatches are dealt anew (`spec/resume.py`)
+               lost ones' microbatches are dealt anew (`core/sharding/step_resume.py`)
     move       what somebody lacks is sent by those who have it (`parallel/reshard.py`)
 
 Nothing is taken from a session before the agreement, and where the inside stays nothing is taken
@@ -24,25 +24,25 @@ from dataclasses import dataclass, field
 import torch
 
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.reduction_tree import deal
+from holdfast.core.sharding.reshard_plan import Moves, transfers
+from holdfast.core.sharding.state_table import state_table
+from holdfast.core.sharding.step_resume import deal_rest
 from holdfast.data.batch import Batches
 from holdfast.events import Event
 from holdfast.layout import Topology
-from holdfast.parallel.groups import complete, join_control
-from holdfast.parallel.inside import Joining
+from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.comm.transport import Peers
+from holdfast.parallel.process_groups import complete, join_control
+from holdfast.parallel.replica_groups import Joining
 from holdfast.parallel.reshard import Held, move
-from holdfast.parallel.timeline import Recorder
 from holdfast.parallel.torch_compat import Store
-from holdfast.parallel.traffic import Traffic
-from holdfast.parallel.transport import Peers
-from holdfast.policy.commit import Resolution
-from holdfast.spec.moves import Moves, transfers
-from holdfast.spec.resume import deal_rest
-from holdfast.spec.state import state_table
-from holdfast.spec.tree import deal
-from holdfast.train.agreement import NOTHING, Agreement, Said, agree, said_by
+from holdfast.parallel.trace import Recorder
+from holdfast.policy.recovery.step_resolution import Resolution
 from holdfast.train.build import Session, build_engine, session_of
 from holdfast.train.engine import Dealer, StepEngine
-from holdfast.train.missing import Past, missing_events
+from holdfast.train.journal_repair import Past, missing_events
+from holdfast.train.recovery_agreement import NOTHING, Agreement, Said, agree, said_by
 from holdfast.train.vote import Verdict
 
 Met = Callable[[Peers], None]
@@ -77,8 +77,8 @@ def recover(
     """Go on as `rank` of `topology`, with all that `session` still holds.
 
     Collective over `topology`. Close the loader and end every capture first. came_from: see
-    `spec.moves.transfers`, in ranks of `before`; that is the session's own topology by default. A
-    session of another generation than `before` counts as without state.
+    `core.sharding.reshard_plan.transfers`, in ranks of `before`; that is the session's own topology
+    by default. A session of another generation than `before` counts as without state.
     step: of the state, where this session's engine has not applied any step itself.
     met: told of the group of all, once they have come together: who gives that up ends all waits.
 

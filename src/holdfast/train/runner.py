@@ -1,8 +1,8 @@
 """The loop that drives a StepEngine from one step boundary to the next.
 
 It decides nothing of its own: what a step is stands in the engine, when to save in
-`policy/save.py`, who takes part in a Membership. Wishes (stop, save) and room for a snapshot ride
-in the vote of the step, so all ranks act on them after the same step.
+`policy/saving/destinations.py`, who takes part in a Membership. Wishes (stop, save) and room for a
+snapshot ride in the vote of the step, so all ranks act on them after the same step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from math import inf
 from typing import Literal
 
 from holdfast.config.run import RunConfig
+from holdfast.core.sharding.state_table import state_table
 from holdfast.errors import HoldfastError, NonFiniteError
 from holdfast.events import (
     BatchFed,
@@ -26,16 +27,15 @@ from holdfast.events import (
     StepDone,
     StepTraced,
 )
-from holdfast.policy.save import Into, due
-from holdfast.policy.spikes import Jump, jumped
-from holdfast.policy.tiers import BUCKET, DISK, MEMORY, PEERS
-from holdfast.policy.trials import Retry
-from holdfast.spec.state import state_table
-from holdfast.train.cadence import Cadence, Known
-from holdfast.train.checksum import Checksums, odd_ranks
+from holdfast.policy.detection.bad_steps import Retry
+from holdfast.policy.detection.loss_spikes import Jump, jumped
+from holdfast.policy.saving.destinations import Into, due
+from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
 from holdfast.train.engine import StepEngine
 from holdfast.train.evaluate import Evaluator
 from holdfast.train.protocols import Feed, Membership, Reporter, Saver, StepBatch
+from holdfast.train.replica_check import Checksums, odd_ranks
+from holdfast.train.save_cadence import Cadence, Known
 from holdfast.train.vote import Account, Verdict, Wishes
 
 _LAST_WAIT = 60.0  # seconds for a free slot, where a capture must not be skipped

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.parameters import Parameter
+from holdfast.core.sharding.state_table import PREFIXES
 from holdfast.model.init import initial_box
-from holdfast.spec.boxes import Box
-from holdfast.spec.parameters import Parameter
-from holdfast.spec.state import PREFIXES
 
 Read = Callable[[Box, Tensor], None]
 """Fills a contiguous CPU tensor with the elements of a box. One that also has a method `many`, of a

@@ -29,13 +29,13 @@ from operator import or_
 
 import torch
 
+from holdfast.core.sharding.reduction_tree import ReductionTree, Shares
 from holdfast.errors import PeerLostError
 from holdfast.layout import Coordinate, Replica, Topology
-from holdfast.parallel.groups import Groups
-from holdfast.parallel.norm import combine
+from holdfast.parallel.comm.transport import exchange
+from holdfast.parallel.gradients.grad_norm import combine
+from holdfast.parallel.process_groups import Groups
 from holdfast.parallel.torch_compat import Work
-from holdfast.parallel.transport import exchange
-from holdfast.spec.tree import ReductionTree, Shares
 
 _TAG, _TAG_LOSSES, _TAG_ACCOUNT, _TAG_MEETING, _TAG_PARTING = 1, 3, 4, 5, 6
 _WHOLE, _FINITE = 1, 2

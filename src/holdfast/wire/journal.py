@@ -11,13 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from holdfast.core.data.lineage import Once
+from holdfast.core.json_parsing import parsed
 from holdfast.errors import CorruptError
 from holdfast.events import Event, Record, from_json, to_json
-from holdfast.spec.lineage import Once
-from holdfast.spec.parsing import parsed
-from holdfast.wire.runstore import MissingKeyError, RunStore
-
-PREFIX = "journal/"
+from holdfast.wire.store.run_store import PREFIX, MissingKeyError, RunStore
 
 
 def segment_key(generation: int, writer: str) -> str:
@@ -89,9 +87,9 @@ class JournalWriter:
 def read(store: RunStore) -> list[Record]:
     """Every record of the run, merged by (generation, step, writer, sequence).
 
-    A step that was told once more (`spec.lineage.Once`), kinds that this version does not know and
-    a torn last line are left out. Raises CorruptError for a line of any other kind, naming segment
-    and line.
+    A step that was told once more (`core.data.lineage.Once`), kinds that this version does not know
+    and a torn last line are left out. Raises CorruptError for a line of any other kind, naming
+    segment and line.
     """
     records: list[Record] = []
     for key in store.list(PREFIX):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.errors import RunFolderError
-from holdfast.wire.runstore import spoken_error
+from holdfast.wire.store.run_store import spoken_error
 
 VARIABLE = "HOLDFAST_SECRET_FILE"
 _BYTES = 32

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from holdfast.core.json_parsing import parsed
 from holdfast.errors import CorruptError, FencedError, HoldfastError, RunFolderError
-from holdfast.spec.parsing import parsed
-from holdfast.wire.auth import AuthError
-from holdfast.wire.client import OUTSIDE, Client, RequestError
-from holdfast.wire.runstore import AlreadyExistsError, MissingKeyError, RunStore
+from holdfast.wire.http.auth import AuthError
+from holdfast.wire.http.client import OUTSIDE, Client, RequestError
 from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import AlreadyExistsError, MissingKeyError, RunStore
 
 TERMS = "terms/"
 GENERATIONS = "generations/"

@@ -19,9 +19,9 @@ from typing import cast
 import obstore
 
 from holdfast.errors import HoldfastError
-from holdfast.wire.bucket import BucketStore
-from holdfast.wire.runstore import RunStore
-from holdfast.wire.stores import open_store
+from holdfast.wire.store.bucket import BucketStore
+from holdfast.wire.store.location import open_store
+from holdfast.wire.store.run_store import RunStore
 from tests.checkpoint.campaign import rest, states
 from tests.checkpoint.campaign.interrupted import Setting
 from tests.checkpoint.campaign.judge import Restored, WrongError, judge, restore, restore_verified

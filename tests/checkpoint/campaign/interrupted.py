@@ -17,11 +17,12 @@ from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from holdfast.checkpoint import cleaning
-from holdfast.checkpoint.restore import listing, verify
-from holdfast.checkpoint.save import try_commit
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.verify import verify
+from holdfast.checkpoint.save import retention
+from holdfast.checkpoint.save.writer import try_commit
 from holdfast.errors import FencedError, HoldfastError
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import open_generation
 from tests.checkpoint.campaign import states
 from tests.checkpoint.campaign.judge import Restored, WrongError, judge_folder, restore
@@ -137,7 +138,7 @@ def settle(folder: Path, setting: Setting, said: list[int], reader: int) -> Rest
     if found.position is None or found.position[0] < max(said, default=8):
         raise WrongError(f"step {max(said, default=8)} was committed, {found} is restored")
     store = FolderStore(folder)
-    cleaning.sweep(store, 4)
+    retention.sweep(store, 4)
     again, due = judge_folder(folder, setting.written, topo)
     if again.position != found.position:
         raise WrongError(f"{found} before the sweep, {again} after it")
@@ -207,7 +208,7 @@ def _healed(
     healed = plan(states.topology(setting.third, 7))
     store = FolderStore(folder)
     open_generation(store, 7, {})
-    cleaning.sweep(store, 7)
+    retention.sweep(store, 7)
     if save(store, healed, 20) is None:
         raise WrongError(f"{what}: after it, nothing can be saved any more")
     last = restore(store, topo)
@@ -230,7 +231,7 @@ def zombie(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Res
     def overtake(_: str) -> None:
         other = FolderStore(folder)
         open_generation(other, 3, {})
-        cleaning.sweep(other, 3)
+        retention.sweep(other, 3)
         if commits:
             save(other, newer, 16)
 

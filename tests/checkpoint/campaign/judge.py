@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.checkpoint.choosing import Chooser
-from holdfast.checkpoint.restore import Checkpoint, listing, newest_verified, verify
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.restore_point import Chooser
+from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.core.format.manifest import Commit
+from holdfast.core.sharding.state_table import ITEM_BYTES, local_boxes
 from holdfast.errors import CorruptError, HoldfastError, RunFolderError, StoreError
 from holdfast.layout import Topology
-from holdfast.spec.manifest import Commit
-from holdfast.spec.state import ITEM_BYTES, local_boxes
-from holdfast.wire.runstore import FolderStore, MissingKeyError, RunStore
+from holdfast.wire.store.run_store import FolderStore, MissingKeyError, RunStore
 from tests.checkpoint.campaign import states
 from tests.checkpoint.campaign.oracle import Expected, Position, expected
 from tests.checkpoint.campaign.scenes import contents
@@ -81,7 +83,7 @@ def restore(store: RunStore, topo: Topology) -> Restored:
 
 
 def _read(store: RunStore, commit: Commit, topo: Topology) -> str | None:
-    """As `elastic/worker/restoring.py`: what is rotten; a store that fails is asked once more."""
+    """As `elastic/worker/restore.py`: what is rotten; a store that fails is asked once more."""
     for again in (False, True):
         try:
             compare(Checkpoint(store, commit), topo)

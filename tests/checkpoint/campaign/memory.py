@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from holdfast.checkpoint.arena import PAGE, digest
-from holdfast.checkpoint.choosing import note_start
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.restore import Checkpoint
-from holdfast.checkpoint.sources import MappedSource, Mixed, StoreSource
+from holdfast.checkpoint.memory.arena import PAGE, digest
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.sources import MappedSource, Mixed, StoreSource
+from holdfast.checkpoint.restore.start_records import note_start
 from holdfast.errors import CorruptError, HoldfastError
 from holdfast.layout import Topology
-from holdfast.wire.runstore import FolderStore, MissingKeyError
+from holdfast.wire.store.run_store import FolderStore, MissingKeyError
 from holdfast.wire.term import open_generation
 from tests.checkpoint.campaign import states
 from tests.checkpoint.campaign.interrupted import Setting

@@ -18,17 +18,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.checkpoint import cleaning
-from holdfast.checkpoint.arena import PAGE, Arena, SlotHeader, digest, slot_capacity
-from holdfast.checkpoint.blob import header, total_size
-from holdfast.checkpoint.mover import Server
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.service import Service, Settings
+from holdfast.checkpoint.format.blob import header, total_size
+from holdfast.checkpoint.memory.arena import PAGE, Arena, SlotHeader, digest, slot_capacity
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.mover.main import Server
+from holdfast.checkpoint.mover.service import Service, Settings
+from holdfast.checkpoint.save import retention
+from holdfast.core.format.manifest import commit_key
 from holdfast.errors import CorruptError, HoldfastError
 from holdfast.layout import Topology
-from holdfast.spec.manifest import commit_key
-from holdfast.wire.runstore import FolderStore
 from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_generation, open_generation
 from tests.checkpoint.campaign import states
 from tests.checkpoint.campaign.interrupted import FAILURES, KILLED, Setting
@@ -234,7 +234,7 @@ def failing(folder: Path, setting: Setting, at: int, rng: random.Random) -> tupl
     # Step 20 is not among what the oracle knows: it is taken away again.
     store = FolderStore(folder)
     store.delete(commit_key(8, 20))
-    cleaning.discard(store, 8, 20)
+    retention.discard(store, 8, 20)
     return what, judge_folder(folder, setting.written, states.topology(rng.randrange(8), 5))[0]
 
 

@@ -12,16 +12,16 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from holdfast.checkpoint import peer_send
-from holdfast.checkpoint.arena import Arena, digest, slot_capacity
-from holdfast.checkpoint.blob import ExtentHasher
-from holdfast.checkpoint.peer_settings import Peer, PeerSettings
-from holdfast.checkpoint.peer_wire import identity
-from holdfast.checkpoint.peers import Peers
-from holdfast.checkpoint.snapshots import MemoryFile, Shelf, Snapshot
-from holdfast.checkpoint.stage import Stage
+from holdfast.checkpoint.format.blob import ExtentHasher
+from holdfast.checkpoint.memory.arena import Arena, digest, slot_capacity
+from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Shelf, Snapshot
+from holdfast.checkpoint.peers import sender
+from holdfast.checkpoint.peers.client import identity
+from holdfast.checkpoint.peers.config import Peer, PeerSettings
+from holdfast.checkpoint.peers.peer_tier import Peers
+from holdfast.checkpoint.peers.staging_node import Stage
+from holdfast.core.format.manifest import Part, blob_key, writer_name
 from holdfast.policy.placement import Machine
-from holdfast.spec.manifest import Part, blob_key, writer_name
 from holdfast.wire.secret import Secret
 from tests.checkpoint.campaign import states
 from tests.checkpoint.campaign.judge import WrongError
@@ -97,7 +97,7 @@ class Owner:
     where it fails."""
 
     def __init__(self, secret: Secret, peer: str) -> None:
-        peer_send.PAUSES, peer_send.AWAY_SECONDS = (0.01, 0.02), (0.0,)
+        sender.PAUSES, sender.AWAY_SECONDS = (0.01, 0.02), (0.0,)
         self.shelf = Shelf()
         settings = PeerSettings(Machine("node"), (Peer(Machine("stage"), peer),), room=ROOM)
         self.peers = Peers(settings, self.shelf, secret, RUN, lambda event: None)

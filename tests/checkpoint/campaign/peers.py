@@ -18,19 +18,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.checkpoint import peer_server
-from holdfast.checkpoint.choosing import Chooser, note_start
-from holdfast.checkpoint.peer_settings import Peer
-from holdfast.checkpoint.peer_source import PeerMemories
-from holdfast.checkpoint.peer_wire import PeerClient, PeerError
-from holdfast.checkpoint.restore import Checkpoint
-from holdfast.checkpoint.sources import Mixed, StoreSource
+from holdfast.checkpoint.peers import server
+from holdfast.checkpoint.peers.client import PeerClient, PeerError
+from holdfast.checkpoint.peers.config import Peer
+from holdfast.checkpoint.peers.source import PeerMemories
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.restore_point import Chooser
+from holdfast.checkpoint.restore.sources import Mixed, StoreSource
+from holdfast.checkpoint.restore.start_records import note_start
+from holdfast.core.format.manifest import Commit
 from holdfast.errors import CorruptError
 from holdfast.layout import Topology
 from holdfast.policy.placement import Machine
-from holdfast.spec.manifest import Commit
-from holdfast.wire.runstore import FolderStore, MissingKeyError
 from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import FolderStore, MissingKeyError
 from holdfast.wire.term import open_generation
 from tests.checkpoint.campaign import states
 from tests.checkpoint.campaign.interrupted import Setting
@@ -120,7 +121,7 @@ class Scene:
         raise WrongError(f"no end of restarts: {tried}")
 
     def _read(self, memories: PeerMemories, commit: Commit, topo: Topology) -> str | None:
-        """As `elastic/worker/restoring.py`: a peer that fails is asked once more."""
+        """As `elastic/worker/restore.py`: a peer that fails is asked once more."""
         for again in (False, True):
             try:
                 compare(Checkpoint(Mixed([memories, StoreSource(self.store)]), commit), topo)
@@ -153,7 +154,7 @@ def _die(at: int, where: str) -> Hook:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def hook() -> None:
-        send, read = peer_server._send_file, PeerClient.read_into
+        send, read = server._send_file, PeerClient.read_into
 
         def dying_send(connection: socket.socket, fd: int, offset: int, count: int) -> None:
             nonlocal left
@@ -177,7 +178,7 @@ def _die(at: int, where: str) -> Hook:
             end("middle")
             end("after")
 
-        peer_server._send_file = dying_send
+        server._send_file = dying_send
         PeerClient.read_into = dying_read  # type: ignore[method-assign]
 
     return hook
@@ -298,7 +299,7 @@ def _unsteady(seed: int, share: float, kinds: tuple[str, ...]) -> Hook:
     """Some of the pieces that this process sends are dropped, cut, wrong, or late."""
 
     def hook() -> None:
-        send, rng = peer_server._send_file, random.Random(seed)
+        send, rng = server._send_file, random.Random(seed)
 
         def unsteady(connection: socket.socket, fd: int, offset: int, count: int) -> None:
             kind = rng.choice(kinds) if rng.random() < share else ""  # an error comes before
@@ -318,15 +319,15 @@ def _unsteady(seed: int, share: float, kinds: tuple[str, ...]) -> Hook:
                 case _:
                     send(connection, fd, offset, count)
 
-        answer = peer_server._Handler._range
+        answer = server._Handler._range
 
-        def failing(self: peer_server._Handler, nonce: str, asked: dict[str, str]) -> None:
+        def failing(self: server._Handler, nonce: str, asked: dict[str, str]) -> None:
             if "error" in kinds and rng.random() < share:
                 raise MissingKeyError("this end says that it has nothing")
             answer(self, nonce, asked)
 
-        peer_server._send_file = unsteady
-        peer_server._Handler._range = failing  # type: ignore[method-assign]
+        server._send_file = unsteady
+        server._Handler._range = failing  # type: ignore[method-assign]
 
     return hook
 

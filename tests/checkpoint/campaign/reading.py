@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.spec.manifest import BLOB_ALIGNMENT
-from holdfast.wire.runstore import FolderStore, spoken_error
+from holdfast.core.format.manifest import BLOB_ALIGNMENT
+from holdfast.wire.store.run_store import FolderStore, spoken_error
 from tests.checkpoint.campaign import states
 from tests.checkpoint.campaign.judge import (
     Restored,

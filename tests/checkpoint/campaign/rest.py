@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.spec.manifest import Commit, commit_key
+from holdfast.core.format.manifest import Commit, commit_key
 from tests.checkpoint.campaign.oracle import part_of
 from tests.checkpoint.campaign.scenes import EXTENT_BYTES, NEWEST, STEPS, History
 

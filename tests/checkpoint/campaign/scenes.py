@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from holdfast.checkpoint import cleaning
-from holdfast.checkpoint.save import Plan, try_commit, write_part
+from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.save import retention
+from holdfast.checkpoint.save.writer import try_commit, write_part
+from holdfast.core.format.manifest import Commit, Part
 from holdfast.layout import Topology
-from holdfast.spec.manifest import Commit, Part
-from holdfast.wire.runstore import FolderStore, MemoryStore, RunStore
+from holdfast.wire.store.run_store import FolderStore, MemoryStore, RunStore
 from holdfast.wire.term import newest_generation, open_generation
 from tests.checkpoint.campaign import states
 
@@ -116,7 +117,7 @@ class Protocol:
             with suppress(Exception):
                 if newest_generation(self.store) < made.generation:
                     open_generation(self.store, made.generation, {})
-                cleaning.sweep(self.store, made.generation)
+                retention.sweep(self.store, made.generation)
                 return
 
     def step(self, made: Plan, step: int) -> None:
@@ -127,12 +128,12 @@ class Protocol:
         except Exception:  # as the mover: a failed save is cleaned up and stops nothing
             self.failed.append(step)
             with suppress(Exception):
-                cleaning.discard(self.store, made.generation, step)
+                retention.discard(self.store, made.generation, step)
             return
         if commit is not None:
             self.note(step)
             with suppress(Exception):
-                cleaning.retain(self.store, cleaning.Keep(self.keep), (), ())
+                retention.retain(self.store, retention.Keep(self.keep), (), ())
 
     def note(self, step: int) -> None:
         self.said.append(step)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from holdfast.spec.manifest import parse_commit_key, parse_save_key
-from holdfast.wire.runstore import FolderStore
-from holdfast.wire.sealed import SealedStore
+from holdfast.core.format.manifest import parse_commit_key, parse_save_key
+from holdfast.wire.store.encrypted_store import SealedStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.checkpoint.campaign import rest, states
 from tests.checkpoint.campaign.interrupted import Setting
 from tests.checkpoint.campaign.judge import Restored, WrongError, restore, restore_verified

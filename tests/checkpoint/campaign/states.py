@@ -12,12 +12,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.blob import header
+from holdfast.checkpoint.format.blob import header
+from holdfast.core.format.manifest import Placed, placed
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.state_table import ITEM_BYTES, StateTable, TensorSpec
 from holdfast.layout import Layout, Topology, place_replicas
-from holdfast.spec.boxes import Box
-from holdfast.spec.manifest import Placed, placed
-from holdfast.spec.ownership import owned_boxes
-from holdfast.spec.state import ITEM_BYTES, StateTable, TensorSpec
 
 TABLE: StateTable = (
     TensorSpec("model.embed.weight", "F32", (48, 8), 0, 0, 48, (-1,)),

@@ -13,13 +13,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.checkpoint.cleaning import Keep
-from holdfast.checkpoint.copying import copy_checkpoint
-from holdfast.checkpoint.restore import listing, step_of
-from holdfast.checkpoint.uploading import Uploader, bring_back, opened
+from holdfast.checkpoint.bucket.copy import copy_checkpoint
+from holdfast.checkpoint.bucket.recover_folder import bring_back, opened
+from holdfast.checkpoint.bucket.uploader import Uploader
+from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.checkpoint.save.retention import Keep
+from holdfast.core.format.manifest import commit_key
 from holdfast.events import CheckpointUploaded, Event
-from holdfast.spec.manifest import commit_key
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.checkpoint.campaign import states
 from tests.checkpoint.campaign.bucket import BOUND, Bucket, _name, _quiet_proxy, killing
 from tests.checkpoint.campaign.interrupted import Setting

@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
-from holdfast.checkpoint import capture
-from holdfast.checkpoint.capture import Captured, Capturer, view_of
-from holdfast.checkpoint.mover_client import MoverClient
-from holdfast.checkpoint.pieces import Span, move
-from holdfast.checkpoint.restore import Checkpoint
-from holdfast.checkpoint.sources import MappedSource, Mixed, StoreSource
+from holdfast.checkpoint.capture import capturer
+from holdfast.checkpoint.capture.capturer import Captured, Capturer, view_of
+from holdfast.checkpoint.capture.chunked_copy import Span, move
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.sources import MappedSource, Mixed, StoreSource
+from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.state_table import local_boxes
 from holdfast.errors import CorruptError, HoldfastError
-from holdfast.spec.boxes import whole
-from holdfast.spec.state import local_boxes
-from holdfast.wire.runstore import FolderStore, MissingKeyError
 from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import FolderStore, MissingKeyError
 from holdfast.wire.term import open_generation
 from tests.checkpoint.campaign.oracle import expected
 from tests.checkpoint.campaign.scenes import contents
@@ -210,11 +210,11 @@ def half_captured(player: Player, rng: random.Random) -> str:
     victim = rng.randrange(RANKS)
     player.compute(3)
     if player.ctx.rank == victim:
-        real, capture.move = capture.move, _half
+        real, capturer.move = capturer.move, _half
         try:
             player.capturer.capture(3)
         finally:
-            capture.move = real
+            capturer.move = real
     elif isinstance(player.capturer.capture(3), Captured):
         player.capturer.announce(3, {"position": 48})
     return f"rank {victim} ends in the middle of its copy"
@@ -308,7 +308,7 @@ def dying(ctx: RankContext, folder: Path, at: int) -> None:
             move(base, spans[:at])
             os.kill(os.getpid(), signal.SIGKILL)
 
-        capture.move = some
+        capturer.move = some
         player.capturer.capture(3)
     assert isinstance(player.capturer.capture(3), Captured)
     assert player.capturer.announce(3, {"position": 48}) is None

@@ -13,12 +13,12 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast.elastic.faults import campaign
-from holdfast.elastic.faults.campaign import Campaign, Settings, Task, tasks
-from holdfast.elastic.faults.disturb import Story
-from holdfast.elastic.faults.own import OVERRIDES, write_run_file
-from holdfast.elastic.faults.schedule import read_trace
-from holdfast.elastic.faults.shapes import SHAPES
+from holdfast.chaos import campaign
+from holdfast.chaos.campaign import Campaign, Settings, Task, tasks
+from holdfast.chaos.experiment import Story
+from holdfast.chaos.layouts import SHAPES
+from holdfast.chaos.sample_run import OVERRIDES, write_run_file
+from holdfast.chaos.schedule import read_trace
 from holdfast.errors import ConfigError, RunFolderError, UserError
 from tests.ranks import wait_until
 

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.events import FaultInjected, GenerationStarted, StepDone
 from holdfast.wire.journal import read
-from holdfast.wire.runstore import FolderStore
+from holdfast.wire.store.run_store import FolderStore
 from tests.cli.support import apart, within
 
 DEADLINE = 900

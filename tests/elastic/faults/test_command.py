@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.chaos.campaign import Settings, tasks
+from holdfast.chaos.layouts import SHAPES, shape_of
+from holdfast.chaos.sample_run import OVERRIDES, RUN_FILE, run_file_text, write_run_file
 from holdfast.cli import chaos
-from holdfast.elastic.faults.campaign import Settings, tasks
-from holdfast.elastic.faults.own import OVERRIDES, RUN_FILE, run_file_text, write_run_file
-from holdfast.elastic.faults.shapes import SHAPES, shape_of
 from holdfast.errors import RunFolderError
 from tests.cli.support import within
 

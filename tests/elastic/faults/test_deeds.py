@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from holdfast.elastic.faults.deeds import rot_memory
+from holdfast.chaos.actions import rot_memory
 
 SIZE = 100_000
 HOLDS_MEMORY = f"""

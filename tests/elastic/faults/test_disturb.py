@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.elastic.faults import disturb
-from holdfast.elastic.faults.armed import Armoury, Hit
-from holdfast.elastic.faults.deeds import Deed
-from holdfast.elastic.faults.disturb import IN_VAIN, LOST, Disturbance, Done, StuckError
-from holdfast.elastic.faults.library import FAULTS
-from holdfast.elastic.faults.schedule import Draw
-from holdfast.elastic.faults.shapes import SHAPES
+from holdfast.chaos import experiment
+from holdfast.chaos.actions import Deed
+from holdfast.chaos.catalog import FAULTS
+from holdfast.chaos.experiment import IN_VAIN, LOST, Disturbance, Done, StuckError
+from holdfast.chaos.layouts import SHAPES
+from holdfast.chaos.schedule import Draw
+from holdfast.elastic.protocol.fault_orders import Armoury, Hit
 from holdfast.events import CheckpointFailed, FaultInjected, NonFinite, Record, WorkerLost
 
 KILL = Draw(FAULTS["kill"], ("forward",), 1, gap=1)
@@ -88,7 +88,7 @@ def test_what_befalls_a_disk_comes_when_the_state_is_saved(said: _Said) -> None:
 def test_a_fault_that_came_to_nothing_does_not_count(
     said: _Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disturb, "SHOWN_SECONDS", 0.1)
+    monkeypatch.setattr(experiment, "SHOWN_SECONDS", 0.1)
     view, outcomes = said.it.view, list[str]()
     view.reached = {1: 12}
     view.generation = 1
@@ -152,7 +152,7 @@ def test_the_fault_that_a_run_does_not_survive_is_told(
 def test_a_node_that_does_not_come_back_is_told(
     said: _Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disturb, "BACK_SECONDS", 0.1)
+    monkeypatch.setattr(experiment, "BACK_SECONDS", 0.1)
     said.it.view.nodes = ("a", "c", "d")
     said.it._await_nodes()
     assert said.it.story.notes[0].startswith("b had not come back")
@@ -166,7 +166,7 @@ def test_only_the_first_of_two_is_aimed(said: _Said, monkeypatch: pytest.MonkeyP
         hit.append(node)
         return Deed(f"the agent of {node}", gone=(node,))
 
-    monkeypatch.setattr(disturb, "DEEDS", {"agent": deed})
+    monkeypatch.setattr(experiment, "DEEDS", {"agent": deed})
     draw = Draw(FAULTS["two-agents"], ("begin", "begin"), 1, target="b")
     done = Done(1, "two-agents", "begin", 3, "", 1)
     for index, part in enumerate(draw.fault.parts):

@@ -7,14 +7,14 @@ import signal
 import sys
 from pathlib import Path
 
-from holdfast.elastic.faults.fleet import Fleet
+from holdfast.chaos.agents import Fleet
 from tests.ranks import wait_until
 
 TEMPLATE = "import os, time\nos.fork() and os.fork()\ntime.sleep(600)"
 AGENT = f"""\
 import ctypes, subprocess, sys, time
 ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # whoever loses his parent becomes a child of this one
-command = [sys.executable, "-c", {TEMPLATE!r}, "holdfast.elastic.worker.template"]
+command = [sys.executable, "-c", {TEMPLATE!r}, "holdfast.elastic.worker.fork_server"]
 subprocess.Popen(command, start_new_session=True)
 time.sleep(600)
 """

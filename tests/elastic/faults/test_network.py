@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.elastic.faults.network import Network, available
+from holdfast.chaos.network import Network, available
 from holdfast.errors import UserError
 
 WHY_NOT = available()

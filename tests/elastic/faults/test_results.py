@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from holdfast.elastic.faults.disturb import LOST
-from holdfast.elastic.faults.results import recovered, sentence, summary, table, tracebacks
+from holdfast.chaos.experiment import LOST
+from holdfast.chaos.results import recovered, sentence, summary, table, tracebacks
 
 EQUAL = {"curve": "", "ledger": "", "tensors": "", "worst": 0.0}
 

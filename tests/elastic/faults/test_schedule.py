@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.elastic.faults.armed import POINTS, Armoury, Hit, Order
-from holdfast.elastic.faults.deeds import DEEDS
-from holdfast.elastic.faults.library import FAULTS
-from holdfast.elastic.faults.schedule import (
+from holdfast.chaos.actions import DEEDS
+from holdfast.chaos.catalog import FAULTS
+from holdfast.chaos.layouts import SHAPES, shape_of
+from holdfast.chaos.schedule import (
     drawn,
     is_trace_of_faults,
     names_of,
     read_trace,
     unfit,
 )
-from holdfast.elastic.faults.shapes import SHAPES, shape_of
-from holdfast.elastic.faults.traces import draws_of
+from holdfast.chaos.trace import draws_of
+from holdfast.elastic.protocol.fault_orders import POINTS, Armoury, Hit, Order
 from holdfast.errors import UserError
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from holdfast.elastic.faults import verdict
-from holdfast.elastic.faults.verdict import Verdict, judge
+from holdfast.chaos import compare
+from holdfast.chaos.compare import Verdict, judge
 
 LOSSES = {1: 2.0, 2: 1.5, 3: 1.25}
 TENSORS = {"a": np.array([1.0, 2.0]), "b": np.array([3.0])}
@@ -24,9 +24,9 @@ def judged(
 ) -> Verdict:  # fmt: skip
     """Of a run with these against one with LOSSES and TENSORS."""
     ours, theirs = Path("ours"), Path("theirs")
-    monkeypatch.setattr(verdict, "losses", {ours: losses, theirs: LOSSES}.__getitem__)
-    monkeypatch.setattr(verdict, "state", {ours: (3, tensors), theirs: (3, TENSORS)}.__getitem__)
-    monkeypatch.setattr(verdict, "_ledger", lambda folder, steps: "")
+    monkeypatch.setattr(compare, "losses", {ours: losses, theirs: LOSSES}.__getitem__)
+    monkeypatch.setattr(compare, "state", {ours: (3, tensors), theirs: (3, TENSORS)}.__getitem__)
+    monkeypatch.setattr(compare, "_ledger", lambda folder, steps: "")
     return judge(ours, theirs, 3, tolerance)
 
 

@@ -23,11 +23,11 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from holdfast.elastic.members import AT_WORK
+from holdfast.elastic.protocol.worker_messages import AT_WORK
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Event
-from holdfast.policy.measured import seconds_from_json
-from holdfast.wire.client import Client, RequestError
+from holdfast.policy.saving.tier_durations import seconds_from_json
+from holdfast.wire.http.client import Client, RequestError
 
 _BATCH = 500  # events in one request
 _PATIENCE = 1.0  # seconds that training waits for an agent that does not take its ledger

@@ -1,0 +1,169 @@
+"""The nodes of a run that is disturbed: each an agent of its own, started by the real command.
+
+    fleet.start("a")    as a person would: `holdfast train RUN.yaml cluster.node=a ...`
+    fleet.kill("a")     SIGKILL to the agent; its children end with it
+    fleet.child("a", "mover")
+    fleet.ended()       who has ended since this was asked last, and with which exit code
+
+What an agent says goes into a file for each of its lives. An agent does not outlive this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MODULES = {
+    "mover": "holdfast.checkpoint.mover.main",
+    "template": "holdfast.elastic.worker.fork_server",
+}
+Wrap = Callable[[str, list[str]], list[str]]
+"""The command line of a node as it is really started: in a network of its own, for one."""
+
+
+@dataclass
+class Life:
+    """One agent, from its start to its end."""
+
+    node: str
+    process: subprocess.Popen[bytes]
+    killed: bool = False  # by us
+
+
+class Fleet:
+    """The agents of one run. command: how `holdfast` is called; settings: of every node."""
+
+    def __init__(
+        self, folder: Path, command: Sequence[str], settings: Sequence[str], *,
+        own: Callable[[str], Sequence[str]] = lambda node: (),
+        wrap: Wrap = lambda node, line: line, environment: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        """folder: for what they say. own: more settings for one node."""
+        self._folder, self._command, self._settings = folder, list(command), list(settings)
+        self._own, self._wrap = own, wrap
+        self._environment = os.environ | (environment or {})
+        self._lives: dict[str, Life] = {}
+        self._started: dict[str, int] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    # --- who is there -----------------------------------------------------------------------------
+    @property
+    def alive(self) -> list[str]:
+        return [name for name, life in self._lives.items() if life.process.poll() is None]
+
+    def pid(self, node: str) -> int:
+        return self._lives[node].process.pid
+
+    def child(self, node: str, what: str) -> int | None:
+        """The process id of an agent's mover or template."""
+        with suppress(psutil.Error, KeyError):
+            for child in psutil.Process(self.pid(node)).children():
+                if _runs(child, MODULES[what]) and (what != "template" or not _forked(child)):
+                    return int(child.pid)
+        return None
+
+    def workers(self, node: str) -> list[int]:
+        """Those who were forked from the node's template, standbys too."""
+        with suppress(psutil.Error, KeyError):
+            return [
+                child.pid for child in psutil.Process(self.pid(node)).children(recursive=True)
+                if _runs(child, MODULES["template"]) and _forked(child)
+            ]  # fmt: skip
+        return []
+
+    def family(self, node: str) -> list[int]:
+        """The agent and everything that it started, eldest first."""
+        with suppress(psutil.Error):
+            agent = psutil.Process(self.pid(node))
+            return [agent.pid, *(child.pid for child in agent.children(recursive=True))]
+        return []
+
+    # --- deeds ------------------------------------------------------------------------------------
+    def start(self, *nodes: str) -> None:
+        for node in nodes:
+            number = self._started[node] = self._started.get(node, 0) + 1
+            line = self._wrap(
+                node, [*self._command, f"cluster.node={node}", *self._settings, *self._own(node)]
+            )  # fmt: skip
+            with (self._folder / f"{node}.{number}.log").open("wb") as said:
+                process = subprocess.Popen(
+                    line, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT,
+                    start_new_session=True, env=self._environment,
+                    preexec_fn=end_with_starter(),
+                )  # fmt: skip
+            self._lives[node] = Life(node, process)
+
+    def kill(self, node: str) -> None:
+        life = self._lives[node]
+        life.killed = True
+        life.process.kill()
+
+    def signal(self, node: str, number: signal.Signals) -> None:
+        """To the agent and all its children: what stops a machine stops all of it."""
+        family = self.family(node)
+        for pid in family if number is signal.SIGSTOP else reversed(family):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def told(self, node: str) -> None:
+        """It is no surprise when this node ends."""
+        self._lives[node].killed = True
+
+    def ended(self) -> list[tuple[str, int, bool]]:
+        """(node, exit code, whether that was to be expected) of those that have ended, once."""
+        found = []
+        for name, life in list(self._lives.items()):
+            if (code := life.process.poll()) is not None:
+                del self._lives[name]
+                found.append((name, code, life.killed))
+        return found
+
+    def said(self, node: str) -> str:
+        """The last line of its newest life."""
+        log = self._folder / f"{node}.{self._started[node]}.log"
+        lines = log.read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def end(self) -> None:
+        """Leave nobody behind."""
+        for life in self._lives.values():
+            if life.process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(life.process.pid, signal.SIGCONT)
+                life.process.kill()
+        for life in self._lives.values():
+            life.process.wait()
+        self._lives.clear()
+
+
+def end_with_starter() -> Callable[[], None] | None:
+    """What a child does before its command: Linux kills it when its starter ends."""
+    return _end_with_starter if sys.platform == "linux" else None
+
+
+def _end_with_starter() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
+    """One that has just ended (a template that was killed a moment ago) runs nothing."""
+    with suppress(psutil.Error):
+        return module in process.cmdline()
+    return False
+
+
+def _forked(process: psutil.Process) -> bool:
+    """Of those that run the template's module: whether it is a worker or a standby. When their
+    template is gone, they are the agent's own children; the template leads a session."""
+    with suppress(OSError):
+        return os.getsid(process.pid) != process.pid
+    return True

@@ -1,0 +1,79 @@
+"""What the journal of a run says so far, for whoever disturbs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from holdfast.events import (
+    Event,
+    FaultInjected,
+    GenerationStarted,
+    Record,
+    RunFailed,
+    RunFinished,
+    StepDone,
+)
+from holdfast.wire.journal import Follower
+from holdfast.wire.store.run_store import RunStore
+
+
+@dataclass
+class View:
+    """Kept up to date by `look`. generation: the newest that was started; nodes: who takes part in
+    it; world: its ranks. reached: by generation, the newest step that was done in it."""
+
+    generation: int = 0
+    nodes: tuple[str, ...] = ()
+    world: int = 0
+    start: int = 0
+    reached: dict[int, int] = field(default_factory=dict)
+    finished: bool = False
+    failed: str | None = None
+    injected: dict[int, Record] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)
+
+    def take(self, record: Record) -> None:
+        self.records.append(record)
+        match record.event:
+            case GenerationStarted() as event if record.generation > self.generation:
+                self.generation, self.start = record.generation, event.step
+                named = tuple(str(node) for node in event.topology.get("nodes", ()))
+                self.nodes, self.world = tuple(dict.fromkeys(named)), len(named)
+            case StepDone(step=step):
+                now = self.reached.get(record.generation, 0)
+                self.reached[record.generation] = max(now, step)
+            case RunFinished():
+                self.finished = True
+            case RunFailed(reason=reason):
+                self.failed = reason
+            case FaultInjected(number=number):
+                self.injected.setdefault(number, record)
+            case _:
+                pass
+
+    @property
+    def step(self) -> int:
+        """The newest step of the newest generation."""
+        return max(self.start, self.reached.get(self.generation, 0))
+
+    def since(self, number: int, seen: Callable[[Event], bool]) -> bool:
+        """Whether, after a fault was injected, something appeared in the journal."""
+        record = self.injected.get(number)
+        if record is None:
+            return False
+        begin = self.records.index(record)
+        return any(seen(later.event) for later in self.records[begin:])
+
+
+class Watcher:
+    """Reads what is new in a run's journal into a `View`."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._follower = Follower(store)
+        self.view = View()
+
+    def look(self) -> View:
+        for record in self._follower.new():
+            self.view.take(record)
+        return self.view

@@ -1,0 +1,30 @@
+"""Faults out of a trace of machines that come and go.
+
+A trace tells how many machines went when, not which of ours: each instant at which some went is a
+fault three steps on from the one before, on as large a part of our nodes, drawn by the seed. What
+went at one instant goes in one step here. Who comes back does so by itself.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from holdfast.chaos.catalog import FAULTS
+from holdfast.chaos.schedule import Draw
+
+_SPREAD = 3
+"""Steps from one instant of a trace to the next."""
+
+
+def draws_of(shares: Iterable[float], seed: int, nodes: int) -> list[Draw]:
+    """shares: of the machines that were there, how many went, instant by instant."""
+    chance = random.Random(f"trace {seed}")
+    draws = []
+    for share in shares:
+        gone = max(1, round(share * nodes))
+        name = "everything" if gone >= nodes else "two-agents" if gone > 1 else "agent"
+        fault = FAULTS[name if FAULTS[name].nodes <= nodes else "agent"]
+        points = tuple(chance.choice(part.points) for part in fault.parts)
+        draws.append(Draw(fault, points, chance.randrange(1 << 16), _SPREAD))
+    return draws

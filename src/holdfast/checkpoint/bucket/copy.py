@@ -1,0 +1,266 @@
+"""Copying a checkpoint into another run store.
+
+The order is that of a save: blobs, parts, the commit object last, so that a copy that is cut short
+is no checkpoint there, and the same command goes on where it was: what lies there whole, checked
+against its checksums, is not copied again. Every extent is checked as it streams by, and none is
+held that the target has taken. Whoever begins claims the step there, so that two different
+checkpoints of one step do not mix (`claims.py`), and takes the claim away behind the commit object.
+Two copies of the same one may go on side by side: each takes what the other brought whole, and
+removes only what it has just read and found broken (`_replace`): all else may be committed by now.
+Nothing secret is copied: a run's secret is no part of its checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from xxhash import xxh3_128_hexdigest
+
+from holdfast.checkpoint.bucket.copy_lease import ABANDONED_SECONDS, Claim
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.core.format.manifest import Blob, Commit, Writer, part_key, writer_name
+from holdfast.errors import CheckpointError, CorruptError, FencedError, OtherKeyError
+from holdfast.wire.store.run_store import AlreadyExistsError, Matching, MissingKeyError, RunStore
+from holdfast.wire.term import generation_key, newest_generation, open_generation
+
+DESCRIPTION = ("run.yaml", "environment.json", "resolved.json")
+"""What makes a folder a run folder; copied where it is not there, the one that counts last."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """Bytes of blobs that were copied, and that were there already."""
+
+    key: str
+    step: int
+    copied: int
+    there: int
+
+
+def copy_checkpoint(
+    source: RunStore, key: str, target: RunStore, progress: Progress = lambda done, total: None,
+    *, read_back: bool = True, passed: Progress = lambda done, total: None,
+    fence: Callable[[], None] = lambda: None, abandoned: float = ABANDONED_SECONDS,
+    say: Callable[[str], None] = lambda text: None,
+) -> Copied:  # fmt: skip
+    """Copy one checkpoint; done again, it copies nothing. Without `read_back`, a large blob that a
+    bucket has is known by the checksum that the bucket keeps beside it, and not read. `progress`
+    is told of each blob that has arrived, `passed` of each extent that is handed over; `fence` is
+    asked just before the commit object is made, and raises where it may not be. `say` is told when
+    another's claim is watched, for `abandoned` seconds at most.
+
+    Raises CheckpointError when the source is broken, the target belongs to another run or somebody
+    removed there what had arrived, and what the stores raise. An object in the target that is not
+    what it should be is replaced.
+    """
+    raw = source.get(key)
+    commit = Commit.from_bytes(raw, key)
+    with ExitStack() as stack:
+        claim: Claim | _NoClaim = _NoClaim()
+        if not _refuse_other(target, commit, raw):
+            claim = stack.enter_context(_claimed(target, commit, raw, abandoned, say).held())
+        copied = there = 0
+        for writer in commit.writers:
+            blob, whole = writer.blob, partial(_whole, target, writer.blob)
+            told = partial(_from, passed, copied + there, commit.nbytes, claim.check)
+            content = partial(_checked, source, blob, told)
+            arrived = (not read_back and _matches(source, target, blob)) or whole()
+            if arrived or not _replace(target, blob.key, content, whole, claim):
+                there += blob.size
+            else:
+                copied += blob.size
+            progress(copied + there, commit.nbytes)
+            _copy_part(source, target, commit, writer, claim)
+        _describe(source, target, commit)
+        _still_there(target, commit)
+        claim.renew()
+        fence()
+        try:
+            target.create(key, raw)
+        except AlreadyExistsError:
+            _refuse_other(target, commit, raw)
+    claim.drop()
+    return Copied(key, commit.step, copied, there)
+
+
+def _claimed(
+    target: RunStore, commit: Commit, raw: bytes, abandoned: float, say: Callable[[str], None]
+) -> Claim:
+    """Say which checkpoint of the step is brought. Raises ClaimedError where another one is."""
+    claim = Claim(target, commit, xxh3_128_hexdigest(raw), abandoned, say)
+    claim.take()
+    try:  # somebody may have come to his end between the two
+        _refuse_other(target, commit, raw)
+    except CheckpointError:
+        claim.drop()
+        raise
+    return claim
+
+
+class _NoClaim:
+    """None is needed where the checkpoint lies already."""
+
+    def check(self) -> None: ...
+
+    def renew(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+
+def _refuse_other(target: RunStore, commit: Commit, raw: bytes) -> bool:
+    """A target that holds checkpoints of another run, or another one of this step. Whether it holds
+    this one."""
+    held = False
+    for key in listing(target):
+        try:
+            stored = target.get(key)
+            theirs = Commit.from_bytes(stored, key)
+        except (CorruptError, CheckpointError, MissingKeyError):
+            continue
+        if theirs.config_hash != commit.config_hash:
+            raise CheckpointError(
+                f"holds checkpoints of another run ({key})", where="the target",
+                remedy="name a new folder",
+            )  # fmt: skip
+        if key == commit.key and stored != raw:
+            raise CheckpointError(
+                f"holds another checkpoint of step {commit.step}, generation "
+                f"{commit.generation}", where="the target", remedy="name a new folder",
+            )  # fmt: skip
+        held = held or key == commit.key
+    return held
+
+
+def _whole(store: RunStore, blob: Blob) -> bool:
+    """Whether every byte of the blob lies there."""
+    try:
+        if store.size(blob.key) != blob.size:
+            return False
+        for _ in _checked(store, blob):
+            pass
+    except (MissingKeyError, CorruptError, CheckpointError, OtherKeyError):
+        return False
+    return True
+
+
+def _still_there(target: RunStore, commit: Commit) -> None:
+    """What arrived first may have been swept while the rest was on its way."""
+    for writer in commit.writers:
+        try:
+            found = target.size(writer.blob.key)
+        except (MissingKeyError, CorruptError):
+            found = -1
+        if found != writer.blob.size:
+            raise CheckpointError(
+                f"somebody removed or changed {writer.blob.key} there while the checkpoint was "
+                "copied", where="the target", remedy="copy it again",
+            )  # fmt: skip
+
+
+def _matches(source: RunStore, target: RunStore, blob: Blob) -> bool:
+    if not isinstance(target, Matching):
+        return False
+    return target.matches(blob.key, _checked(source, blob))
+
+
+def _from(passed: Progress, before: int, total: int, held: Callable[[], None], count: int) -> None:
+    held()
+    passed(before + count, total)
+
+
+def _checked(
+    store: RunStore, blob: Blob, passed: Callable[[int], None] = lambda count: None
+) -> Iterator[memoryview]:
+    """The blob's bytes, an extent at a time, each checked before it is passed on. Every one has
+    memory of its own: a bucket's client may still send the last while the next is read."""
+    for extent in blob.extents():
+        view = memoryview(bytearray(extent.length))
+        try:
+            store.read_into(blob.key, extent.offset, view)
+        except (MissingKeyError, CorruptError) as error:
+            raise _broken(str(error)) from error
+        if xxh3_128_hexdigest(view) != extent.xxh3:
+            raise _broken(f"{blob.key}: checksum does not match at byte {extent.offset}")
+        yield view
+        passed(extent.offset + extent.length)
+
+
+def _broken(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint is not whole: {what}",
+        remedy="copy another step; see which are whole with: holdfast checkpoint verify RUN",
+    )
+
+
+def _replace(
+    store: RunStore,
+    key: str,
+    content: Callable[[], Iterator[memoryview]],
+    whole: Callable[[], bool],
+    claim: Claim | _NoClaim,
+) -> bool:
+    """Create an object, in place of a broken one if need be, while the claim is held; whether it
+    had to be. One that came meanwhile, and is `whole`, is another copy's of this very checkpoint:
+    it may be committed, and who removes it may not live to bring it again."""
+    claim.check()
+    with suppress(AlreadyExistsError):
+        store.create(key, content())
+        return True
+    claim.renew()  # asks, where `check` may trust: what seems broken could be another checkpoint's
+    if whole():
+        return False
+    claim.check()  # that look may have taken long; nothing else stands between it and the removal
+    store.delete(key)
+    with suppress(AlreadyExistsError):
+        store.create(key, content())
+        return True
+    if whole():
+        return False
+    raise CheckpointError(
+        f"somebody else writes {key} there at the same time", where="the target",
+        remedy="copy it again once the other copy has ended",
+    )  # fmt: skip
+
+
+def _copy_part(
+    source: RunStore, target: RunStore, commit: Commit, writer: Writer, claim: Claim | _NoClaim
+) -> None:
+    key = part_key(commit.generation, commit.step, writer_name(writer.rank))
+    try:
+        data = source.get(key)
+    except MissingKeyError as error:
+        raise _broken(str(error)) from error
+    if xxh3_128_hexdigest(data) != writer.part_xxh3:
+        raise _broken(f"{key}: checksum does not match")
+    same = partial(_same, target, key, data)
+    if not same():
+        _replace(target, key, lambda: iter([memoryview(data)]), same, claim)
+
+
+def _same(store: RunStore, key: str, data: bytes) -> bool:
+    with suppress(MissingKeyError, CorruptError, OtherKeyError):
+        return store.get(key) == data
+    return False
+
+
+def _describe(source: RunStore, target: RunStore, commit: Commit) -> None:
+    """Make the target a run folder that commands can open and a run can go on in: what describes
+    the run, and the generation, so that the next one there is a newer one."""
+    for name in DESCRIPTION:
+        with suppress(MissingKeyError, AlreadyExistsError):
+            target.create(name, source.get(name))
+    if commit.generation > newest_generation(target):
+        try:
+            target.create(
+                generation_key(commit.generation), source.get(generation_key(commit.generation))
+            )
+        except MissingKeyError:
+            with suppress(FencedError):
+                open_generation(target, commit.generation, {})
+        except AlreadyExistsError:
+            return

@@ -1,0 +1,114 @@
+"""Bring a run back from its bucket into an empty run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.checkpoint.bucket import fencing
+from holdfast.checkpoint.bucket.copy import copy_checkpoint
+from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.save import retention
+from holdfast.errors import (
+    CheckpointError,
+    CorruptError,
+    HoldfastError,
+    OtherKeyError,
+    StoreError,
+)
+from holdfast.wire.store.location import UnfitStoreError, open_store, probe
+from holdfast.wire.store.run_store import MissingKeyError, RunStore
+
+
+def opened(location: str) -> RunStore:
+    """The bucket of a location, probed. Raises StoreError."""
+    store = open_store(location)
+    probe(store, location.partition("?")[0])
+    return store
+
+
+def bring_back(
+    folder: RunStore, location: str, config_hash: str, fresh: bool, say: Callable[[str], None]
+) -> RunStore | None:
+    """Copy the bucket's newest whole checkpoint into a run folder that has none so new; the bucket,
+    where it can be asked. What a later generation left behind counts for nothing in either.
+
+    Raises CheckpointError when the bucket belongs to another run, or `fresh` asks for a beginning
+    where checkpoints lie already; StoreError for a location or a server that cannot do, and where
+    the folder has no checkpoint and the bucket cannot be asked: a run that began at step 0 because
+    of a bucket that is away would lose what lies there.
+    """
+    held = listing(folder)
+    here = max(map(step_of, set(held) - fencing.abandoned(folder, held)), default=-1)
+    bucket = open_store(location)
+    try:
+        probe(bucket, location.partition("?")[0])
+        there = listing(bucket)
+    except UnfitStoreError:
+        raise
+    except StoreError as error:
+        if here < 0 and not fresh:
+            raise
+        say(f"the run goes on without its bucket for now: {error}")
+        return None
+    if fresh and there:
+        raise CheckpointError(
+            f"holds checkpoints of the run that is set aside (step {step_of(there[0])})",
+            where="checkpoint.bucket", remedy="name another prefix",
+        )  # fmt: skip
+    try:
+        _bring_newest(folder, bucket, [k for k in there if step_of(k) > here], config_hash, say)
+    except StoreError as error:
+        if here < 0:
+            raise
+        say(f"the run goes on without its bucket for now: {error}")
+        return None
+    return bucket
+
+
+def _bring_newest(
+    folder: RunStore, bucket: RunStore, keys: list[str], config_hash: str,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """The first that is whole. Raises OtherKeyError where none is and one names another key: then
+    it is the key that is wrong, rather than the object."""
+    unopened: OtherKeyError | None = None
+    nothing = fencing.abandoned(bucket, keys)
+    for key in keys:
+        if key in nothing:
+            continue
+        try:
+            if _brought(folder, bucket, key, config_hash, say):
+                return
+        except OtherKeyError as error:
+            unopened = unopened or error
+            say(f"a checkpoint in the bucket cannot be trusted: {error}")
+    if unopened is not None:
+        raise unopened
+
+
+def _brought(
+    folder: RunStore, bucket: RunStore, key: str, config_hash: str, say: Callable[[str], None]
+) -> bool:
+    """Whether this checkpoint is in the folder now; what is broken is said and passed over."""
+    try:
+        commit = Checkpoint.open(bucket, key).commit
+    except StoreError:
+        raise
+    except (HoldfastError, MissingKeyError) as error:
+        say(f"a checkpoint in the bucket cannot be trusted: {error}")
+        return False
+    if commit.config_hash != config_hash:
+        raise CheckpointError(
+            "holds checkpoints of another run", where="checkpoint.bucket",
+            remedy="name another prefix",
+        )  # fmt: skip
+    try:
+        copied = copy_checkpoint(bucket, key, folder)
+        fencing.carry_notes(bucket, folder)
+    except (CheckpointError, CorruptError, MissingKeyError) as error:
+        say(f"a checkpoint in the bucket cannot be trusted: {error}")
+        retention.discard(folder, commit.generation, commit.step)  # no whole one will come of it
+        return False
+    say(f"step {copied.step} was brought back from the bucket")
+    return True

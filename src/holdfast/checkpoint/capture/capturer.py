@@ -1,0 +1,420 @@
+"""Capture: how one rank's share of the state comes into its arena.
+
+The layout (which sub-box of which tensor goes to which byte) is worked out once. What moves the
+bytes stands in `pieces.py`; here is when:
+
+    begin(N)   right after the update of step N: takes a slot, marks it dirty, and returns; a
+               thread copies while the next forward and backward pass computes, because nothing
+               changes parameters or moments before the next update
+    fence()    before the vote of step N + 1: copies what is left, if anything, and returns when
+               the slot's header is written. So whoever has voted holds the snapshot before whole,
+               and a snapshot is overwritten only when a newer one is whole on every rank.
+    capture(N) both at once: training stands still for one memcpy of the bytes that this rank owns
+
+A process that is killed meanwhile leaves the slot dirty and the other ones as they were. On an
+accelerator the copies run on a stream of their own, which first waits for the update, into pages
+that were locked for it; the thread then only waits for that stream and writes the header. (The
+streams are exercised where there is an accelerator; the tests of a machine without one are those
+of the thread.) Hashing, writing and committing are the mover's.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.capture.chunked_copy import Captured as Captured
+from holdfast.checkpoint.capture.chunked_copy import Copy, Cost, Listener, Piece, Span, cut, move
+from holdfast.checkpoint.capture.chunked_copy import Skipped as Skipped
+from holdfast.checkpoint.format.blob import header, total_size
+from holdfast.checkpoint.memory.arena import Arena, SlotHeader, digest, slot_capacity
+from holdfast.checkpoint.mover.client import MoverClient, MoverGoneError
+from holdfast.core.format.manifest import Placed, placed
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.state_table import StateTable, local_boxes
+from holdfast.errors import CheckpointError, FencedError, HoldfastError
+from holdfast.layout import Topology
+from holdfast.policy.saving.destinations import Into
+
+WAIT_SLICE = 2.0
+"""Seconds of one question for a free slot: a mover that is stopped answers none."""
+
+TORCH_DTYPE = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Strided:
+    """Tensors that one call to torch copies: on an accelerator, or not contiguous."""
+
+    device: torch.device
+    sources: list[torch.Tensor]
+    targets: list[list[torch.Tensor]]  # by slot
+
+
+class Capturer:
+    """Copies one rank's share of the state into its arena.
+
+    `tensors` maps every name of the table to what this rank holds of it: a plain tensor, or a
+    DTensor whose local part is meant. Their storage must stay the same; the contents may change
+    between captures. `begin`, `fence` and `capture` belong to the training thread; `announce`,
+    `drop` and `settle` may be called by another one.
+    """
+
+    def __init__(
+        self,
+        mover: MoverClient,
+        topology: Topology,
+        table: StateTable,
+        rank: int,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        run: str,
+        slots: int = 2,
+        part: int | None = None,
+        let_go: bool = False,
+    ) -> None:
+        """Ask the mover for an arena and lay the views out.
+
+        part: the rank whose share is captured, where that is another one's, of which this rank
+        holds every box too (`policy.mirrors`): for memory alone.
+        let_go: every capturer that this process had in older generations is closed, so that their
+        memory may be used again.
+        Raises CheckpointError when a tensor does not have the shape or dtype that the table and
+        the topology give it on this rank.
+        """
+        self.skipped = 0
+        self._mover = mover
+        self._rank, self._mirror = (rank, False) if part is None else (part, True)
+        self._run = digest(run)
+        boxes = owned_boxes(topology, table, self._rank)
+        self._placed = placed(boxes, table)
+        self._local = {b.name: b for b in local_boxes(topology, table, rank)}
+        self._head = header(self._placed)
+        self._layout = digest(self._head)
+        self._length = total_size(self._head, self._placed)
+        fd = mover.arena(self._rank, slot_capacity(self._length), slots, let_go)
+        try:
+            self._arena = Arena(fd)
+            self._file = os.fstat(fd).st_ino
+        finally:
+            os.close(fd)
+        self._memory = torch.frombuffer(self._arena.memory, dtype=torch.uint8)
+        self._spans, self._strided = self._lay_out(tensors, slots)
+        devices = sorted({g.device for g in self._strided if g.device.type != "cpu"}, key=str)
+        _pin(self._arena, devices)
+        self._streams = {device: torch.Stream(device) for device in devices}
+        self._copiers = ThreadPoolExecutor(1, "capture")
+        self._copy: Copy | None = None  # the newest; not more than one is under way
+        self._copied = 0  # its step
+        self._headed: set[int] = set()  # slots that hold the blob's header
+        self._lock = threading.Lock()
+        self._held: dict[int, tuple[int, SlotHeader]] = {}  # step -> what waits for announce
+        self._failed: dict[int, str] = {}  # step -> why its copy is not whole
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that one capture copies."""
+        return self._length - len(self._head)
+
+    def ready(self) -> bool:
+        """Whether a capture begun now would find a free slot. Once it would, it stays so until
+        one is begun."""
+        return self._arena.free_slot() is not None
+
+    def connected(self) -> bool:
+        """Whether the mover still has the arena: one that took its place makes another one. Raises
+        as `MoverClient.arena` does. May be asked by any thread."""
+        fd = self._mover.arena(self._rank, self._arena.capacity, self._arena.slots)
+        try:
+            return os.fstat(fd).st_ino == self._file
+        finally:
+            os.close(fd)
+
+    def unheard(self, steps: Sequence[int]) -> None:
+        """Tell the mover of durable saves that the one before it had taken over."""
+        if not self._mirror:
+            self._mover.unheard(self._rank, steps)
+
+    # --- copying ----------------------------------------------------------------------------
+    def begin(self, step: int, wait: float = 0.0) -> Copy | Skipped:
+        """Begin to copy the state after `step` into a free slot; it must not change until
+        `fence` has returned.
+
+        While every slot is still being saved there is none; the capture is then skipped, after
+        at most `wait` seconds of waiting. What is being read is never overwritten.
+        """
+        start = time.perf_counter()
+        slot = self._take(wait)
+        if slot is None:
+            return self._skip(step)
+        self._copy = copy = Copy(self._behind(slot), partial(self._seal, step, slot))
+        self._watch(step, copy)
+        self._copiers.submit(copy.work)
+        copy.blocked = time.perf_counter() - start
+        return copy
+
+    def fence(self) -> float:
+        """Return when no copy is under way: the state may change then. Seconds that it took."""
+        return 0.0 if self._copy is None else self._copy.fence()
+
+    def capture(self, step: int, wait: float = 0.0) -> Captured | Skipped:
+        """As `begin` and `fence`, on this thread alone."""
+        start = time.perf_counter()
+        slot = self._take(wait)
+        if slot is None:
+            return self._skip(step)
+        self._copy = copy = Copy(self._pieces(slot), partial(self._seal, step, slot))
+        self._watch(step, copy)
+        copy.blocked = time.perf_counter() - start
+        copy.fence()
+        if (failed := self._failed.get(step)) is not None:
+            return Skipped(step, failed)
+        return Captured(step, time.perf_counter() - start, self.bytes)
+
+    def after(self, step: int, listener: Listener) -> None:
+        """Call when the copy of `step`, the newest, has ended: on the thread that ends it, or at
+        once if it has."""
+        if self._copy is None or self._copied != step:
+            raise RuntimeError(f"step {step} is not the newest that was captured")
+        self._copy.after(listener)
+
+    def close(self) -> None:
+        """Finish what is under way; nothing of the state is referred to afterwards."""
+        self.fence()
+        self._copiers.shutdown()
+        self._copy = None
+        self._spans, self._strided = [], []
+
+    def _take(self, wait: float) -> int | None:
+        """A slot, marked dirty and with the blob's header in it."""
+        self.fence()
+        slot = self._arena.free_slot()
+        if slot is None and wait > 0:
+            slot = self._wait(wait)
+        if slot is not None:
+            self._arena.begin(slot)
+            if slot not in self._headed:
+                self._arena.data(slot, len(self._head))[:] = self._head
+                self._headed.add(slot)
+        return slot
+
+    def _skip(self, step: int) -> Skipped:
+        self.skipped += 1
+        return Skipped(step, "every slot of the arena is still being saved")
+
+    def _seal(self, step: int, slot: int) -> None:
+        made = self._arena.finish(
+            slot, self._run, self._mover.generation, step, self._length, self._layout
+        )
+        with self._lock:
+            self._held[step] = (slot, made)
+
+    def _watch(self, step: int, copy: Copy) -> None:
+        """A copy that fails leaves its slot dirty and free, and says so when it is announced."""
+        self._copied = step
+
+        def ended(cost: Cost) -> None:
+            if cost.error is not None:
+                with self._lock:
+                    self._failed[step] = f"the copy failed: {cost.error}"
+
+        copy.after(ended)
+
+    # --- handing over -----------------------------------------------------------------------
+    def announce(
+        self, step: int, meta: Mapping[str, Any], durable: bool = True, copied: bool | None = None,
+        uploaded: bool = True,
+    ) -> Skipped | None:  # fmt: skip
+        """Have the mover save what was captured, or with `durable` False keep it in memory; None
+        when it has taken it over. copied, uploaded: as in `policy.saving.destinations.Into`.
+
+        A mover that is gone or refuses is no reason to stop training; the slot is free again
+        then. One that does not answer is asked once more, with a new proof: while a machine
+        sleeps, proofs expire. Raises FencedError when a newer generation has begun.
+        """
+        with self._lock:
+            held = self._held.pop(step, None)
+            failed = self._failed.pop(step, "nothing was captured at this step")
+        if held is None:
+            return self._told(step, failed)
+        slot, made = held
+        try:
+            self._hand_over(step, slot, made, meta, Into(durable, copied, uploaded))
+        except FencedError:
+            raise
+        except HoldfastError as error:
+            # Should it be saved all the same, the next capture shows in its header, and the save
+            # fails: better than a slot that nobody gives back.
+            self._arena.release(slot)
+            return self._told(step, str(error))
+        return None
+
+    def _told(self, step: int, reason: str) -> Skipped:
+        """Others may have this step: their slots must not wait for this rank's part of it."""
+        if self._mirror:
+            return Skipped(step, reason)  # the owner has it: it is pulled from there
+        with suppress(HoldfastError):
+            self._mover.skipped(self._rank, step, reason)
+        return Skipped(step, reason)
+
+    def _hand_over(
+        self, step: int, slot: int, made: SlotHeader, meta: Mapping[str, Any], into: Into
+    ) -> None:
+        tell = partial(
+            self._mover.captured, self._rank, step, slot, made.sequence, meta,
+            durable=into.durable, copied=into.copied, uploaded=into.uploaded,
+        )  # fmt: skip
+        try:
+            tell()
+        except MoverGoneError:
+            tell()
+
+    def drop(self, step: int) -> None:
+        """Give up a capture that is not to be announced."""
+        with self._lock:
+            held = self._held.pop(step, None)
+        if held is not None:
+            self._arena.release(held[0])
+
+    def settle(
+        self, step: int, timeout: float, alive: Callable[[], None] = lambda: None
+    ) -> str | None:
+        """Wait until the checkpoint of `step` is committed; None then, else why it is not. `alive`
+        is called every few seconds meanwhile."""
+        try:
+            return self._mover.settle(step, timeout, alive)
+        except MoverGoneError as error:
+            return str(error)
+
+    def ended(self, step: int, wait: float) -> tuple[bool, str | None]:
+        """As `MoverClient.ended`."""
+        return self._mover.ended(step, wait)
+
+    def _wait(self, seconds: float) -> int | None:
+        """The mover says when a slot is given back. One that is stopped is not waited for."""
+        end = time.monotonic() + seconds
+        try:
+            while (left := end - time.monotonic()) > 0:
+                if self._mover.wait_free(self._rank, min(left, WAIT_SLICE)):
+                    break
+        except MoverGoneError:
+            return None
+        return self._arena.free_slot()
+
+    # --- layout -----------------------------------------------------------------------------
+    def _lay_out(
+        self, tensors: Mapping[str, torch.Tensor], slots: int
+    ) -> tuple[list[list[Span]], list[_Strided]]:
+        """What is contiguous here in pieces, the rest by dtype and device."""
+        spans: list[Span] = []
+        groups: dict[tuple[torch.dtype, torch.device], _Strided] = {}
+        for p in self._placed:
+            source = self._source(p, tensors)
+            if source.device.type == "cpu" and source.is_contiguous():
+                spans.append(Span(source, 0, len(self._head) + p.start, p.nbytes))
+                continue
+            key = (source.dtype, source.device)
+            group = groups.setdefault(key, _Strided(source.device, [], [[] for _ in range(slots)]))
+            group.sources.append(source)
+            for slot in range(slots):
+                group.targets[slot].append(self._target(p, slot))
+        return list(cut(spans)), list(groups.values())
+
+    def _pieces(self, slot: int) -> list[Piece]:
+        """What copies everything into a slot, for one thread that waits for it."""
+        pieces: list[Piece] = [partial(_copy, group, slot) for group in self._strided]
+        pieces += [partial(torch.accelerator.synchronize, device) for device in self._streams]
+        return [*pieces, *self._moves(slot)]
+
+    def _behind(self, slot: int) -> list[Piece]:
+        """The same for a thread beside the one that trains: accelerators get their part now, on
+        a stream that waits for the work given to the device so far."""
+        pieces: list[Piece] = []
+        for device, stream in self._streams.items():
+            stream.wait_stream(torch.accelerator.current_stream(device))
+            with stream:
+                for group in self._strided:
+                    if group.device == device:
+                        _copy(group, slot)
+            ended = torch.Event(device, blocking=True)  # the thread sleeps, it does not spin
+            stream.record_event(ended)
+            pieces.append(ended.synchronize)
+        pieces += [partial(_copy, g, slot) for g in self._strided if g.device.type == "cpu"]
+        return [*pieces, *self._moves(slot)]
+
+    def _moves(self, slot: int) -> Iterator[Piece]:
+        base = self._memory.data_ptr() + self._arena.data_offset(slot)
+        return (partial(move, base, piece) for piece in self._spans)
+
+    def _source(self, p: Placed, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The owned part of what this rank holds: a view."""
+        if p.box.name not in tensors:
+            raise CheckpointError(f"the state has no tensor {p.box.name}")
+        local = local_part(tensors[p.box.name])
+        held = self._local[p.box.name]
+        if tuple(local.shape) != held.lengths or local.dtype != TORCH_DTYPE[p.dtype]:
+            raise CheckpointError(
+                f"{p.box.name} is {local.dtype} {tuple(local.shape)} on rank {self._rank}, "
+                f"{p.dtype} {held.lengths} is due"
+            )
+        return view_of(local, held, p.box)
+
+    def _target(self, p: Placed, slot: int) -> torch.Tensor:
+        """The same part in a slot, as a tensor over the mapped memory."""
+        flat = torch.frombuffer(
+            self._arena.memory,
+            dtype=TORCH_DTYPE[p.dtype],
+            count=p.box.size,
+            offset=self._arena.data_offset(slot) + len(self._head) + p.start,
+        )
+        return flat.view(p.box.lengths)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds: the local part of a DTensor, a plain tensor as it is."""
+    to_local = getattr(tensor, "to_local", None)
+    found = tensor if to_local is None else to_local()
+    assert isinstance(found, torch.Tensor)
+    return found.detach()
+
+
+def view_of(local: torch.Tensor, held: Box, part: Box) -> torch.Tensor:
+    """The view of `part` in a tensor that holds the box `held`."""
+    for dim, (start, length) in enumerate(zip(part.offsets, part.lengths, strict=True)):
+        local = local.narrow(dim, start - held.offsets[dim], length)
+    return local
+
+
+def _copy(group: _Strided, slot: int) -> None:
+    with torch.no_grad():
+        torch._foreach_copy_(group.targets[slot], group.sources, non_blocking=True)
+
+
+def _pin(arena: Arena, devices: list[torch.device]) -> None:
+    """Lock the arena's pages for direct copies from a CUDA or ROCm device.
+
+    Without it every copy goes through a bounce buffer at a fraction of the link's speed; a
+    refusal costs speed only, so it is not an error.
+    """
+    if any(device.type == "cuda" for device in devices):
+        memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
+        runtime: Any = torch.cuda  # cudart has no annotations
+        code = runtime.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        if int(code) != 0:
+            # The runtime remembers the refusal, and torch's next launch would raise it.
+            with suppress(RuntimeError):
+                torch.zeros(1, device=devices[0])

@@ -1,0 +1,187 @@
+"""A checkpoint of `torch.distributed.checkpoint` as tensors that can be read by box: no torch.
+
+`DcpFolder.open` asks a child process (dcp_metadata.py) what lies where; after that only plain byte
+ranges of the data files are mapped and copied. A tensor whose chunks do not cover it exactly once
+is refused: DCP's own reader would leave the rest of it uninitialised.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.checkpoint.interop.dcp_metadata import METADATA
+from holdfast.core.sharding.boxes import Box, coverage, whole
+from holdfast.core.sharding.state_table import ITEM_BYTES
+from holdfast.errors import CheckpointError
+
+CHILD = "holdfast.checkpoint.interop.dcp_metadata"
+CHILD_SECONDS = 1800.0
+"""For a folder of many files on a slow disk."""
+
+BLOCK_BYTES = 16 * 2**20
+"""Read at a time."""
+
+_BITS = {8: "<u8", 4: "<u4", 2: "<u2", 1: "u1"}
+_KIND = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2",
+    "I8": "i1", "U8": "u1", "BOOL": "u1",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One stored box: `nbytes` bytes of storage from byte `start` of `file`; its first element is
+    number `first` of the storage, and neighbours on each dim lie `strides` elements apart."""
+
+    box: Box
+    file: str
+    start: int
+    nbytes: int
+    first: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DcpTensor:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+def is_dcp(folder: Path) -> bool:
+    return (folder / METADATA).is_file()
+
+
+class DcpFolder:
+    """Tensors by their flat names, and the names of what is no tensor."""
+
+    def __init__(self, folder: Path, tensors: dict[str, DcpTensor], others: tuple[str, ...]):
+        self.folder, self.tensors, self.others = folder, tensors, others
+
+    @staticmethod
+    def open(folder: Path) -> DcpFolder:
+        """Raises CheckpointError for a folder that is not wholly what DCP writes."""
+        answer = _ask(folder)
+        tensors = {name: _tensor(name, row) for name, row in answer["tensors"].items()}
+        for tensor in tensors.values():
+            _check(folder, tensor)
+        return DcpFolder(folder, tensors, tuple(answer["others"]))
+
+    def read(self, box: Box) -> Any:
+        """The elements of a box as an array of its dtype (BF16 as its 16 bits)."""
+        tensor = self.tensors[box.name]
+        out = np.empty(box.lengths, _BITS[ITEM_BYTES[tensor.dtype]])
+        for chunk in tensor.chunks:
+            common = chunk.box.intersect(box) if box.size else None
+            if common is not None:
+                there = self._map(chunk, out.dtype)
+                out[_within(common, box)] = there[_within(common, chunk.box)]
+        return out
+
+    def rows(self, name: str, dtype: str, unit: int = 1) -> Iterator[Any]:
+        """A whole tensor, row-major, in blocks of a multiple of `unit` rows, cast to `dtype`."""
+        tensor = self.tensors[name]
+        every = whole(name, tensor.shape)
+        if not tensor.shape:
+            yield cast(self.read(every), tensor.dtype, dtype)
+            return
+        row = max(1, every.size // max(1, tensor.shape[0])) * ITEM_BYTES[tensor.dtype]
+        step = max(1, BLOCK_BYTES // (row * unit)) * unit
+        for first in range(0, tensor.shape[0], step):
+            count = min(step, tensor.shape[0] - first)
+            box = Box(name, (first, *every.offsets[1:]), (count, *every.lengths[1:]))
+            yield cast(self.read(box), tensor.dtype, dtype)
+
+    def _map(self, chunk: Chunk, kind: Any) -> Any:
+        """A chunk's elements where they lie in its file."""
+        count = chunk.nbytes // kind.itemsize
+        try:
+            flat = np.memmap(
+                self.folder / chunk.file, kind, mode="r", offset=chunk.start, shape=(count,)
+            )
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot be read ({error})", where=str(self.folder / chunk.file)
+            ) from error
+        strides = tuple(stride * kind.itemsize for stride in chunk.strides)
+        return np.lib.stride_tricks.as_strided(
+            flat[chunk.first :], chunk.box.lengths, strides, writeable=False
+        )
+
+
+def cast(bits: Any, have: str, want: str) -> Any:
+    """An array of one dtype's bits as another's. Widening is exact; narrowing rounds."""
+    if have == want:
+        return bits
+    # BF16 is the upper half of a float32.
+    wide = (bits.astype("<u4") << 16).view("<f4") if have == "BF16" else bits.view(_KIND[have])
+    if want not in _KIND:
+        raise CheckpointError(f"a {have} tensor cannot become {want}")
+    return np.ascontiguousarray(wide.astype(_KIND[want])).view(_BITS[ITEM_BYTES[want]])
+
+
+def _ask(folder: Path) -> dict[str, Any]:
+    """What the child process says of the folder."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", CHILD, str(folder)], capture_output=True, check=False,
+            timeout=CHILD_SECONDS,
+        )  # fmt: skip
+        answer = json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError):
+        answer = {"refused": "its metadata cannot be read"}
+    if "refused" in answer:
+        raise CheckpointError(
+            f"this is not a checkpoint that can be imported: {answer['refused']}",
+            where=str(folder),
+            remedy="name the folder that torch.distributed.checkpoint.save wrote",
+        )
+    return dict(answer)
+
+
+def _tensor(name: str, row: dict[str, Any]) -> DcpTensor:
+    chunks = tuple(
+        Chunk(
+            Box(name, tuple(c["offsets"]), tuple(c["lengths"])), c["file"], c["start"],
+            c["bytes"], c["first"], tuple(c["strides"]),
+        )
+        for c in row["chunks"]
+    )  # fmt: skip
+    return DcpTensor(name, row["dtype"], tuple(row["shape"]), chunks)
+
+
+def _check(folder: Path, tensor: DcpTensor) -> None:
+    """Every element is there once, and inside the bytes of its storage and of its file."""
+    item = ITEM_BYTES[tensor.dtype]
+    problem = coverage(tensor.shape, [chunk.box for chunk in tensor.chunks])
+    if not problem and any(len(chunk.strides) != len(tensor.shape) for chunk in tensor.chunks):
+        problem = "its strides have other dims than its shape"
+    for chunk in () if problem else tensor.chunks:
+        steps = zip(chunk.box.lengths, chunk.strides, strict=True)
+        last = chunk.first + sum((length - 1) * stride for length, stride in steps if length)
+        inside = chunk.first >= 0 and min(chunk.strides, default=0) >= 0
+        if chunk.box.size and (not inside or (last + 1) * item > chunk.nbytes):
+            problem = f"its bytes in {chunk.file} are too few"
+        elif chunk.start + chunk.nbytes > (folder / chunk.file).stat().st_size:
+            problem = f"{chunk.file} is cut short"
+    if problem:
+        raise CheckpointError(
+            f"{tensor.name} is not whole: {problem}", where=str(folder), remedy="save it again"
+        )
+
+
+def _within(common: Box, outer: Box) -> tuple[slice, ...]:
+    """The slices of `common` in an array that holds `outer`."""
+    return tuple(
+        slice(at - base, at - base + length)
+        for at, base, length in zip(common.offsets, outer.offsets, common.lengths, strict=True)
+    )

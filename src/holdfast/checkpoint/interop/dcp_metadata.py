@@ -1,0 +1,326 @@
+"""Reading the folder of `torch.distributed.checkpoint`, in a process of its own: no torch.
+
+    python -m holdfast.checkpoint.interop.dcp_metadata FOLDER
+
+DCP (torch.distributed.checkpoint, 2.13) describes a checkpoint in a pickle, `.metadata`, and wraps
+each tensor in the data files (`__<rank>_<n>.distcp`) into a zip archive with another pickle. A
+pickle may call anything that it names, so both are read by an unpickler that knows a short list of
+names, and gives a stand-in of this module for each: whatever else is named is refused. Nothing of
+torch is imported, no tensor is made. The answer on stdout is JSON: for each tensor its dtype, shape
+and chunks, and for each chunk the bytes of which file hold it, so that whoever asked reads plain
+byte ranges. Objects that are not tensors (data loaders, schedules) are named, never read.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+import sys
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+METADATA = ".metadata"
+
+DTYPES = {
+    "float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+"""torch's names of the dtypes that a checkpoint can hold, and safetensors'."""
+
+STORAGES = {
+    "DoubleStorage": "F64", "FloatStorage": "F32", "BFloat16Storage": "BF16",
+    "HalfStorage": "F16", "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16",
+    "CharStorage": "I8", "ByteStorage": "U8", "BoolStorage": "BOOL",
+}  # fmt: skip
+
+
+class RefusedError(Exception):
+    """One sentence: what is not as DCP writes it."""
+
+
+class Stand:
+    """In place of a dataclass: holds its fields, and does nothing."""
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:  # TensorProperties gives a tuple, its dtype first
+            self.__dict__["state"] = state
+
+    def field(self, name: str) -> Any:
+        return self.__dict__.get(name)
+
+
+class Metadata(Stand):
+    pass
+
+
+class TensorStorageMetadata(Stand):
+    pass
+
+
+class BytesStorageMetadata(Stand):
+    pass
+
+
+class MetadataIndex(Stand):
+    pass
+
+
+class Other(Stand):
+    """Known, and of no use here."""
+
+
+def _sizes(values: Any = ()) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+
+
+def _nothing(*_: Any) -> None:
+    """Layouts, memory formats, paths: read over."""
+
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_FILES = "torch.distributed.checkpoint.filesystem"
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.2 had two of them
+DESCRIBED: dict[tuple[str, str], Any] = {
+    (_DCP, "Metadata"): Metadata,
+    (_DCP, "TensorStorageMetadata"): TensorStorageMetadata,
+    (_DCP, "BytesStorageMetadata"): BytesStorageMetadata,
+    (_DCP, "MetadataIndex"): MetadataIndex,
+    (_DCP, "ChunkStorageMetadata"): Other,
+    (_DCP, "TensorProperties"): Other,
+    (_DCP, "StorageMeta"): Other,
+    (_DCP, "_MEM_FORMAT_ENCODING"): _nothing,
+    (_OLD, "TensorProperties"): Other,
+    (_OLD, "MEM_FORMAT_ENCODING"): _nothing,
+    ("builtins", "getattr"): _nothing,  # how some releases of Python write a member of an enum
+    (_FILES, "_StorageInfo"): Other,
+    ("torch", "Size"): _sizes,
+    ("torch.serialization", "_get_layout"): _nothing,
+    ("torch", "strided"): None,
+    ("pathlib", "PosixPath"): _nothing,
+    ("pathlib", "WindowsPath"): _nothing,
+    ("pathlib._local", "PosixPath"): _nothing,
+    ("pathlib._local", "WindowsPath"): _nothing,
+    ("collections", "OrderedDict"): OrderedDict,
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+}
+"""All that `.metadata` may name."""
+
+
+class Storage:
+    """A tensor's bytes: a record of the archive."""
+
+    def __init__(self, dtype: str, key: str) -> None:
+        self.dtype, self.key = dtype, key
+
+
+class Tensor:
+    """Where a tensor's elements lie in its storage."""
+
+    def __init__(self, storage: Storage, offset: int, size: Any, stride: Any, *_: Any) -> None:
+        self.storage, self.offset = storage, int(offset)
+        self.size, self.stride = _sizes(size), _sizes(stride)
+
+    def __setstate__(self, state: Any) -> None:
+        raise RefusedError("a tensor carries attributes of its own")
+
+
+ARCHIVED: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): Tensor,
+    ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+    ("torch", "Size"): _sizes,
+    ("collections", "OrderedDict"): OrderedDict,
+    **{("torch", name): dtype for name, dtype in STORAGES.items()},
+}
+"""All that a tensor's archive may name."""
+
+
+class Listed(pickle.Unpickler):
+    """An unpickler that knows a list of names, and nothing else."""
+
+    def __init__(self, data: bytes, known: dict[tuple[str, str], Any], where: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._known, self._where = known, where
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return self._known[module, name]
+        except KeyError:
+            raise RefusedError(
+                f"{self._where} names {module}.{name}, which no DCP checkpoint of tensors needs"
+            ) from None
+
+    def persistent_load(self, value: Any) -> Storage:
+        if not (isinstance(value, tuple) and len(value) == 5 and value[0] == "storage"):
+            raise RefusedError(f"{self._where} refers to something that is no storage")
+        return Storage(str(value[1]), str(value[2]))
+
+    def read(self) -> Any:
+        try:
+            return self.load()
+        except RefusedError:
+            raise
+        except Exception as error:
+            raise RefusedError(
+                f"{self._where} is not a pickle that DCP wrote ({type(error).__name__})"
+            ) from None
+
+
+class Window(io.RawIOBase):
+    """A range of a file as a file: archives lie one after another in a data file."""
+
+    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        self._file.seek(self._start + self._at)
+        data = self._file.read(left if size is None or size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """The whole answer. Raises RefusedError, and OSError for files that cannot be read."""
+    found = Listed((folder / METADATA).read_bytes(), DESCRIBED, METADATA).read()
+    if not isinstance(found, Metadata):
+        raise RefusedError(f"{METADATA} holds no description of a checkpoint")
+    entries, places = found.field("state_dict_metadata"), found.field("storage_data")
+    if not isinstance(entries, dict) or not isinstance(places, dict):
+        raise RefusedError(f"{METADATA} does not say where its tensors lie")
+    at: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for index, place in places.items():
+        if isinstance(index, MetadataIndex):
+            at[str(index.field("fqn")), tuple(index.field("offset") or ())] = place
+    files: dict[str, BinaryIO] = {}
+    tensors: dict[str, Any] = {}
+    others: list[str] = []
+    try:
+        for name, entry in entries.items():
+            if isinstance(entry, TensorStorageMetadata):
+                tensors[str(name)] = _tensor(folder, str(name), entry, at, files)
+            else:
+                others.append(str(name))
+    finally:
+        for file in files.values():
+            file.close()
+    return {"tensors": tensors, "others": others}
+
+
+def _tensor(
+    folder: Path,
+    name: str,
+    entry: TensorStorageMetadata,
+    at: dict[tuple[str, tuple[int, ...]], Any],
+    files: dict[str, BinaryIO],
+) -> dict[str, Any]:
+    dtype = _dtype(name, entry)
+    chunks = []
+    for chunk in entry.field("chunks") or ():
+        offsets, lengths = tuple(chunk.field("offsets")), tuple(chunk.field("sizes"))
+        place = at.get((name, offsets))
+        if place is None:
+            raise RefusedError(f"{METADATA} does not say where {name} at {list(offsets)} lies")
+        if place.field("transform_descriptors"):
+            raise RefusedError(f"{name} is compressed or encrypted by an extension of DCP")
+        chunks.append(_chunk(folder, name, dtype, offsets, lengths, place, files))
+    return {"dtype": dtype, "shape": list(entry.field("size")), "chunks": chunks}
+
+
+def _dtype(name: str, entry: TensorStorageMetadata) -> str:
+    properties = entry.field("properties")
+    state = properties.field("state") if isinstance(properties, Stand) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if dtype not in DTYPES.values():
+        raise RefusedError(f"{name} has a dtype that a checkpoint cannot hold")
+    return str(dtype)
+
+
+def _chunk(
+    folder: Path,
+    name: str,
+    dtype: str,
+    offsets: tuple[int, ...],
+    lengths: tuple[int, ...],
+    place: Any,
+    files: dict[str, BinaryIO],
+) -> dict[str, Any]:
+    """Which bytes of which file hold one chunk, and in which order of dims."""
+    file_name = str(place.field("relative_path"))
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", file_name):
+        raise RefusedError(f"{METADATA} names a file outside of the folder ({file_name!r})")
+    if file_name not in files:
+        files[file_name] = (folder / file_name).open("rb")
+    start, length = int(place.field("offset")), int(place.field("length"))
+    where = f"{name} in {file_name}"
+    try:
+        with zipfile.ZipFile(Window(files[file_name], start, length)) as archive:
+            tensor, record = _archived(archive, where)
+    except (zipfile.BadZipFile, ValueError, OSError) as error:
+        raise RefusedError(f"{where} is not an archive that DCP wrote ({error})") from None
+    if tensor.size != lengths or tensor.storage.dtype != dtype:
+        raise RefusedError(
+            f"{where} is {tensor.storage.dtype} {list(tensor.size)}, {METADATA} says {dtype} "
+            f"{list(lengths)}"
+        )
+    files[file_name].seek(start + record.header_offset)
+    head = files[file_name].read(30)  # the local header: its name and extra field precede the bytes
+    skip = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+    return {
+        "offsets": offsets, "lengths": lengths, "file": file_name,
+        "start": start + record.header_offset + 30 + skip, "bytes": record.file_size,
+        "first": tensor.offset, "strides": tensor.stride,
+    }  # fmt: skip
+
+
+def _archived(archive: zipfile.ZipFile, where: str) -> tuple[Tensor, zipfile.ZipInfo]:
+    """The tensor of an archive, and the record with its bytes."""
+    names = archive.namelist()
+    root = next((n.removesuffix("data.pkl") for n in names if n.endswith("/data.pkl")), None)
+    if root is None:
+        raise ValueError("it has no data.pkl")
+    order = f"{root}byteorder"
+    if order in names and archive.read(order) != b"little":
+        raise RefusedError(f"{where} was written on a machine of the other byte order")
+    tensor = Listed(archive.read(f"{root}data.pkl"), ARCHIVED, where).read()
+    if not isinstance(tensor, Tensor) or not isinstance(tensor.storage, Storage):
+        raise RefusedError(f"{where} is no tensor")
+    try:
+        record = archive.getinfo(f"{root}data/{tensor.storage.key}")
+    except KeyError:
+        raise RefusedError(f"{where} has no bytes") from None
+    if record.compress_type != zipfile.ZIP_STORED:
+        raise RefusedError(f"{where} is compressed")
+    return tensor, record
+
+
+def main() -> None:
+    try:
+        answer = describe(Path(sys.argv[1]))
+    except RefusedError as error:
+        answer = {"refused": str(error)}
+    except OSError as error:
+        answer = {"refused": f"{error.filename or METADATA}: {error.strerror}"}
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""A step-0 checkpoint out of somebody else's weights.
+
+Generation 0 is before any membership, so a run that starts in this folder (generation 1) finds the
+checkpoint and begins from it, with fresh optimizer state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.checkpoint.format.blob import Bytes
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.save.single_writer import Source, write_single
+from holdfast.config.model import ModelConfig
+from holdfast.core.format.manifest import Commit
+from holdfast.core.sharding.state_table import PREFIXES, TensorSpec, state_table
+from holdfast.errors import CheckpointError
+from holdfast.wire.store.run_store import RunStore
+
+if TYPE_CHECKING:
+    from holdfast.model.huggingface import FolderTensors
+
+ZEROS = bytes(2**20)
+SHAPE_FIELDS = (
+    "layers", "dim", "heads", "kv_heads", "head_size", "ffn_dim", "vocab_size", "rope_theta",
+    "rope_scaling", "norm_eps", "qk_norm", "tied_embeddings",
+)  # fmt: skip
+"""What decides which numbers the same weights compute."""
+
+
+def import_checkpoint(
+    store: RunStore,
+    folder: Path,
+    model: ModelConfig,
+    precision: str = "fp32",
+    *,
+    config_hash: str = "",
+    dataset_version: str = "",
+) -> Commit:
+    """Commit the weights of a Hugging Face folder as the state after step 0 of a run.
+
+    `model` is the run's, with its vocab_size resolved. Weights are cast to the dtype that
+    parameters have in `precision`. Raises CheckpointError when the run has checkpoints already or
+    its model has another shape, ModelFolderError when the folder is not what it should be.
+    """
+    # Torch comes with the model room, and this module must import without it.
+    from holdfast.model.huggingface import import_folder
+
+    if taken := listing(store):
+        raise CheckpointError(
+            f"the run has checkpoints already ({taken[0]})",
+            remedy="import into a new run folder, with folder=<path>",
+        )
+    found, tensors = import_folder(folder, model.vocab_multiple)
+    for name in SHAPE_FIELDS:
+        theirs, ours = getattr(found, name), getattr(model, name)
+        if theirs != ours:
+            raise CheckpointError(
+                f"model.{name} is {ours!r} in the run file and {theirs!r} in the folder",
+                where=str(folder),
+                remedy=f"set model.{name}={theirs}",
+            )
+    sources = (
+        Source(spec.name, spec.dtype, spec.shape, _chunks(spec, tensors))
+        for spec in state_table(model, precision)
+    )
+    meta = {"position": 0, "imported_from": folder.name}
+    return write_single(
+        store, 0, 0, sources, meta, config_hash=config_hash, dataset_version=dataset_version
+    )
+
+
+def _chunks(spec: TensorSpec, tensors: FolderTensors) -> Iterator[Bytes]:
+    """The bytes of one state tensor: a weight, cast; or zeros, for the optimizer's."""
+    prefix = PREFIXES[0]
+    if not spec.name.startswith(prefix):
+        for start in range(0, spec.nbytes, len(ZEROS)):
+            yield ZEROS[: spec.nbytes - start]
+        return
+    value = tensors[spec.name.removeprefix(prefix)]
+    cast = value.double() if spec.dtype == "F64" else value.float()
+    yield cast.contiguous().numpy().reshape(-1).view("uint8").data

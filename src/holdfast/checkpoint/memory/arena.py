@@ -1,0 +1,210 @@
+"""Arenas: memory that the mover owns and a worker copies its state into.
+
+One memory file (memfd) per rank: a page of arena header, then `slots` slots, each a page of slot
+header and room for one blob, byte for byte as it will lie on disk. The file is filled with pages
+at the start: the first touch of fresh memory costs five times the copy itself.
+
+A slot's header is written last and works as a seqlock: while bytes change, its sequence number
+is odd, and whoever reads compares the header before and after. A worker that is killed in the
+middle of a copy therefore leaves a slot that reads as dirty, and the other slot untouched.
+
+    FREE --begin--> WRITING (odd) --finish--> HELD (even) --release--> FREE
+
+The worker alone takes a slot from FREE to HELD; the mover alone gives it back, when its bytes are
+neither being read nor part of the newest complete step (`snapshots.py`). So a slot that is needed
+is never overwritten: a capture that finds no free slot is skipped, and counted. A free slot's bytes
+stay as they are until the worker takes it again.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
+
+from holdfast.checkpoint.memory import limits
+from holdfast.errors import CorruptError, HoldfastError
+
+PAGE = 4096
+ARENA_FORMAT = 1
+_ARENA_MAGIC = b"HFARENA1"
+_SLOT_MAGIC = b"HFSLOT_1"
+_ARENA = struct.Struct("<8sIIQ")  # magic, format, slots, slot capacity in bytes
+_SLOT = struct.Struct("<8sI4x16sQQQQ16s")  # magic, format, run, generation, step, sequence, length,
+_CHECK = struct.Struct("<Q")  # layout | xxh3-64 of the header
+_HOLD = struct.Struct("<Q")
+_HOLD_AT = 2048  # own cache line: 0 while the slot is free
+
+FREE, HELD = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHeader:
+    """What a whole slot says about its bytes. `layout` is a hash of the blob's header."""
+
+    run: bytes
+    generation: int
+    step: int
+    sequence: int
+    length: int
+    layout: bytes
+
+
+def digest(data: bytes | str) -> bytes:
+    """16 bytes that stand for a run's name or a blob's header in a slot header."""
+    return bytes(xxh3_128_digest(data.encode() if isinstance(data, str) else data))
+
+
+def slot_capacity(blob_bytes: int) -> int:
+    """Bytes of a slot's room for a blob, in whole pages."""
+    return -(-max(blob_bytes, 1) // PAGE) * PAGE
+
+
+class Arena:
+    """The slots of one rank, mapped. Both sides use this class; `create` is the mover's."""
+
+    def __init__(self, fd: int, *, write: bool = True) -> None:
+        """Map the arena behind `fd`; one to write into with its pages present. The descriptor
+        stays the caller's.
+
+        Raises CorruptError when it is not an arena.
+        """
+        size = os.fstat(fd).st_size
+        if size < PAGE:
+            raise CorruptError("the memory file is not an arena")
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if write else 0)
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+        self.memory = mmap.mmap(fd, size, flags, protection)
+        magic, version, slots, capacity = _ARENA.unpack_from(self.memory, 0)
+        if magic != _ARENA_MAGIC or size != PAGE + slots * (PAGE + capacity):
+            raise CorruptError("the memory file is not an arena")
+        if version != ARENA_FORMAT:
+            raise CorruptError(f"the arena has format {version}, {ARENA_FORMAT} is ours")
+        self.slots = int(slots)
+        self.capacity = int(capacity)
+
+    @staticmethod
+    def create(name: str, slots: int, capacity: int) -> int:
+        """A new memory file with room for `slots` blobs of `capacity` bytes; its descriptor.
+
+        Raises HoldfastError when the machine has not that much memory.
+        """
+        size = PAGE + slots * (PAGE + capacity)
+        room = limits.available()
+        if room is not None and size > room:
+            raise HoldfastError(
+                f"no memory for an arena of {size} bytes ({slots} snapshots): {room} are available"
+            )
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            os.close(fd)
+            raise HoldfastError(
+                f"no memory for an arena of {size} bytes ({slots} snapshots): {error.strerror}"
+            ) from error
+        os.pwrite(fd, _ARENA.pack(_ARENA_MAGIC, ARENA_FORMAT, slots, capacity), 0)
+        return fd
+
+    def close(self) -> None:
+        self.memory.close()
+
+    def data_offset(self, slot: int) -> int:
+        """Where the blob of a slot begins in the file."""
+        return self._base(slot) + PAGE
+
+    def data(self, slot: int, length: int) -> memoryview:
+        """The first `length` bytes of a slot's blob."""
+        start = self.data_offset(slot)
+        return memoryview(self.memory)[start : start + length]
+
+    # --- the worker's side ------------------------------------------------------------------
+    def free_slot(self) -> int | None:
+        """A slot that nobody needs; the one whose bytes are oldest. None when all are held."""
+        free = [s for s in range(self.slots) if not self.held(s)]
+        return min(free, key=lambda s: (self._sequence(s), s), default=None)
+
+    def begin(self, slot: int) -> None:
+        """Mark a slot dirty. Raises RuntimeError when it is held: that would be our own bug."""
+        if self.held(slot):
+            raise RuntimeError(f"slot {slot} is being read")
+        sequence = self._sequence(slot)
+        self._put_sequence(slot, sequence + 1 + sequence % 2)
+
+    def finish(
+        self, slot: int, run: bytes, generation: int, step: int, length: int, layout: bytes
+    ) -> SlotHeader:
+        """Write the header, and hold the slot until the mover releases it."""
+        sequence = self._sequence(slot) + 1
+        made = SlotHeader(run, generation, step, sequence, length, layout)
+        packed = _pack(made)
+        _HOLD.pack_into(self.memory, self._base(slot) + _HOLD_AT, HELD)
+        base = self._base(slot)
+        self.memory[base : base + len(packed)] = packed
+        return made
+
+    # --- the mover's side -------------------------------------------------------------------
+    def held(self, slot: int) -> bool:
+        (value,) = _HOLD.unpack_from(self.memory, self._base(slot) + _HOLD_AT)
+        return bool(value != FREE)
+
+    def release(self, slot: int) -> None:
+        """Give the slot back to the worker; its bytes stay readable until they are overwritten."""
+        _HOLD.pack_into(self.memory, self._base(slot) + _HOLD_AT, FREE)
+
+    def header(self, slot: int) -> SlotHeader | None:
+        """The slot's header; None when it is dirty, torn, or was never written."""
+        base = self._base(slot)
+        raw = self.memory[base : base + _SLOT.size + _CHECK.size]
+        magic, version, run, generation, step, sequence, length, layout = _SLOT.unpack_from(raw)
+        (check,) = _CHECK.unpack_from(raw, _SLOT.size)
+        if magic != _SLOT_MAGIC or version != ARENA_FORMAT or sequence % 2:
+            return None
+        if check != xxh3_64_intdigest(raw[: _SLOT.size]) or length > self.capacity:
+            return None
+        return SlotHeader(run, generation, step, sequence, length, layout)
+
+    @contextmanager
+    def reading(self, slot: int, expected: SlotHeader) -> Iterator[memoryview]:
+        """The bytes of a slot that holds `expected`, checked before and after.
+
+        Raises CorruptError when the slot holds something else, or changed in the meantime.
+        """
+        if self.header(slot) != expected:
+            raise CorruptError(f"slot {slot} does not hold step {expected.step}")
+        view = self.data(slot, expected.length)
+        try:
+            yield view
+        finally:
+            view.release()
+        if self.header(slot) != expected:
+            raise CorruptError(f"slot {slot} changed while step {expected.step} was read")
+
+    # --- fields -----------------------------------------------------------------------------
+    def _base(self, slot: int) -> int:
+        if not 0 <= slot < self.slots:
+            raise IndexError(f"slot {slot} of {self.slots}")
+        return PAGE + slot * (PAGE + self.capacity)
+
+    def _sequence_at(self, slot: int) -> int:
+        return self._base(slot) + 8 + 8 + 16 + 16
+
+    def _sequence(self, slot: int) -> int:
+        (value,) = _CHECK.unpack_from(self.memory, self._sequence_at(slot))
+        return int(value)
+
+    def _put_sequence(self, slot: int, value: int) -> None:
+        _CHECK.pack_into(self.memory, self._sequence_at(slot), value)
+
+
+def _pack(header: SlotHeader) -> bytes:
+    fields = _SLOT.pack(
+        _SLOT_MAGIC, ARENA_FORMAT, header.run, header.generation, header.step,
+        header.sequence, header.length, header.layout,
+    )  # fmt: skip
+    return fields + _CHECK.pack(xxh3_64_intdigest(fields))

@@ -1,0 +1,420 @@
+"""The shelf: which snapshots one mover holds in memory, of its own ranks and of others.
+
+A snapshot is what a slot of an arena holds, with the sealed part manifest that the mover made when
+it hashed the bytes after the capture. It has the keys, the bytes and the checksums of a durable
+part, so a shelf is one more place of "ranged reads over named blobs".
+
+Which slots may be written again is decided here, and nowhere else. A slot is kept while
+
+    it is part of the newest complete step    (every rank of this node is on the shelf)
+    its step is newer than that and may yet become complete
+    somebody reads it at length               (`pin`)
+
+and is given back at the first moment when none of these holds. Bytes of a slot that was given back
+stay readable until they are overwritten; the seqlock in the slot's header tells. A slot that was
+given back is never kept again: its worker may be writing there already.
+
+A copy of a rank of another node is never complete by itself; the newest of each such rank is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from holdfast.checkpoint.memory.arena import Arena, SlotHeader
+from holdfast.core.format.manifest import Commit, Part, merge
+from holdfast.core.sharding.state_table import StateTable
+from holdfast.errors import CorruptError
+from holdfast.layout import Topology
+from holdfast.wire.store.run_store import MissingKeyError
+
+
+class _Process:
+    """One that is known by a descriptor, so that another with its number is not taken for it."""
+
+    def __init__(self, number: int) -> None:
+        """Raises OSError when there is no such process."""
+        self.number = number
+        self._fd = os.pidfd_open(number)
+        weakref.finalize(self, os.close, self._fd)
+
+    @property
+    def ended(self) -> bool:
+        ready = select.poll()  # select() takes no descriptor above 1,023
+        ready.register(self._fd, select.POLLIN)
+        return bool(ready.poll(0))
+
+
+class MemoryFile:
+    """An arena and the descriptor behind it; both go with the last snapshot that needs them."""
+
+    def __init__(self, fd: int) -> None:
+        """The descriptor is this object's from now on, also when the arena cannot be mapped."""
+        weakref.finalize(self, os.close, fd)
+        self.fd = fd
+        self.arena = Arena(fd)
+        self._writers: list[_Process] = []
+        self._unknown = False  # somebody was given it whose end cannot be seen
+
+    def given_to(self, process: int | None) -> None:
+        """Note that a process has mapped it to write there."""
+        self._writers = [writer for writer in self._writers if not writer.ended]
+        if any(writer.number == process for writer in self._writers):
+            return
+        self._unknown = self._unknown or process is None or not hasattr(os, "pidfd_open")
+        if process is not None and not self._unknown:
+            try:
+                self._writers.append(_Process(process))
+            except OSError:
+                self._unknown = True
+
+    @property
+    def deserted(self) -> bool:
+        """Whether every process that could write there is known to have ended. Only then may
+        somebody else: two writers in one slot would make a snapshot of neither."""
+        return self.deserted_but(None)
+
+    def deserted_but(self, process: int | None) -> bool:
+        """The same, but for one that says that it writes there no more."""
+        others = (writer for writer in self._writers if writer.number != process)
+        return not self._unknown and all(writer.ended for writer in others)
+
+    @property
+    def nbytes(self) -> int:
+        return self.arena.slots * self.arena.capacity
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's part of a step, where its bytes lie, and what the slot must say."""
+
+    part: Part
+    stored: bytes = field(repr=False)  # the sealed part manifest, byte for byte
+    memory: MemoryFile = field(repr=False)
+    slot: int
+    header: SlotHeader
+    own: bool = True  # of a rank of this node
+
+    @property
+    def whole(self) -> bool:
+        """Whether the slot still holds it."""
+        return self.memory.arena.header(self.slot) == self.header
+
+
+Sealed = bytes
+"""A part manifest as it is written, byte for byte."""
+
+
+class Held(NamedTuple):
+    """A line of the inventory."""
+
+    generation: int
+    step: int
+    rank: int
+    bytes: int
+    stored: Sealed
+
+
+_Name = tuple[int, int, int]  # generation, step, rank
+_Place = tuple[int, int]  # id of the memory file, slot
+
+
+class Shelf:
+    """Snapshots by (generation, step, rank). Safe to use from any thread."""
+
+    def __init__(self, given_back: Callable[[], None] = lambda: None) -> None:
+        """`given_back` is called, without any lock held, after slots have become free."""
+        self._lock = threading.Lock()
+        self._given_back = given_back
+        self._plans: dict[int, tuple[Topology, StateTable]] = {}
+        self._ranks: dict[int, set[int]] = {}  # generation -> its ranks that have asked here
+        self._local: dict[int, frozenset[int]] = {}  # the same of all, where that was said
+        self._reached: dict[int, set[int]] = {}  # generation -> steps of which they all were here
+        self._snapshots: dict[_Name, Snapshot] = {}
+        self._kept: dict[_Place, MemoryFile] = {}  # slots that are not given back yet
+        self._pins: Counter[_Place] = Counter()
+
+    # --- putting and dropping ---------------------------------------------------------------
+    def open(
+        self, generation: int, topology: Topology, table: StateTable,
+        ranks: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Say who the writers of a generation are; without it none of its steps is complete.
+        ranks: those of this node, where other nodes have the others."""
+        with self._lock:
+            used = {name[0] for name in self._snapshots}
+            for older in [g for g in self._plans if g < generation and g not in used]:
+                del self._plans[older]
+                self._local.pop(older, None)
+            self._plans[generation] = (topology, table)
+            if ranks is not None:
+                self._local[generation] = frozenset(ranks)
+
+    def belongs(self, generation: int, rank: int) -> None:
+        """Note that a rank of this node takes part in a generation. A step of which all of these
+        are here is kept, although other nodes may hold the rest."""
+        with self._lock:
+            self._ranks.setdefault(generation, set()).add(rank)
+
+    def plan(self, generation: int) -> tuple[Topology, StateTable]:
+        """Raises KeyError for a generation that was never opened here."""
+        with self._lock:
+            return self._plans[generation]
+
+    def put(self, snapshot: Snapshot, pinned: bool = False) -> bool:
+        """Shelve a snapshot, whose slot must be held; whether its step is complete now, as far as
+        it is this node's. With `pinned` the slot is kept until `unpin`, whatever becomes of the
+        step.
+
+        Raises MissingKeyError when the slot holds something else already.
+        """
+        if not snapshot.whole:
+            raise MissingKeyError(f"{snapshot.part.blob.key} was overwritten before it was hashed")
+        part = snapshot.part
+        with self._lock:
+            place = _place(snapshot)
+            for name, other in list(self._snapshots.items()):
+                if _place(other) == place:
+                    del self._snapshots[name]  # what lay there before
+            self._snapshots[part.generation, part.step, part.rank] = snapshot
+            self._kept[place] = snapshot.memory
+            if pinned:
+                self._pins[place] += 1
+            complete = self._is_complete(part.generation, part.step, of=self._local)
+            if complete and snapshot.own and self._elsewhere_too(snapshot):
+                self._forget_before(part.generation)
+            freed = self._give_back()
+        self._tell(freed)
+        return complete
+
+    def outlived(self, generation: int) -> None:
+        """A state of this generation is whole in a safe place: older ones have served."""
+        with self._lock:
+            self._forget_before(generation)
+            freed = self._give_back()
+        self._tell(freed)
+
+    def drop(self, generation: int, step: int, rank: int | None = None) -> None:
+        """Forget a step, or one rank's part of it; nothing there is no error."""
+        with self._lock:
+            for name in list(self._snapshots):
+                if name[:2] == (generation, step) and rank in (None, name[2]):
+                    del self._snapshots[name]
+            freed = self._give_back()
+        self._tell(freed)
+
+    def drop_where(self, gone: Callable[[int, int], bool]) -> list[tuple[int, int]]:
+        """Forget this node's part of every step of which `gone(generation, step)` is true; which
+        those were. What others left here is theirs to drop."""
+        with self._lock:
+            own = [name for name, snapshot in self._snapshots.items() if snapshot.own]
+            names = [name for name in own if gone(*name[:2])]
+            for name in names:
+                del self._snapshots[name]
+            steps = sorted({name[:2] for name in names})
+            freed = self._give_back()
+        self._tell(freed)
+        return steps
+
+    def _elsewhere_too(self, snapshot: Snapshot) -> bool:
+        """Whether some step of the snapshot's generation must be complete on all nodes, now that
+        this one is on ours. A capture begins where every rank has voted that it has a free slot,
+        and a node gives a slot back for a later step that is complete there. So when more steps
+        have been captured than an arena has slots, each node has had one of them whole."""
+        part = snapshot.part
+        if part.generation not in self._local:
+            return True
+        reached = self._reached.setdefault(part.generation, set())
+        reached.add(part.step)
+        return len(reached) > snapshot.memory.arena.slots
+
+    def _forget_before(self, generation: int) -> None:
+        """This node's snapshots of older generations have served: their memory goes."""
+        for name, snapshot in list(self._snapshots.items()):
+            if snapshot.own and name[0] < generation:
+                del self._snapshots[name]
+        for known in (self._ranks, self._reached):
+            for older in [g for g in known if g < generation]:
+                del known[older]
+
+    # --- questions --------------------------------------------------------------------------
+    def inventory(self) -> list[Held]:
+        """What can be read now, newest step first."""
+        with self._lock:
+            found = list(self._snapshots.items())
+        return [
+            Held(*name, s.part.blob.size, s.stored)
+            for name, s in sorted(found, key=lambda item: _newest_first(item[0]))
+            if s.whole
+        ]
+
+    def complete(self, ours: bool = False) -> list[tuple[int, int]]:
+        """(generation, step) of what is complete here, newest step first; with `ours`, as far as
+        it is this node's to hold."""
+        with self._lock:
+            steps = {name[:2] for name in self._snapshots}
+            whole = [s for s in steps if self._is_complete(*s, of=self._local if ours else {})]
+        return sorted(whole, key=lambda s: (s[1], s[0]), reverse=True)
+
+    def commit(self, generation: int, step: int, config_hash: str, dataset_version: str) -> Commit:
+        """The commit object of a complete step, made in memory.
+
+        Raises KeyError for an unknown generation, CheckpointError when the parts do not make a
+        whole checkpoint.
+        """
+        with self._lock:
+            topology, table = self._plans[generation]
+            parts = {
+                name[2]: (s.part, s.stored)
+                for name, s in self._snapshots.items()
+                if name[:2] == (generation, step) and s.whole
+            }
+        return merge(parts, topology, table, config_hash, dataset_version)
+
+    def get(self, generation: int, step: int, rank: int) -> Snapshot:
+        """Raises MissingKeyError when it is not here, or no longer whole."""
+        with self._lock:
+            found = self._snapshots.get((generation, step, rank))
+        if found is None or not found.whole:
+            raise MissingKeyError(
+                f"step {step} of generation {generation} is not in memory for rank {rank}"
+            )
+        return found
+
+    def ranks(self, generation: int, step: int) -> list[int]:
+        """Those whose part of a step is here, their own node's or a copy."""
+        with self._lock:
+            return sorted(name[2] for name in self._snapshots if name[:2] == (generation, step))
+
+    def own(self, generation: int, rank: int) -> dict[int, Part]:
+        """step -> the part of a rank that was captured on this node."""
+        with self._lock:
+            found = [s for s in self._snapshots.values() if s.own and s.part.rank == rank]
+        return {s.part.step: s.part for s in found if s.part.generation == generation and s.whole}
+
+    def read_into(self, generation: int, step: int, rank: int, start: int, out: memoryview) -> None:
+        """Fill `out` with bytes [start, start + len(out)) of the blob.
+
+        Raises MissingKeyError when the snapshot is not here or was overwritten meanwhile, and
+        CorruptError when the blob ends before. Checksums are the caller's to check.
+        """
+        import numpy as np  # a mover starts in a third less without it
+
+        found = self.get(generation, step, rank)
+        target = out.cast("B")
+        data = found.memory.arena.data(found.slot, found.header.length)
+        if start + len(target) > len(data):
+            raise CorruptError(
+                f"{found.part.blob.key} has {len(data)} bytes, {start + len(target)} were expected"
+            )
+        source = np.frombuffer(data[start : start + len(target)], np.uint8)
+        np.copyto(np.frombuffer(target, np.uint8), source)  # other threads run meanwhile
+        if not found.whole:
+            raise MissingKeyError(f"{found.part.blob.key} was overwritten while it was read")
+
+    @contextmanager
+    def pin(self, generation: int, step: int, rank: int) -> Iterator[Snapshot]:
+        """Keep a snapshot's slot for as long as it is read.
+
+        Raises MissingKeyError when the slot has been given back already.
+        """
+        with self._lock:
+            found = self._snapshots.get((generation, step, rank))
+            if found is None or _place(found) not in self._kept or not found.whole:
+                raise MissingKeyError(
+                    f"step {step} of generation {generation} is not kept for rank {rank}"
+                )
+            self._pins[_place(found)] += 1
+        try:
+            yield found
+        finally:
+            self.unpin(found)
+
+    def unpin(self, snapshot: Snapshot) -> None:
+        """The end of a `put` that pinned."""
+        with self._lock:
+            self._pins[_place(snapshot)] -= 1
+            self._pins += Counter()  # drops what has come to zero
+            freed = self._give_back()
+        self._tell(freed)
+
+    def memory_of(self, rank: int) -> list[MemoryFile]:
+        """The memory files in which snapshots of a rank of this node lie."""
+        with self._lock:
+            own = [s for name, s in self._snapshots.items() if name[2] == rank and s.own]
+        return list({id(s.memory): s.memory for s in own}.values())
+
+    def keeps(self, memory: MemoryFile, slot: int) -> bool:
+        """Whether a slot may not be written again yet."""
+        with self._lock:
+            return (id(memory), slot) in self._kept
+
+    # --- what is kept -----------------------------------------------------------------------
+    def _is_complete(
+        self, generation: int, step: int, of: Mapping[int, Collection[int]] = MappingProxyType({})
+    ) -> bool:
+        """Whether every writer's snapshot is on the shelf; where `of` names ranks of the
+        generation, every one of those."""
+        plan = self._plans.get(generation)
+        if plan is None:
+            return False
+        due = of.get(generation, range(plan[0].world_size))
+        found = (self._snapshots.get((generation, step, rank)) for rank in due)
+        return all(s is not None and s.whole for s in found)
+
+    def _newest_own(self) -> tuple[int, int]:
+        """The newest step of which every rank of this node is here."""
+        steps = sorted({name[:2] for name, s in self._snapshots.items() if s.own}, reverse=True)
+        known = {**self._ranks, **self._local}
+        return next((step for step in steps if self._is_complete(*step, of=known)), (0, -1))
+
+    def _give_back(self) -> list[tuple[MemoryFile, int]]:
+        """Slots that nothing keeps any more: forgotten here, to be released by `_tell`."""
+        newest = self._newest_own()
+        wanted = set(self._pins)
+        foreign: dict[int, _Name] = {}
+        for name, snapshot in self._snapshots.items():
+            if name[:2] == newest or (snapshot.own and name[:2] > newest):
+                wanted.add(_place(snapshot))
+            elif not snapshot.own:
+                foreign[name[2]] = max(name, foreign.get(name[2], name))
+        wanted |= {_place(self._snapshots[name]) for name in foreign.values()}
+        freed = [place for place in self._kept if place not in wanted]
+        return [(self._kept.pop(place), place[1]) for place in freed]
+
+    def _tell(self, freed: list[tuple[MemoryFile, int]]) -> None:
+        for memory, slot in freed:
+            memory.arena.release(slot)
+        if freed:
+            self._given_back()
+
+
+def header_to_json(header: SlotHeader) -> list[Any]:
+    run, layout = header.run.hex(), header.layout.hex()
+    return [run, header.generation, header.step, header.sequence, header.length, layout]
+
+
+def header_from_json(value: Sequence[Any]) -> SlotHeader:
+    """Raises ValueError and TypeError for what is no header."""
+    run, generation, step, sequence, length, layout = value
+    return SlotHeader(
+        bytes.fromhex(run), int(generation), int(step), int(sequence), int(length),
+        bytes.fromhex(layout),
+    )  # fmt: skip
+
+
+def _place(snapshot: Snapshot) -> _Place:
+    return id(snapshot.memory), snapshot.slot
+
+
+def _newest_first(name: _Name) -> tuple[int, int, int]:
+    return -name[1], -name[0], name[2]

@@ -1,0 +1,346 @@
+"""How workers and the agent talk to their node's mover. No torch.
+
+Every call has a connection to itself, so a client may be shared between threads, and a call that
+waits (events, settle) keeps nobody else from being served. A connection stays open for the next
+call, as long as there is the client.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from holdfast.checkpoint.memory.arena import SlotHeader
+from holdfast.checkpoint.memory.snapshot_store import header_from_json
+from holdfast.checkpoint.mover.protocol import LineReader, parse_answer, request_line, send
+from holdfast.checkpoint.peers.config import Peer
+from holdfast.core.format.manifest import Commit
+from holdfast.core.sharding.state_table import StateTable
+from holdfast.errors import HoldfastError
+from holdfast.events import Event, event_from_json
+from holdfast.layout import Topology
+from holdfast.wire.secret import Secret
+
+ANSWER_SECONDS = 30.0
+QUICK_SECONDS = 10.0
+"""For what a worker asks while it trains, or is about to end: a mover that is stopped must not
+hold it up, and a busy one answers within a second."""
+CHOOSE_SECONDS = 600.0
+"""For looking through memory, peers and the run store; a mover that dies is noticed at once."""
+READ_SECONDS = 6 * 3600.0
+"""For reading every byte of a checkpoint."""
+SETTLE_SLICE = 5.0
+"""Seconds that one question about the end of a save waits, so that who asks can say he is alive."""
+
+
+class MoverGoneError(HoldfastError):
+    """The mover does not answer: it has ended, or is about to."""
+
+
+@dataclass(frozen=True)
+class Newest:
+    """What a restart begins from. `key` is None when no checkpoint has ever been committed."""
+
+    key: str | None
+    step: int
+    generation: int
+    meta: Mapping[str, Any]
+    rejected: tuple[tuple[str, str], ...]  # (key, reason), newest first
+    durable: bool = True  # False: it lies in memory alone
+    seconds: float = 0.0  # to find and open it
+    placement: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of copies, in force
+
+    def to_json(self) -> dict[str, Any]:
+        """For the agents of other nodes."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Newest:
+        """Raises KeyError, TypeError, ValueError for what is none."""
+        placed = {owner: tuple(held) for owner, held in value.get("placement", {}).items()}
+        rejected = tuple((str(key), str(reason)) for key, reason in value.get("rejected", ()))
+        return Newest(**{**value, "placement": placed, "rejected": rejected})
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """A commit object, and which of its blobs the mover has in memory: key -> the descriptor of
+    the memory file, the slot, and what the slot says. Whoever asks closes the descriptors."""
+
+    commit: Commit
+    slots: Mapping[str, tuple[int, int, SlotHeader]]
+    peers: tuple[Mapping[str, Any], ...] = ()  # name, address, keys of blobs that lie there
+
+
+class MoverClient:
+    """Requests of one process in one generation.
+
+    Every method raises MoverGoneError when nobody answers, FencedError when the mover serves a
+    newer generation, CheckpointError and CorruptError as the mover does.
+    """
+
+    def __init__(
+        self,
+        socket_path: str,
+        secret: Secret,
+        generation: int,
+        clock: Callable[[], float] = time.time,
+        patience: float = 0.0,
+    ) -> None:
+        """patience: seconds that an arena is waited for in which the mover has yet to be told of
+        the generation."""
+        self._patience = patience
+        self.socket_path = socket_path
+        self.generation = generation
+        self._secret = secret
+        self._clock = clock
+        self._idle: list[socket.socket] = []  # append and pop are one step each, for any thread
+        weakref.finalize(self, _close, self._idle)
+
+    # --- the agent's calls ------------------------------------------------------------------
+    def expect(
+        self, topology: Topology, table: StateTable, start: int | None = None,
+        machines: Iterable[Peer] | None = None, sources: Iterable[Peer] = (),
+        placement: Mapping[str, Sequence[str]] | None = None,
+        begun: Newest | None = None, stored: bool = True,
+    ) -> None:  # fmt: skip
+        """Begin this client's generation: who will write, and what, from the state after which
+        step. Unfinished saves of older generations are refused; of their snapshots, those of the
+        newest complete step stay until this generation has one, unless it is later than `start`.
+
+        machines: of a run on several nodes, those that take part, each named as its node is in the
+        topology; the mover's own may be among them. sources: other machines that may hold what is
+        begun from. placement: of copies, as the one who chose has it. begun: what was chosen, where
+        another mover chose it. stored: that is a checkpoint in the run store. Asked again of the
+        same generation, the newest list counts.
+        """
+        body: dict[str, Any] = {
+            "topology": topology.to_json(), "table": [spec.to_json() for spec in table],
+            "start": start, "stored": stored,
+        }  # fmt: skip
+        if machines is not None:
+            body["machines"] = [peer.to_json() for peer in machines]
+            body["sources"] = [peer.to_json() for peer in sources]
+            body["placement"] = {owner: list(held) for owner, held in (placement or {}).items()}
+        if begun is not None and not begun.durable:
+            body["key"] = begun.key
+        self._call("expect", body)
+
+    def drain(self, wait: float = 30.0, durable: bool = True) -> bool:
+        """Wait up to `wait` seconds for the end of all saves under way; whether that was enough.
+        Without `durable`, for as much as it takes that nothing is lost with the workers: a save
+        whose step is complete in memory is not waited for.
+
+        To be asked before the next generation is opened, which fences them: what the workers of a
+        lost generation had handed over in time is then not lost with them.
+        """
+        body = {"wait": wait, "durable": durable}
+        return bool(self._call("drain", body, wait + ANSWER_SECONDS)["drained"])
+
+    def newest(
+        self,
+        drain: float = 30.0,
+        tried: Mapping[str, str] | None = None,
+        timeout: float = CHOOSE_SECONDS,
+        machines: Iterable[Peer] | None = None,
+    ) -> Newest:
+        """The newest state that this generation can begin from, in memory or durable. Its bytes
+        are checked by those who read them; what they found rotten is `tried`: key -> reason.
+
+        Waits up to `drain` seconds for what is under way. Asked after this client's generation
+        was opened, which fences all older ones, so that nothing older can appear afterwards.
+        machines: whose memory is looked at, beside the mover's own and what the run file names:
+        those of the generation before that are still there.
+
+        Raises CheckpointError when there are candidates but none can be trusted.
+        """
+        asked: dict[str, Any] = {"drain": drain, "tried": dict(tried or {})}
+        if machines is not None:
+            asked["machines"] = [peer.to_json() for peer in machines]
+        body = self._call("newest", asked, timeout)
+        return Newest(
+            body["key"], body["step"], body["generation"], body["meta"],
+            tuple((key, reason) for key, reason in body["rejected"]),
+            bool(body.get("durable", True)), float(body["seconds"]),
+            {owner: tuple(held) for owner, held in body.get("placement", {}).items()},
+        )  # fmt: skip
+
+    def events(self, since: int, wait: float = 0.0) -> tuple[list[Event], int]:
+        """What has happened since mark `since` (0 at first), and the next mark.
+
+        Waits up to `wait` seconds for something to happen. Events: CheckpointCommitted,
+        CheckpointFailed, CheckpointRejected, CheckpointRemoved.
+        """
+        body = self._call("events", {"since": since, "wait": wait}, wait + ANSWER_SECONDS)
+        events = [event_from_json(kind, value) for kind, value in body["events"]]
+        return events, int(body["next"])
+
+    def upload(self, wait: float) -> dict[str, Any] | None:
+        """What keeps the newest checkpoint from being in the bucket: its key, bytes "sent" of
+        "total", seconds it stands "still", the "reason" of the last failure, and whether it is
+        "over". None once it is there, or where there is no bucket; waits up to `wait` seconds."""
+        left = self._call("upload", {"wait": wait}, wait + ANSWER_SECONDS)["left"]
+        return None if left is None else dict(left)
+
+    def status(self) -> dict[str, Any]:
+        """Counts and the state of every arena, for people and metrics."""
+        return self._call("status", {})
+
+    # --- the workers' calls -----------------------------------------------------------------
+    def arena(self, rank: int, blob_bytes: int, slots: int, let_go: bool = False) -> int:
+        """The descriptor of an arena made for this rank; the caller closes it. let_go: this process
+        writes no more into those that it had of the rank in older generations."""
+        body: dict[str, Any] = {
+            "rank": rank, "blob_bytes": blob_bytes, "slots": slots, "let_go": let_go,
+        }  # fmt: skip
+        if self._patience:
+            body["patience"] = self._patience
+        _, fds = self._exchange("arena", body, 4 * ANSWER_SECONDS)
+        if len(fds) != 1:
+            raise MoverGoneError("the mover sent no arena")
+        return fds[0]
+
+    def damage(self, key: str) -> str | None:
+        """What keeps a durable checkpoint from being restored, for one that no worker will read;
+        None when nothing does. The mover reads every byte of it."""
+        problem = self._call("damage", {"key": key}, READ_SECONDS)["problem"]
+        return None if problem is None else str(problem)
+
+    def holdings(self, key: str) -> Holdings:
+        """What this node's mover has of a checkpoint in memory. Raises MissingKeyError as text
+        (HoldfastError) and CorruptError for a commit object that is not there or not whole."""
+        body, fds = self._exchange("holdings", {"key": key}, 4 * ANSWER_SECONDS)
+        try:
+            slots = {
+                str(held["key"]): (
+                    fds[held["file"]], int(held["slot"]), header_from_json(held["header"])
+                )
+                for held in body["held"]
+            }  # fmt: skip
+            commit = Commit.from_bytes(body["commit"].encode(), key)
+            return Holdings(commit, slots, tuple(body.get("peers", ())))
+        except Exception:
+            for fd in fds:
+                os.close(fd)
+            raise
+
+    def holders(self, keys: Sequence[str]) -> list[dict[str, Any]]:
+        """Which peers have which of these blobs in memory: what makes a `PeerBlobs` of each. May
+        take as long as asking all of them."""
+        return list(self._call("holders", {"keys": list(keys)}, 4 * ANSWER_SECONDS)["peers"])
+
+    def captured(
+        self,
+        rank: int,
+        step: int,
+        slot: int,
+        sequence: int,
+        meta: Mapping[str, Any],
+        durable: bool = True,
+        copied: bool | None = None,
+        uploaded: bool = True,
+    ) -> None:
+        """Slot `slot` holds the state after `step`: keep it in memory and, with `durable`, save
+        it. copied, uploaded: as in `policy.saving.destinations.Into`. Returns before that is
+        done."""
+        body = {
+            "rank": rank, "step": step, "slot": slot, "sequence": sequence, "meta": dict(meta),
+            "durable": durable, "copied": copied, "uploaded": uploaded,
+        }  # fmt: skip
+        self._call("captured", body, QUICK_SECONDS)
+
+    def skipped(self, rank: int, step: int, reason: str) -> None:
+        """This rank has no snapshot of `step`, which others may have handed over."""
+        self._call("skipped", {"rank": rank, "step": step, "reason": reason},
+                   QUICK_SECONDS)  # fmt: skip
+
+    def unheard(self, rank: int, steps: Sequence[int]) -> None:
+        """This rank had handed these durable saves over to a mover that has ended since."""
+        self._call("unheard", {"rank": rank, "steps": list(steps)}, QUICK_SECONDS)
+
+    def wait_free(self, rank: int, timeout: float) -> bool:
+        """Whether a slot of the rank's arena became free within `timeout` seconds."""
+        body = {"rank": rank, "wait": timeout}
+        return bool(self._call("wait_free", body, timeout + QUICK_SECONDS)["free"])
+
+    def settle(
+        self, step: int, timeout: float, alive: Callable[[], None] = lambda: None
+    ) -> str | None:
+        """Wait until the checkpoint of `step` is committed; None then, else why it is not.
+
+        `alive` is called every few seconds meanwhile: a large checkpoint takes its time.
+        """
+        end = time.monotonic() + timeout
+        while True:
+            alive()
+            wait = max(0.0, min(end - time.monotonic(), SETTLE_SLICE))
+            ended, reason = self.ended(step, wait)
+            if ended:
+                return reason
+            if time.monotonic() >= end:
+                return f"not committed after {timeout:g} s"
+
+    def ended(self, step: int, wait: float) -> tuple[bool, str | None]:
+        """Whether the save of `step` has ended within `wait` seconds, and why it is not committed,
+        None where it is."""
+        body = self._call("settle", {"step": step, "wait": wait}, wait + QUICK_SECONDS)
+        return bool(body["ended"]), None if body["reason"] is None else str(body["reason"])
+
+    # --- the exchange -----------------------------------------------------------------------
+    def _call(
+        self, verb: str, body: dict[str, Any], timeout: float = ANSWER_SECONDS
+    ) -> dict[str, Any]:
+        return self._exchange(verb, body, timeout)[0]
+
+    def _exchange(
+        self, verb: str, body: dict[str, Any], timeout: float
+    ) -> tuple[dict[str, Any], list[int]]:
+        """One request; on a new connection where an open one turns out to be cut: it was idle for
+        long, or the mover is another one."""
+        line, nonce = request_line(self._secret, verb, body, self.generation, self._clock())
+        received: tuple[bytes, list[int]] | None = None
+        with suppress(IndexError):
+            open_one = self._idle.pop()
+            with suppress(ConnectionError):
+                received = self._over(open_one, line, timeout)
+        if received is None:
+            received = self._over(None, line, timeout)
+        if received is None:
+            raise MoverGoneError("the mover ended before it answered")
+        return parse_answer(self._secret, nonce, received[0]), received[1]
+
+    def _over(
+        self, connection: socket.socket | None, line: bytes, timeout: float
+    ) -> tuple[bytes, list[int]] | None:
+        """The answer over a connection, over a new one for None; None where it ended before. Raises
+        ConnectionError where an open one was cut, else MoverGoneError."""
+        was_open = connection is not None
+        received = None
+        try:
+            connection = connection or socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            connection.settimeout(timeout)
+            if not was_open:
+                connection.connect(self.socket_path)
+            send(connection, line)
+            received = LineReader(connection).line()
+        except (OSError, ValueError) as error:
+            if was_open and isinstance(error, ConnectionError):
+                raise
+            raise MoverGoneError(f"the mover does not answer: {error}") from error
+        finally:
+            if received is not None and connection is not None:
+                self._idle.append(connection)
+            elif connection is not None:
+                connection.close()
+        return received
+
+
+def _close(connections: list[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()

@@ -1,0 +1,325 @@
+"""The mover's process: `python -m holdfast.checkpoint.mover.main`.
+
+The agent starts it with one JSON line on stdin (`MoverBoot`): the secret travels there and
+nowhere else. It answers `{"ready": true}` on stdout when its socket listens, and ends with its
+agent: when the lifeline pipe ends, or at SIGTERM, after finishing the writes it is in.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.bucket.recover_folder import opened
+from holdfast.checkpoint.bucket.uploader import Uploader
+from holdfast.checkpoint.mover import protocol
+from holdfast.checkpoint.mover.peer_wiring import Neighbours
+from holdfast.checkpoint.mover.protocol import LineReader, Request, answer_line, parse_request
+from holdfast.checkpoint.mover.service import Service, Settings
+from holdfast.checkpoint.peers.config import PeerSettings
+from holdfast.checkpoint.save.retention import Keep
+from holdfast.core.sharding.state_table import TensorSpec
+from holdfast.errors import FencedError, HoldfastError, RunFolderError, UserError
+from holdfast.layout import Topology
+from holdfast.wire import lifeline
+from holdfast.wire.http.auth import AuthError, Verifier
+from holdfast.wire.http.refusals import MOVER, Refusals
+from holdfast.wire.secret import Secret
+from holdfast.wire.store.location import open_store
+
+SWITCH_SECONDS = 0.0005
+"""Hashing small extents never leaves the interpreter to others by itself. A thread that writes asks
+for it between every two calls to the disk, and would wait Python's 5 ms each time."""
+IDLE_SECONDS = 60.0
+"""A connection that sends nothing for so long is closed."""
+
+FULL_SECONDS = 1.0
+"""How long a connection waits at least for which there was no descriptor."""
+
+
+@dataclass(frozen=True)
+class MoverBoot:
+    """The line on stdin. `store` is the run store's location, `lifeline` an inherited descriptor,
+    -1 for none (tests)."""
+
+    store: str
+    socket: str
+    settings: Settings
+    secret: str = field(repr=False)
+    lifeline: int = -1
+    peers: dict[str, Any] | None = None  # PeerSettings as JSON; None: no listener
+
+    def to_line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @staticmethod
+    def from_line(line: bytes) -> MoverBoot:
+        value = json.loads(line)
+        return MoverBoot(**(value | {"settings": Settings(**value["settings"])}))
+
+
+class Server:
+    """Answers requests on the unix socket, one thread per connection."""
+
+    def __init__(
+        self, service: Service, secret: Secret, path: str, peers: Neighbours | None = None,
+        upload: Callable[[float], dict[str, Any] | None] = lambda wait: None,
+    ) -> None:  # fmt: skip
+        """`upload` says what keeps the newest checkpoint from being in the bucket."""
+        self._service, self._upload = service, upload
+        self._peers = peers
+        self._secret = secret
+        self._said_full = False
+        self._refusals = Refusals(service.outcomes.add)
+        self._verifier = Verifier(secret, time.time, name="")  # nobody else can listen in
+        _own_folder(Path(path).parent)
+        Path(path).unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(path)
+        os.chmod(path, 0o600)
+        self._listener.listen(128)
+        self._listener.setblocking(False)
+
+    def serve(self, leave: int) -> None:
+        """Accept until the descriptor `leave` can be read; or the lifeline ends the process."""
+        while True:
+            ready, _, _ = select.select([self._listener.fileno(), leave], [], [])
+            if leave in ready:
+                return
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:  # whoever knocked has gone again
+                continue
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                if self._full(leave):
+                    return
+                continue
+            threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
+
+    def _full(self, leave: int) -> bool:
+        """No descriptor is left for whoever knocks. It waits in the queue: what is saved just now
+        gives some back. Whether `leave` can be read meanwhile."""
+        if not self._said_full:
+            self._said_full = True
+            print(
+                "the mover has no descriptor left for another connection, which waits; raise the "
+                "limit of open files (ulimit -n)", file=sys.stderr, flush=True,
+            )  # fmt: skip
+        return bool(select.select([leave], [], [], FULL_SECONDS)[0])
+
+    def _converse(self, connection: socket.socket) -> None:
+        with connection:
+            connection.settimeout(IDLE_SECONDS)
+            process, user = _peer(connection)
+            if user != os.getuid():
+                self._refusals.count(MOVER, "other user")
+                return
+            reader = LineReader(connection)
+            try:
+                while (received := reader.line()) is not None:
+                    line, fds = received
+                    for fd in fds:  # nobody sends us any
+                        os.close(fd)
+                    answer, passed = self._answer(line, process)
+                    try:
+                        protocol.send(connection, answer, passed)
+                    finally:
+                        for fd in passed:
+                            os.close(fd)
+            except (ValueError, AuthError) as error:
+                self._refusals.count(MOVER, getattr(error, "fault", "too long"))
+            except OSError:
+                return  # a stray or a broken connection: nothing was done for it
+
+    def _answer(self, line: bytes, process: int) -> tuple[bytes, list[int]]:
+        request = parse_request(line)
+        self._verifier.check(protocol.METHOD, request.verb, request.raw, request.proof)
+        fds: list[int] = []
+        try:
+            status, body = protocol.OK, self._serve(request, fds, process)
+        except FencedError as error:
+            self._refusals.count(MOVER, "older generation")
+            status, body = protocol.FENCED, protocol.describe(error)
+        except (UserError, HoldfastError) as error:
+            status, body = protocol.REFUSED, protocol.describe(error)
+        except Exception as error:  # our own bug, or a malformed body: say so, and go on
+            text = f"{type(error).__name__}: {error}"
+            status, body = protocol.FAILED, {"error": "HoldfastError", "message": text}
+        return answer_line(self._secret, request.proof.nonce, status, body), fds
+
+    def _serve(self, request: Request, fds: list[int], process: int) -> dict[str, Any]:
+        """One verb: its body's keys are the arguments of the service's method."""
+        service, body, generation = self._service, request.body, request.proof.generation
+        match request.verb:
+            case "expect":
+                table = tuple(TensorSpec.from_json(row) for row in body["table"])
+                topology = Topology.from_json(body["topology"])
+                about = None
+                if self._peers is not None:
+                    about = self._peers.cohort(topology, body)
+                    self._peers.follow(about)
+                key = body.get("key")
+                service.expect(
+                    generation, topology, table, body["start"], about, key,
+                    bool(body.get("stored", True)),
+                )  # fmt: skip
+                if self._peers is not None:
+                    self._peers.expect(topology, table, about)
+            case "arena":
+                fds.append(service.arena(generation, **body, process=process))
+            case "captured":
+                service.captured(generation, **body)
+            case "skipped":
+                service.skipped(generation, **body)
+            case "unheard":
+                service.unheard(generation, **body)
+            case "wait_free":
+                return {"free": service.wait_free(generation, **body)}
+            case "settle":
+                ended, reason = service.outcomes.settle((generation, body["step"]), body["wait"])
+                return {"ended": ended, "reason": reason}
+            case "drain":
+                return {"drained": service.drain(**body)}
+            case "newest":
+                machines = body.pop("machines", None)
+                if machines is not None and self._peers is not None:
+                    self._peers.look_at(machines)
+                placed = {} if self._peers is None else self._peers.placement
+                return service.newest(generation, **body) | {"placement": placed}
+            case "holdings":
+                answer, found = service.holdings(generation, **body)
+                fds += found
+                return answer
+            case "holders":
+                return {"peers": service.holders(generation, **body)}
+            case "damage":
+                return {"problem": service.damage(generation, **body)}
+            case "events":
+                events, mark = service.outcomes.since(body["since"], body["wait"])
+                return {"events": events, "next": mark}
+            case "upload":
+                return {"left": self._upload(float(body["wait"])) if service.leads else None}
+            case "status":
+                peers = {} if self._peers is None else {"peers": self._peers.peers.status()}
+                return service.status() | peers
+            case verb:
+                raise HoldfastError(f"the mover has no verb {verb!r}")
+        return {}
+
+
+def _own_folder(folder: Path) -> None:
+    """Make it, or see that nobody else can put something in the socket's place: a link, or a socket
+    of his own. Raises RunFolderError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
+        raise RunFolderError(
+            "other users of this machine can write where the mover's socket is to lie",
+            where=str(folder), remedy="set TMPDIR to a folder of your own",
+        )  # fmt: skip
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """The process and the user at the other end (SO_PEERCRED: pid, uid, gid)."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    process, user, _ = struct.unpack("3i", raw)
+    return int(process), int(user)
+
+
+def _neighbours(boot: MoverBoot, service: Service) -> Neighbours | None:
+    if boot.peers is None:
+        return None
+    settings = PeerSettings.from_json(boot.peers)
+    secret = Secret.from_hex(boot.secret)
+    return Neighbours(settings, boot.settings, service, open_store(boot.store), secret)
+
+
+def _uploader(boot: MoverBoot, service: Service) -> Uploader | None:
+    """Tier 3: a bucket that gets every checkpoint too."""
+    location = boot.settings.bucket
+    if not location:
+        return None
+    keep = Keep(boot.settings.bucket_keep_last, boot.settings.keep_every)
+    uploader = Uploader(
+        open_store(boot.store), lambda: opened(location), keep, service.outcomes.add,
+        rejected=service.rejected,
+    )  # fmt: skip
+
+    def committed(key: str) -> None:
+        if service.uploads(key):
+            uploader.committed(key)
+
+    service.outcomes.durable.append(committed)
+    service.spare(uploader.underway)
+    return uploader
+
+
+def _when_asked(leave: int) -> None:
+    """Write into `leave` when whoever started us sends SIGTERM. From others, a scheduler that warns
+    every process of a job, it is the agent's to answer, which needs its mover then."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os.write(leave, b"\0")
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # these are the agent's: see lifeline.OF_THE_AGENT
+    own = hasattr(signal, "sigwaitinfo")  # not on macOS
+    if own:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before any thread begins
+    sys.setswitchinterval(SWITCH_SECONDS)
+    boot = MoverBoot.from_line(sys.stdin.buffer.readline())
+    if boot.lifeline >= 0:
+        lifeline.watch(boot.lifeline)
+    try:
+        service = Service(open_store(boot.store), boot.settings)
+        _own_folder(Path(boot.socket).parent)
+        peers = _neighbours(boot, service)
+    except UserError as error:  # a run folder that is away, an address that cannot be listened on
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    uploader = _uploader(boot, service)
+    server = Server(
+        service, Secret.from_hex(boot.secret), boot.socket, peers,
+        *([] if uploader is None else [uploader.waiting]),
+    )  # fmt: skip
+
+    # The signal writes into a pipe: a handler that raises would be too late for an accept that is
+    # just about to block.
+    leave, signalled = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    if own:
+        threading.Thread(target=_when_asked, args=(signalled,), daemon=True).start()
+    else:
+        signal.set_wakeup_fd(signalled)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    address = "" if peers is None else peers.peers.address
+    print(json.dumps({"ready": True, "pid": os.getpid(), "peers": address}), flush=True)
+    try:
+        server.serve(leave)
+    finally:
+        if peers is not None:
+            peers.close()
+        service.close()
+        if uploader is not None:
+            uploader.close()
+        Path(boot.socket).unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,321 @@
+"""How movers of different machines speak: HTTP/1.1, every request signed, bytes by range.
+
+    GET  /inventory?run=R                 what the shelf holds, and the plans to merge it
+    GET  /range?run=R&key=K&start=A&stop=B&use=copy|restore     bytes [A, B) of a snapshot's blob
+    POST /offer?run=R                     "I have a new snapshot": the receiver pulls it
+    GET  /newest?run=R                    the newest generation that has asked here; fences nobody
+    POST /save?run=R                      to the mover that commits: what was stored (`together.py`)
+
+R says what is computed (`identity`): movers that share a secret may belong to different runs, and
+the state of one is nothing to the other.
+Proofs are those of `wire.http.auth`, in the same headers as everywhere; the path with its query is
+signed, and so is every answer. Of a range, the signature
+covers which range it is; its bytes are checked by whoever asked, against the checksums of extents
+in a part manifest that came signed.
+A copy spends the sender's budget, a restore does not: whoever restores is not training.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlencode
+
+from holdfast.core.json_parsing import parsed
+from holdfast.errors import FencedError, HoldfastError
+from holdfast.wire.http.auth import MISDIRECTED, Aim, AuthError, check_answer, headers_of
+from holdfast.wire.http.sync_connection import Answer, Link
+from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import MissingKeyError
+
+INVENTORY, RANGE, OFFER, NEWEST = "/inventory", "/range", "/offer", "/newest"
+COPY, RESTORE = "copy", "restore"
+PROOF = "holdfast-hmac"
+INVENTORY_LIMIT = 1 << 30
+"""Bytes of an inventory at most: that of a large run."""
+ANSWER_LIMIT = 1 << 20
+"""Bytes of any other answer in JSON, and of a refusal: they are read before it is known who sent
+them, and whoever has the port of a mover that is gone may answer."""
+
+CONNECT_SECONDS = 5.0
+"""A machine that is there takes a connection within this time, and acknowledges what is sent."""
+KEPT_SECONDS = 50.0
+"""A connection that was idle for so long is not used again: the listener is about to close it."""
+
+OK, REFUSED, UNKNOWN, MISSING, FENCED, TOO_LONG, FAILED = 200, 400, 401, 404, 409, 413, 500
+
+
+class PeerError(HoldfastError):
+    """A mover on another machine does not answer, breaks off, or refuses; names its address."""
+
+
+class _AimedError(PeerError):
+    """What was asked was signed for another listener, and not done; now it is known for which."""
+
+
+class PeerClient:
+    """Requests of one generation to one mover. Threads may share it: each request has a
+    connection to itself, which stays open for the next one."""
+
+    def __init__(
+        self,
+        address: str,
+        secret: Secret,
+        generation: int,
+        run: str = "",
+        *,
+        timeout: float = 10.0,
+        clock: Callable[[], float] = time.time,
+        aim: Aim | None = None,
+    ) -> None:
+        """`address` is "host:port"; `timeout` bounds every silence, in seconds. `aim`: what an
+        earlier client of the same address has learned; it spares a question.
+
+        Raises ValueError for an address of another form.
+        """
+        self.address = address
+        self.generation = generation
+        self.run = run
+        self.aim = aim or Aim(clock)
+        self._host, self._port = split_address(address)
+        self._secret = secret
+        self._timeout = timeout
+        self._idle: list[tuple[float, Link]] = []  # since when
+        self._busy: set[Link] = set()
+        self._closed = self._aborted = False
+        self._lock = threading.Lock()
+
+    def inventory(self) -> dict[str, Any]:
+        """What the other shelf holds. Raises PeerError, AuthError, FencedError."""
+        return self._json("GET", self._path(INVENTORY), b"", limit=INVENTORY_LIMIT)
+
+    def newest(self) -> int:
+        """The newest generation of the run that ever asked there, 0 for none; whatever this
+        client's own is. Raises as `inventory` does, and KeyError, TypeError, ValueError."""
+        return int(self._json("GET", self._path(NEWEST), b"")["generation"])
+
+    def offer(self, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+        """Tell of a snapshot; the answer's `state` says what became of it. `timeout` bounds the
+        silence of this one request. Raises as `inventory` does."""
+        return self.ask(OFFER, body, timeout)
+
+    def ask(self, verb: str, body: dict[str, Any], timeout: float | None = None) -> dict[str, Any]:
+        """Any question with a body, by its path; as `offer`."""
+        content = json.dumps(body, separators=(",", ":")).encode()
+        return self._json("POST", self._path(verb), content, timeout)
+
+    def read_into(self, key: str, start: int, out: memoryview, use: str = RESTORE) -> None:
+        """Fill `out` with bytes [start, start + len(out)) of a blob, straight from the socket.
+
+        Raises MissingKeyError when the peer does not hold it (any more), and as `inventory` does.
+        The bytes are not checked here.
+        """
+        self.scatter(key, start, [out.cast("B")], use)
+
+    def scatter(self, key: str, start: int, outs: Sequence[memoryview], use: str = RESTORE) -> None:
+        """As `read_into`, into several buffers of bytes, one after the other."""
+        due = sum(map(len, outs))
+        path = self._path(RANGE, key=key, start=start, stop=start + due, use=use)
+
+        def take(answer: Answer, nonce: str, proof: str) -> None:
+            check_answer(self._secret, nonce, OK, path.encode(), proof)
+            if answer.length != due:
+                raise PeerError(f"{self.address} answers {answer.length} of {due} bytes")
+            done = 0
+            for target in outs:
+                at = 0
+                while at < len(target):
+                    count = answer.readinto(target[at:])
+                    if not count:
+                        raise PeerError(f"{self.address} broke off after {done} bytes of {key}")
+                    at += count
+                    done += count
+
+        self._ask("GET", path, b"", take)
+
+    def close(self) -> None:
+        """Keep no connection open any more: what is under way ends, and its connection with it."""
+        with self._lock:
+            self._closed = True
+        self._close_idle()
+
+    def abort(self) -> None:
+        """End what is under way, in other threads, and refuse anything more."""
+        with self._lock:
+            self._aborted = True
+            busy = [connection.sock for connection in self._busy]
+        for sock in busy:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that reads from it
+        self.close()
+
+    def _path(self, path: str, **query: object) -> str:
+        return f"{path}?{urlencode({'run': self.run, **query})}"
+
+    # --- the exchange -----------------------------------------------------------------------
+    def _json(
+        self, method: str, path: str, body: bytes, timeout: float | None = None,
+        limit: int = ANSWER_LIMIT,
+    ) -> dict[str, Any]:  # fmt: skip
+        found: list[bytes] = []
+
+        def take(answer: Answer, nonce: str, proof: str) -> None:
+            data = answer.read(limit)
+            check_answer(self._secret, nonce, OK, data, proof)
+            found.append(data)
+
+        self._ask(method, path, body, take, timeout)
+        with suppress(ValueError):
+            value = parsed(found[0])
+            if isinstance(value, dict):
+                return value
+        raise PeerError(f"{self.address} answers something that is no object")
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        take: Callable[[Answer, str, str], None],
+        timeout: float | None = None,
+    ) -> None:
+        """One request; once more where it was signed for another listener, and so not done."""
+        try:
+            self._ask_once(method, path, body, take, timeout)
+        except _AimedError:
+            self._ask_once(method, path, body, take, timeout)
+
+    def _ask_once(
+        self,
+        method: str,
+        path: str,
+        body: bytes,
+        take: Callable[[Answer, str, str], None],
+        timeout: float | None = None,
+    ) -> None:
+        """One request; where the connection is cut before an answer (it was idle for long, or had
+        to make way), once more. Every request may arrive twice: an offer that is known already is
+        answered, not done again."""
+        bound = self._timeout if timeout is None else timeout
+        for fresh in (False, True):
+            connection = self._connection(fresh, bound)
+            try:
+                self._begin(connection)
+                proof = self.aim.sign(self._secret, method, path, body, self.generation)
+                answer = connection.ask(method, path, headers_of(proof, body), body)
+            except OSError as error:
+                self._drop(connection)
+                self._close_idle()  # they are likely to be as dead
+                if not fresh and not isinstance(error, TimeoutError):
+                    continue
+                raise PeerError(f"{self.address} does not answer: {_words(error)}") from error
+            try:
+                self._judge(answer, proof.nonce)
+                take(answer, proof.nonce, answer.header(PROOF))
+            except OSError as error:
+                self._drop(connection)
+                raise PeerError(f"{self.address} broke off: {_words(error)}") from error
+            except _AimedError:
+                self._keep(connection, answer)
+                raise
+            except BaseException:
+                self._drop(connection)
+                raise
+            self._keep(connection, answer)
+            return
+
+    def _judge(self, answer: Answer, nonce: str) -> None:
+        """Raises what a refusal says, if it is the peer that says it."""
+        if answer.status == OK:
+            return
+        if answer.status == UNKNOWN:
+            raise AuthError(f"{self.address} does not accept this run's secret")
+        data = answer.read(ANSWER_LIMIT)
+        check_answer(self._secret, nonce, answer.status, data, answer.header(PROOF))
+        if answer.status == MISDIRECTED:
+            self.aim.learn(parsed(data))
+            raise _AimedError(f"{self.address} changes its name at every request")
+        text = str(parsed(data).get("error", f"status {answer.status}"))
+        kinds = {FENCED: FencedError, MISSING: MissingKeyError}
+        kind = kinds.get(answer.status)
+        raise kind(text) if kind else PeerError(f"{self.address} refuses: {text}")
+
+    def _connection(self, fresh: bool, timeout: float) -> Link:
+        """An idle connection, else a new one. Raises PeerError."""
+        self._close_idle(time.monotonic() - KEPT_SECONDS)
+        with self._lock:
+            _, found = self._idle.pop() if self._idle and not fresh else (0.0, None)
+        if found is not None:
+            found.sock.settimeout(timeout)
+            return found
+        try:
+            connection = Link(self._host, self._port, min(timeout, CONNECT_SECONDS))
+        except OSError as error:
+            raise PeerError(f"{self.address} cannot be reached: {_words(error)}") from error
+        connection.sock.settimeout(timeout)
+        _watched(connection.sock)
+        return connection
+
+    def _keep(self, connection: Link, answer: Answer) -> None:
+        with self._lock:
+            kept = not self._closed and answer.keep and not answer.left
+            if kept:
+                self._busy.discard(connection)
+                self._idle.append((time.monotonic(), connection))
+        if not kept:
+            self._drop(connection)
+
+    def _close_idle(self, before: float = math.inf) -> None:
+        with self._lock:
+            gone = [connection for since, connection in self._idle if since < before]
+            self._idle = [one for one in self._idle if one[0] >= before]
+        for connection in gone:
+            connection.close()
+
+    def _begin(self, connection: Link) -> None:
+        with self._lock:
+            if self._aborted:
+                raise ConnectionAbortedError("this end was closed")
+            self._busy.add(connection)
+
+    def _drop(self, connection: Link) -> None:
+        with self._lock:
+            self._busy.discard(connection)
+        connection.close()
+
+
+def _watched(sock: socket.socket) -> None:
+    """A machine that has vanished sends no reset: over a connection that was open before, it is
+    missed as soon as over a new one."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        milliseconds = int(1000 * CONNECT_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(CONNECT_SECONDS))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, int(CONNECT_SECONDS))
+
+
+def identity(config_hash: str, dataset_version: str) -> str:
+    """What a run computes: the state after a step depends on nothing else."""
+    return f"{config_hash}-{dataset_version}"
+
+
+def split_address(address: str, least: int = 1) -> tuple[str, int]:
+    """(host, port) of "host:port", the host in brackets for IPv6; `least` is the smallest port.
+
+    Raises ValueError.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not least <= int(port) < 65536:
+        raise ValueError(f"{address!r} is not an address of the form host:port")
+    return host.strip("[]"), int(port)
+
+
+def _words(error: Exception) -> str:
+    return str(getattr(error, "strerror", None) or error) or type(error).__name__

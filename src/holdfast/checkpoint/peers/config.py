@@ -1,0 +1,108 @@
+"""What a mover is told about other machines: who they are, and its own place among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from holdfast.checkpoint.peers.client import split_address
+from holdfast.policy.placement import Machine
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another mover: where its listener is, and where its machine stands."""
+
+    machine: Machine
+    address: str  # "host:port"
+
+    @property
+    def name(self) -> str:
+        return self.machine.name
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self.machine) | {"address": self.address}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Peer:
+        """Raises KeyError, TypeError and ValueError for what is no machine."""
+        row = dict(value)
+        address = str(row.pop("address"))
+        split_address(address)
+        return Peer(Machine(**row), address)
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """The movers of one generation, as this one sees them. `peers`: the others that take part.
+    `sources`: more that may hold what the generation begins from. `leader`: the one that commits
+    what all write (`together.py`), None for this one. `before`: the placement of copies that was in
+    force, so that those who came later plan as the others do."""
+
+    own: str
+    peers: tuple[Peer, ...] = ()
+    sources: tuple[Peer, ...] = ()
+    leader: Peer | None = None
+    before: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        own: str,
+        nodes: Sequence[str],
+        machines: Iterable[Peer],
+        sources: Iterable[Peer] = (),
+        before: Mapping[str, Sequence[str]] | None = None,
+    ) -> Cohort:
+        """`nodes`: the node of each rank, as in a Topology: the first rank's mover leads.
+
+        Raises ValueError where that one is not among the machines.
+        """
+        known = {peer.name: peer for peer in machines}
+        if nodes[0] != own and nodes[0] not in known:
+            raise ValueError(f"{nodes[0]}, which has the first rank, is not among the machines")
+        return Cohort(
+            own,
+            tuple(peer for peer in known.values() if peer.name != own),
+            tuple(peer for peer in sources if peer.name != own and peer.name not in known),
+            None if nodes[0] == own else known[nodes[0]],
+            {owner: tuple(held) for owner, held in (before or {}).items()},
+        )
+
+    def ranks(self, nodes: Sequence[str]) -> frozenset[int]:
+        """Those of this node."""
+        return frozenset(rank for rank, node in enumerate(nodes) if node == self.own)
+
+
+@dataclass(frozen=True)
+class PeerSettings:
+    """`interface` and `port` are bound, `advertise` ("host:port" or "host", "" for what is bound)
+    is told to others. Nothing is guessed from the host's name."""
+
+    machine: Machine = field(default_factory=lambda: Machine("self"))
+    peers: tuple[Peer, ...] = ()
+    interface: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""
+    every_steps: int = 1
+    copies: int = 1
+    stable: str | None = None
+    bytes_per_second: float = 0.0  # 0: no bound
+    room: int = 0  # bytes of memory for others
+    mirror_seconds: float = 5.0
+    """How long a part is waited for that is captured here as well; then it is pulled."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> PeerSettings:
+        peers = tuple(Peer(Machine(**p["machine"]), p["address"]) for p in value["peers"])
+        return PeerSettings(**{**value, "machine": Machine(**value["machine"]), "peers": peers})
+
+    def advertised(self, bound: str) -> str:
+        """The address that others are told: `bound` is "host:port" of the socket."""
+        host, _, port = bound.rpartition(":")
+        named = self.advertise or host
+        has_port = named.rpartition(":")[2].isdecimal() and not named.endswith("]")
+        return named if has_port else f"{named}:{port}"

@@ -1,0 +1,99 @@
+"""Above which generation a run begins whose folder knows of none.
+
+A folder that is new may be that of a new run, or of one whose folder was lost: then its peers hold
+snapshots of it, and the bucket its checkpoints, under the generations that the lost folder counted.
+Beginning with generation 1 again, the run would be fenced by all who know a newer one, and would
+not find what they hold. So they are asked how far they have come, and the first generation of the
+folder is the next. Opening it fences whoever may still be at work under an older one, and what
+lies there is found as after any other restart.
+
+Only those who have the run's secret are answered. It must have survived, so it is kept outside of
+the folder (`HOLDFAST_SECRET_FILE`): a folder that makes a new secret has nothing to show, and a
+peer that refuses it is told apart from one that is away.
+
+Where the person asks for a beginning, whatever others hold is given up: a generation that began
+from step 0 is written down above all of theirs, before ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from holdfast.checkpoint.peers.client import PeerClient
+from holdfast.checkpoint.peers.config import Peer
+from holdfast.checkpoint.peers.source import OPEN_SECONDS
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.start_records import newest_start, note_start
+from holdfast.core.format.manifest import parse_commit_key
+from holdfast.errors import HoldfastError, RunFolderError
+from holdfast.wire.http.auth import AuthError
+from holdfast.wire.secret import VARIABLE, Secret
+from holdfast.wire.store.run_store import RunStore
+from holdfast.wire.term import newest_generation
+
+
+def begin_above(
+    store: RunStore,
+    peers: Sequence[Peer],
+    secret: Secret,
+    run: str,
+    fresh: bool,
+    say: Callable[[str], None],
+) -> int:
+    """The newest generation that anybody knows of a run whose folder knows none; else 0.
+
+    `run`: what is computed (`peer_wire.identity`); `fresh`: this is to be a beginning.
+    Raises RunFolderError where a peer does not accept the run's secret, unless `fresh`.
+    """
+    if newest_generation(store) > 0:
+        return 0
+    commits = [position[1] for key in listing(store) if (position := parse_commit_key(key))]
+    newest = max([newest_start(store), *commits])
+    for peer, answer in _asked(peers, secret, run):
+        if isinstance(answer, int):
+            if answer and not fresh:
+                say(f"{peer.name} knows this run up to generation {answer}: the run folder is new, "
+                    f"and goes on from what there is")  # fmt: skip
+            newest = max(newest, answer)
+        elif isinstance(answer, AuthError):
+            if not fresh:
+                raise _stranger(peer)
+        elif not fresh:
+            say(f"{peer.name} cannot say what it holds of this run, whose folder is new: {answer}")
+    if fresh and newest:
+        newest += 1
+        note_start(store, newest, 0)
+    return newest
+
+
+def _asked(
+    peers: Sequence[Peer], secret: Secret, run: str
+) -> list[tuple[Peer, int | HoldfastError]]:
+    """What each peer says, asked at once."""
+
+    def ask(peer: Peer) -> int | HoldfastError:
+        try:
+            client = PeerClient(peer.address, secret, 0, run, timeout=OPEN_SECONDS)
+            try:
+                return client.newest()
+            finally:
+                client.close()
+        except HoldfastError as error:
+            return error
+        except (KeyError, TypeError, ValueError) as error:
+            return HoldfastError(f"{peer.address} says what makes no sense ({error})")
+
+    if not peers:
+        return []
+    with ThreadPoolExecutor(len(peers), "ask") as threads:
+        return list(zip(peers, threads.map(ask, peers), strict=True))
+
+
+def _stranger(peer: Peer) -> RunFolderError:
+    return RunFolderError(
+        f"{peer.address} does not accept the secret of this run folder, which is new",
+        where=f"checkpoint.peers, {peer.name}",
+        remedy=f"give both the same secret file (here: {VARIABLE}); if the run folder was lost, "
+        "that of the lost run; or start over with --fresh",
+    )

@@ -1,0 +1,413 @@
+"""Keeping snapshots of other machines: an offer is pulled, checked, and put on the shelf.
+
+Per rank there is one memory file of two slots. An offer carries the sealed part manifest, so the
+receiver knows every extent's checksum before a byte travels: an extent that it holds already of
+the same rank (frozen parameters, unused experts) is copied from there, the rest is read from the
+offerer straight into the slot, and each is checked where it lies. The slot's header is written
+last: a pull that breaks off leaves a dirty slot, and the other one whole.
+
+    offered -> pulling -> held
+                  '-----> refused     (no room, wrong bytes, the offerer is gone): asked again later
+
+A part that this machine has captured itself, as the mirror of a rank elsewhere (`policy.mirrors`),
+is held without a byte of it being pulled, if the checksums are the same.
+
+What is never overwritten is the newest step that is complete here: of which every rank lies here
+that the offerers of its generation have announced. It goes with its generation, when the next one
+is complete in its turn, or when the next one finds no other room; its state is then in the memory
+of whoever offers it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYetError
+from dataclasses import dataclass
+from typing import Any
+
+from xxhash import xxh3_128_hexdigest
+
+from holdfast.checkpoint.format.blob import parse_header
+from holdfast.checkpoint.memory.arena import Arena, digest, slot_capacity
+from holdfast.checkpoint.memory.snapshot_store import MemoryFile, Shelf, Snapshot
+from holdfast.checkpoint.peers.client import COPY
+from holdfast.checkpoint.peers.connections import Offerer, Offerers
+from holdfast.core.format.manifest import Extent, Part, Placed, blob_key
+from holdfast.core.sharding.state_table import TensorSpec
+from holdfast.errors import CorruptError, FencedError, HoldfastError
+from holdfast.layout import Topology
+from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import MissingKeyError
+
+PULLS = 4
+"""Ranks that are pulled at a time."""
+ANSWER_SECONDS = 10.0
+"""An offer is answered within this time, be it with "pulling": the offerer asks again."""
+MIRROR_POLL = 0.02
+ATTEMPTS = 2
+"""Reads of an extent whose bytes are not what the manifest says."""
+
+HELD, PULLING, PLAN = "held", "pulling", "plan"
+
+_Name = tuple[int, int, int]  # generation, step, rank
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What an offer says, checked as far as it can be without its bytes."""
+
+    part: Part
+    stored: bytes
+    run: str
+    source: str  # "host:port" of who offers
+    ranks: frozenset[int]  # that the offerer sends here, in this generation
+
+    @property
+    def name(self) -> _Name:
+        return self.part.generation, self.part.step, self.part.rank
+
+    @staticmethod
+    def from_json(generation: int, value: dict[str, Any]) -> _Offer:
+        """Raises CorruptError, FencedError, KeyError, TypeError, ValueError."""
+        stored = str(value["part"]).encode()
+        part = Part.from_bytes(stored, "an offer's part manifest")
+        if part.generation != generation:
+            raise FencedError(f"generation {generation} offers a part of {part.generation}")
+        if part.blob.key != blob_key(part.generation, part.step, part.writer) or part.rank < 0:
+            raise CorruptError(f"{part.blob.key} is not the blob of rank {part.rank}")
+        if not 0 < part.blob.data_start <= part.blob.size:
+            raise CorruptError(f"{part.blob.key} has {part.blob.size} bytes")
+        ranks = frozenset(int(rank) for rank in value["ranks"])
+        if part.rank not in ranks:
+            raise ValueError(f"rank {part.rank} is not among the ranks that are announced")
+        return _Offer(part, stored, str(value["run"]), str(value["source"]), ranks)
+
+
+class Keeper:
+    """What one mover keeps for others. Safe to use from any thread."""
+
+    def __init__(
+        self, shelf: Shelf, secret: Secret, room: int,
+        clock: Callable[[], float] = time.monotonic, mirror_seconds: float = 5.0,
+    ) -> None:  # fmt: skip
+        """`room`: bytes that the memory files of others may take together. `mirror_seconds`: as in
+        `PeerSettings`."""
+        self._mirror_seconds = mirror_seconds
+        self._shelf, self._room, self._clock = shelf, room, clock
+        self._lock = threading.Lock()
+        self._memory: dict[tuple[int, int], MemoryFile] = {}  # (rank, capacity)
+        self._names: dict[_Name, tuple[MemoryFile, int]] = {}  # ours on the shelf, and where
+        self._ranks: dict[int, frozenset[int]] = {}  # generation -> announced to be sent here
+        self._pulls: dict[int, tuple[_Name, Future[None]]] = {}  # rank -> what is under way
+        self._writing: set[int] = set()  # ids of the memory files that are pulled into
+        self._broken: dict[int, _Name] = {}  # rank -> the pull that broke off last
+        self._spared: dict[_Name, int] = {}  # bytes of ours that did not travel
+        self._heads: dict[int, tuple[bytes, tuple[Placed, ...]]] = {}  # by rank, the last one
+        self._offerers = Offerers(secret)
+        self._closed = False
+        self._threads = ThreadPoolExecutor(PULLS, "pull")
+        self.pulled = 0  # bytes that came over the network
+        self.reused = 0  # bytes that lay here already
+        self.refused = 0  # offers that ended without being held
+        self.apart = 0  # parts that were captured here too, so that nothing had to travel
+
+    def offer(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer an offer: `state` is "held", "pulling" (ask again), or "plan" (say who writes).
+
+        Raises what made the pull fail, and for a body that makes no sense ValueError, KeyError,
+        TypeError, CorruptError.
+        """
+        offered = _Offer.from_json(generation, body)
+        if not self._opened(generation, body.get("plan")):
+            return {"state": PLAN}
+        if self._mirrored(offered):
+            self.apart += 1
+            return {"state": HELD, "reused": offered.part.blob.size}
+        with self._lock:
+            self._ranks[generation] = self._ranks.get(generation, frozenset()) | offered.ranks
+            if offered.name in self._names and self._on_shelf(offered.name):
+                return self._held(offered.name)
+            name, future = self._pull_of(offered)
+        try:
+            future.result(ANSWER_SECONDS)
+        except Exception as error:
+            if name != offered.name or (isinstance(error, NotYetError) and not future.done()):
+                return {"state": PULLING}  # or another step's pull, whose end is told to its offer
+            raise
+        return self._held(offered.name) if self._on_shelf(offered.name) else {"state": PULLING}
+
+    def _mirrored(self, offered: _Offer) -> bool:
+        """Whether this machine has captured the same part itself; one that it mirrors and has not
+        handed over yet is waited for. Raises CorruptError when the bytes are not the same."""
+        generation, step, rank = offered.name
+        end = time.monotonic() + self._mirror_seconds
+        while True:
+            own = self._shelf.own(generation, rank)
+            found = own.get(step)
+            if found is not None:
+                if found.blob != offered.part.blob:  # its header, which lists the tensors, too
+                    raise CorruptError(
+                        f"{offered.part.blob.key}: what was captured here of the same state "
+                        f"differs: the replicas are not the same any more"
+                    )
+                return True
+            late = not own or max(own) > step or self._closed
+            if late or time.monotonic() > end:
+                return False
+            time.sleep(MIRROR_POLL)
+
+    def _held(self, name: _Name) -> dict[str, Any]:
+        return {"state": HELD, "reused": self._spared.get(name, 0)}
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is kept, nor about to be."""
+        with self._lock:
+            return not self._names and all(future.done() for _, future in self._pulls.values())
+
+    def status(self) -> dict[str, Any]:
+        with self._lock:
+            files = list(self._memory.values())
+            return {
+                "room": self._room, "used": sum(f.nbytes for f in files),
+                "snapshots": sorted(map(list, self._names)), "pulled": self.pulled,
+                "reused": self.reused, "refused": self.refused, "apart": self.apart,
+            }  # fmt: skip
+
+    def close(self) -> None:
+        """Give up what is being pulled."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._closed = True
+        self._offerers.close()
+
+    # --- one offer --------------------------------------------------------------------------
+    def _opened(self, generation: int, plan: Any) -> bool:
+        """Whether it is known who writes in a generation, from the offer if need be."""
+        try:
+            self._shelf.plan(generation)
+        except KeyError:
+            if plan is None:
+                return False
+            topology = Topology.from_json(plan["topology"])
+            if topology.generation != generation:
+                raise ValueError("the plan is of another generation") from None
+            table = tuple(TensorSpec.from_json(row) for row in plan["table"])
+            self._shelf.open(generation, topology, table)
+        return True
+
+    def _pull_of(self, offered: _Offer) -> tuple[_Name, Future[None]]:
+        """The pull under way for the rank, of whichever step, else a new one."""
+        rank = offered.part.rank
+        under_way = self._pulls.get(rank)
+        if under_way is not None and not under_way[1].done():
+            return under_way
+        self._pulls[rank] = (offered.name, self._threads.submit(self._pull, offered))
+        return self._pulls[rank]
+
+    def _pull(self, offered: _Offer) -> None:
+        part = offered.part
+        memory: MemoryFile | None = None
+        try:
+            source = self._offerers.at(offered.source, part.generation, offered.run)
+            memory, slot = self._slot(part)
+            memory.arena.begin(slot)
+            view = memory.arena.data(slot, part.blob.size)
+            try:
+                again = self._broken.get(part.rank) == offered.name
+                self._spared[offered.name] = self._fill(part, view, source, again)
+                head = bytes(view[: part.blob.data_start])
+            finally:
+                view.release()
+            self._check_head(part, head)
+            self._shelve(offered, memory, slot, head)
+        except BaseException:
+            with self._lock:
+                self.refused += 1
+                self._broken[part.rank] = offered.name
+            raise
+        finally:
+            with self._lock:
+                self._writing.discard(id(memory))
+
+    def _check_head(self, part: Part, head: bytes) -> None:
+        """Raises CorruptError when a blob's header does not list what its part does. A rank's is
+        the same at every step, and parsed once."""
+        if self._heads.get(part.rank) == (head, part.tensors):
+            return
+        if set(parse_header(head, part.blob.key)) != set(part.tensors):
+            raise CorruptError(f"{part.blob.key}: its header does not list what its part does")
+        self._heads[part.rank] = (head, part.tensors)
+
+    def _fill(self, part: Part, view: memoryview, source: Offerer, again: bool) -> int:
+        """Every extent of the blob, from what lies here or over the network, and checked; bytes
+        that lay here. `again`: the slot may hold some of them, from a pull that broke off."""
+        here = self._extents_here(part)
+        missing: list[Extent] = []
+        spared = 0
+        for extent in part.blob.extents():
+            out = view[extent.offset : extent.offset + extent.length]
+            twin = here.get(extent.xxh3)
+            if again and _right(out, extent.xxh3):
+                continue
+            if twin is not None and self._copy(*twin, out) and _right(out, extent.xxh3):
+                spared += extent.length
+                self.reused += extent.length
+                continue
+            missing.append(extent)
+        at = 0
+        while at < len(missing):
+            run = _run(missing, at, source.room)
+            at += len(run)
+            begun = self._clock()
+            self._read(part, run, view, source)
+            source.took(self._clock() - begun, run[-1].offset + run[-1].length - run[0].offset)
+        return spared
+
+    def _read(self, part: Part, run: Sequence[Extent], view: memoryview, source: Offerer) -> None:
+        """Extents that follow one another, in one request; those that came wrong, once more."""
+        client = source.client
+        for attempt in range(ATTEMPTS):
+            start, stop = run[0].offset, run[-1].offset + run[-1].length
+            client.read_into(part.blob.key, start, view[start:stop], COPY)
+            self.pulled += stop - start
+            wrong = [e for e in run if not _right(view[e.offset : e.offset + e.length], e.xxh3)]
+            if not wrong:
+                return
+            run = run[run.index(wrong[0]) : run.index(wrong[-1]) + 1]
+            if attempt == ATTEMPTS - 1:
+                raise CorruptError(
+                    f"{part.blob.key}: {client.address} sent other bytes than it announced in "
+                    f"[{wrong[0].offset}, {wrong[0].offset + wrong[0].length})"
+                )
+
+    def _extents_here(self, part: Part) -> dict[str, tuple[_Name, int]]:
+        """checksum -> where an extent of the same rank lies that has it: snapshot, offset."""
+        found: dict[str, tuple[_Name, int]] = {}
+        wanted = frozenset(part.blob.checksums)
+        with self._lock:
+            names = [name for name in self._names if name[2] == part.rank]
+        for name in names:
+            try:
+                blob = self._shelf.get(*name).part.blob
+            except MissingKeyError:
+                continue
+            if wanted.isdisjoint(blob.checksums):
+                continue
+            found |= {e.xxh3: (name, e.offset) for e in blob.extents() if e.xxh3 in wanted}
+        return found
+
+    def _copy(self, name: _Name, offset: int, out: memoryview) -> bool:
+        try:
+            self._shelf.read_into(*name, offset, out)
+        except (MissingKeyError, CorruptError):
+            return False  # overwritten meanwhile, or shorter: it comes over the network then
+        return True
+
+    # --- slots ------------------------------------------------------------------------------
+    def _slot(self, part: Part) -> tuple[MemoryFile, int]:
+        """Where a rank's part may be written: never over the newest complete step.
+
+        Raises HoldfastError when there is no room.
+        """
+        capacity = slot_capacity(part.blob.size)
+        with self._lock:
+            memory = self._memory.get((part.rank, capacity))
+            if memory is None:
+                self._make_room(part.generation, 2 * capacity)
+                name = f"holdfast-{part.generation}-{part.rank}-copy"
+                memory = MemoryFile(Arena.create(name, 2, capacity))
+                self._memory[part.rank, capacity] = memory
+            newest = self._complete()
+            held = {slot: name for name, (file, slot) in self._names.items() if file is memory}
+            slots = [s for s in range(memory.arena.slots) if s not in held]
+            slots += sorted((s for s in held if held[s][:2] != newest), key=lambda s: held[s])
+            chosen = slots[0]  # of two, one at most is protected
+            if chosen in held:
+                self._drop(held[chosen])
+            if memory.arena.held(chosen):
+                raise HoldfastError(f"the slot for rank {part.rank} is being read")
+            self._writing.add(id(memory))
+            return memory, chosen
+
+    def _shelve(self, offered: _Offer, memory: MemoryFile, slot: int, head: bytes) -> None:
+        """Header last, then onto the shelf; a generation that is complete here ends the older
+        ones."""
+        part = offered.part
+        header = memory.arena.finish(
+            slot, digest(offered.run), part.generation, part.step, part.blob.size, digest(head)
+        )
+        with self._lock:
+            self._shelf.put(Snapshot(part, offered.stored, memory, slot, header, own=False))
+            self._names[offered.name] = (memory, slot)
+            self._writing.discard(id(memory))
+            newest = self._complete()
+            if newest is not None:
+                self._forget(lambda name: name[0] < newest[0])
+                self._ranks = {g: r for g, r in self._ranks.items() if g >= newest[0]}
+
+    def _complete(self) -> tuple[int, int] | None:
+        """(generation, step) of the newest step of which every announced rank lies here."""
+        steps: dict[tuple[int, int], set[int]] = {}
+        for generation, step, rank in filter(self._on_shelf, self._names):
+            steps.setdefault((generation, step), set()).add(rank)
+        whole = [key for key, ranks in steps.items() if ranks >= self._ranks.get(key[0], ranks)]
+        return max(whole, default=None)
+
+    def _make_room(self, generation: int, need: int) -> None:
+        """Let go what older generations hold, as far as `need` bytes ask for it: what is not
+        complete first."""
+        newest = self._complete()
+        for spared in (newest, None):
+            if self._used() + need <= self._room:
+                return
+            old = {name for name in self._names if name[0] < generation and name[:2] != spared}
+            self._forget(old.__contains__)
+        if self._used() + need > self._room:
+            raise HoldfastError(
+                f"no room for a copy of {need // 2} bytes in two slots: {self._used()} of "
+                f"{self._room} bytes are taken"
+            )
+
+    def _used(self) -> int:
+        return sum(file.nbytes for file in self._memory.values())
+
+    def _forget(self, gone: Callable[[_Name], bool]) -> None:
+        """Drop snapshots, and the memory files that hold none any more."""
+        for name in [name for name in self._names if gone(name)]:
+            self._drop(name)
+        used = {id(file) for file, _ in self._names.values()} | self._writing
+        self._memory = {key: file for key, file in self._memory.items() if id(file) in used}
+        ranks = {rank for rank, _ in self._memory}
+        self._heads = {rank: head for rank, head in self._heads.items() if rank in ranks}
+
+    def _drop(self, name: _Name) -> None:
+        del self._names[name]
+        self._spared.pop(name, None)
+        self._shelf.drop(*name)
+
+    def _on_shelf(self, name: _Name) -> bool:
+        try:
+            self._shelf.get(*name)
+        except MissingKeyError:
+            return False
+        return True
+
+
+def _run(extents: Sequence[Extent], at: int, room: int) -> Sequence[Extent]:
+    """Extent number `at`, and those behind it without a gap, up to `room` bytes in all."""
+    stop = at + 1
+    end = extents[at].offset + extents[at].length
+    while stop < len(extents) and extents[stop].offset == end:
+        end += extents[stop].length
+        if end - extents[at].offset > room:
+            break
+        stop += 1
+    return extents[at:stop]
+
+
+def _right(view: memoryview, checksum: str) -> bool:
+    return bool(xxh3_128_hexdigest(view) == checksum)

@@ -1,0 +1,241 @@
+"""Another machine's memory as a source of a restore: its inventory, and ranged reads of its blobs.
+
+The inventory is one signed request when the source is opened; after that `has` needs none. Whoever
+restores has opened its generation first and asks with it, so what the peer lists cannot be added to
+by anything older. Bytes are checked by whoever reads them, as those of every source.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from holdfast.checkpoint.memory.snapshot_store import Held
+from holdfast.checkpoint.peers.client import RESTORE, PeerClient
+from holdfast.checkpoint.peers.config import Peer
+from holdfast.checkpoint.restore.sources import Scatter
+from holdfast.core.format.manifest import Part
+from holdfast.core.sharding.state_table import StateTable, TensorSpec
+from holdfast.errors import HoldfastError
+from holdfast.layout import Topology
+from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import MissingKeyError, Reads
+
+OPEN_SECONDS = 5.0
+"""A peer that does not answer within this time is not restored from."""
+READ_SECONDS = 20.0
+"""A peer that sends nothing for so long is given up; the next source is asked."""
+READS = Reads(4, 8 * 2**20)
+ASKED = 64
+"""Peers that are asked for their inventory at a time."""
+
+
+class PeerSource:
+    """Snapshots on one peer's shelf. Safe to use from any thread."""
+
+    reads = READS
+
+    def __init__(
+        self, name: str, address: str, secret: Secret, generation: int, run: str = ""
+    ) -> None:
+        """Ask for the inventory.
+
+        Raises PeerError, AuthError, FencedError, and CorruptError for a manifest that is broken.
+        """
+        self.name = name
+        self.address = address
+        asking = PeerClient(address, secret, generation, run, timeout=OPEN_SECONDS)
+        try:
+            value = asking.inventory()
+        finally:
+            asking.close()
+        self._client = PeerClient(address, secret, generation, run, timeout=READ_SECONDS)
+        self._held: list[Held] = []
+        self._keys: set[str] = set()
+        for text in value["snapshots"]:
+            stored = str(text).encode()
+            part = Part.from_bytes(stored, f"a part manifest of {name}")
+            self._keys.add(part.blob.key)
+            self._held.append(Held(part.generation, part.step, part.rank, part.blob.size, stored))
+        self._plans: dict[int, tuple[Topology, StateTable]] = {
+            int(number): (
+                Topology.from_json(plan["topology"]),
+                tuple(TensorSpec.from_json(row) for row in plan["table"]),
+            )
+            for number, plan in value["plans"].items()
+        }
+
+    def inventory(self) -> list[Held]:
+        """Newest step first, as of when this source was opened."""
+        return list(self._held)
+
+    def plan(self, generation: int) -> tuple[Topology, StateTable]:
+        """Raises KeyError for a generation that the peer does not know."""
+        return self._plans[generation]
+
+    def has(self, key: str) -> bool:
+        return key in self._keys
+
+    def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
+        """Raises MissingKeyError, PeerError, AuthError, FencedError."""
+        view = buffer[:length]
+        self._client.read_into(key, start, view, RESTORE)
+        return view
+
+    def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Raises as `data` does."""
+        self._client.scatter(key, start, outs, RESTORE)
+
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out`; raises as `data` does."""
+        self._client.read_into(key, start, out, RESTORE)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def open_peers(
+    peers: Sequence[Peer], secret: Secret, generation: int, run: str = ""
+) -> tuple[list[PeerSource], list[tuple[str, str]]]:
+    """A source for every peer that answers, in the order given, and (name, reason) of the others.
+    They are asked at once, so that those which are gone cost OPEN_SECONDS together."""
+    if not peers:
+        return [], []
+
+    def ask(peer: Peer) -> PeerSource | str:
+        try:
+            return PeerSource(f"peer {peer.name}", peer.address, secret, generation, run)
+        except (HoldfastError, KeyError, TypeError, ValueError) as error:
+            return str(error)
+
+    with ThreadPoolExecutor(min(len(peers), ASKED), "ask") as threads:
+        answers = list(threads.map(ask, peers))
+    found = [answer for answer in answers if isinstance(answer, PeerSource)]
+    silent = [
+        (peer.name, answer)
+        for peer, answer in zip(peers, answers, strict=True)
+        if isinstance(answer, str)
+    ]
+    return found, silent
+
+
+class PeerBlobs:
+    """Some blobs on one peer's shelf, for a reader that has been told which: no inventory needed.
+    Safe to use from any thread."""
+
+    reads = READS
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        keys: Collection[str],
+        secret: Secret,
+        generation: int,
+        run: str = "",
+    ) -> None:
+        """Raises ValueError for what is no address."""
+        self.name = name
+        self._keys = frozenset(keys)
+        self._client = PeerClient(address, secret, generation, run, timeout=READ_SECONDS)
+
+    def has(self, key: str) -> bool:
+        return key in self._keys
+
+    def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
+        """Raises MissingKeyError, PeerError, AuthError, FencedError."""
+        view = buffer[:length]
+        self._client.read_into(key, start, view, RESTORE)
+        return view
+
+    def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Raises as `data` does."""
+        self._client.scatter(key, start, outs, RESTORE)
+
+    def close(self) -> None:
+        self._client.close()
+
+
+class PeerMemories:
+    """All peers of a mover as one place where snapshots are looked for. Each inventory is asked
+    for anew, with the generation that rules then, so that whatever answers is fenced by it."""
+
+    name = "peers"
+    reads = READS
+    scatter: Scatter | None = None
+
+    def __init__(
+        self,
+        peers: Sequence[Peer],
+        secret: Secret,
+        generation: Callable[[], int],
+        silent: Callable[[str, str], None] = lambda name, reason: None,
+        run: str = "",
+    ) -> None:
+        """`silent(name, reason)` is called for each peer that does not answer."""
+        self._static, self._secret, self._run = tuple(peers), secret, run
+        self._peers = self._static
+        self._generation, self._silent = generation, silent
+        self._asked: frozenset[Peer] = frozenset()
+        self._asking = threading.Lock()
+        self._sources: list[PeerSource] = []
+
+    def follow(self, peers: Sequence[Peer]) -> None:
+        """Look at these from now on, beside those that the run file names: whoever is gone is not
+        waited for any more."""
+        named = {peer.name: peer for peer in (*self._static, *peers)}
+        self._peers = tuple(named.values())
+
+    def inventory(self) -> list[Held]:
+        with self._asking:
+            return [line for source in self._opened() for line in source.inventory()]
+
+    def _opened(self) -> list[PeerSource]:
+        """Ask everybody anew; those that answer."""
+        peers = self._peers
+        sources, silent = open_peers(peers, self._secret, self._generation(), self._run)
+        old, self._sources = self._sources, sources
+        self._asked = frozenset(peers)
+        for source in old:
+            source.close()
+        for name, reason in silent:
+            self._silent(name, reason)
+        return sources
+
+    def plan(self, generation: int) -> tuple[Topology, StateTable]:
+        """Raises KeyError for a generation that no peer knows."""
+        for source in self._sources:
+            with suppress(KeyError):
+                return source.plan(generation)
+        raise KeyError(generation)
+
+    def has(self, key: str) -> bool:
+        return any(source.has(key) for source in self._sources)
+
+    def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
+        """From the first peer that gives it. Raises what the last one raised."""
+        error: HoldfastError = MissingKeyError(f"no peer has {key}")
+        for source in self._sources:
+            if source.has(key):
+                try:
+                    return source.data(key, start, length, buffer)
+                except HoldfastError as raised:
+                    error = raised
+        raise error
+
+    def holders(self, keys: Collection[str]) -> list[dict[str, Any]]:
+        """Who has which of these blobs, as JSON: enough to make a PeerBlobs of each. Whoever has
+        not been asked yet is asked."""
+        with self._asking:
+            if not self._asked >= frozenset(self._peers):
+                self._opened()
+        found = []
+        for source in self._sources:
+            here = sorted(key for key in keys if source.has(key))
+            if here:
+                about = {"name": source.name, "address": source.address, "run": self._run}
+                found.append({**about, "keys": here})
+        return found

@@ -1,0 +1,44 @@
+"""A staging machine: a mover alone, on a machine that stays, keeping what others send it.
+
+It has no run folder, no workers and no agent, and writes nothing to disk: what it keeps is a copy,
+and goes with its process. (ACUTE, IEEE Access 2024, calls such a machine its staging node.)
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.checkpoint.memory.snapshot_store import Shelf
+from holdfast.checkpoint.peers.config import PeerSettings
+from holdfast.checkpoint.peers.peer_tier import Peers
+from holdfast.events import RequestsRefused
+from holdfast.wire.http.refusals import Refusals
+from holdfast.wire.secret import Secret
+
+
+class Stage:
+    """Listens from the start until `close`."""
+
+    def __init__(
+        self, bound: socket.socket, secret: Secret, room: int,
+        refused: Callable[[RequestsRefused], None] = lambda event: None,
+    ) -> None:  # fmt: skip
+        """`room`: bytes of memory that copies may take, two slots a rank. `refused` is told of
+        requests that were refused, at most once a minute, on a thread of its own."""
+        self.shelf = Shelf()
+        self._peers = Peers(
+            PeerSettings(room=room), self.shelf, secret, None, lambda event: None, bound,
+            refusals=Refusals(refused),
+        )  # fmt: skip
+
+    @property
+    def address(self) -> str:
+        return self._peers.address
+
+    def status(self) -> dict[str, Any]:
+        return self._peers.status()
+
+    def close(self) -> None:
+        self._peers.close()

@@ -1,0 +1,206 @@
+"""Which bytes of which blobs fill the wanted boxes: arithmetic alone, nothing is read here.
+
+Wanted boxes are intersected with the stored ones into moves (contiguous runs of bytes). The extents
+that moves touch are joined with their neighbours into stretches, each of which is read at once. So
+an extent that no wanted box touches is never read, and none is read twice, however many boxes lie
+in it. The cost is one of moves and stretches, not of extents.
+
+A stretch whose bytes go to few places is read straight into them (`Stretch.places`): nothing is
+copied then, and what nobody wants of its first and last extent goes to a buffer, because checksums
+cover it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from holdfast.core.format.manifest import Blob, Placed
+from holdfast.core.sharding.boxes import Box, runs
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+FEW, PLACE_BYTES = 8, 32 * 2**10
+"""A stretch is read straight into its places when they are few, or hold so many bytes on average:
+every place costs some of a request, every byte that is read elsewhere first costs a copy."""
+
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+
+
+class Move(NamedTuple):
+    """`length` bytes from byte `start` of a blob to byte `at` of a target."""
+
+    start: int
+    length: int
+    target: Bytes
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """One stored box: where its first byte lies."""
+
+    placed: Placed
+    blob: Blob
+
+    @property
+    def start(self) -> int:
+        return self.blob.data_start + self.placed.start
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Extents [first, last) of a blob, and what is wanted of them, in the order of its bytes."""
+
+    blob: Blob
+    first: int
+    last: int
+    moves: list[Move] = field(default_factory=list)
+
+    @property
+    def start(self) -> int:
+        return self.first * self.blob.extent_bytes
+
+    @property
+    def stop(self) -> int:
+        return min(self.last * self.blob.extent_bytes, self.blob.size)
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def direct(self) -> bool:
+        """Whether its places are few, or long, enough to be read into."""
+        return len(self.moves) <= max(FEW, self.length // PLACE_BYTES)
+
+    def places(self, buffer: memoryview) -> list[memoryview] | None:
+        """Where the bytes go, one place after the other; those that nobody wants have one in
+        `buffer`. None when that would be many small places, or when two want the same byte."""
+        if not self.direct:
+            return None
+        start, stop = self.start, self.stop
+        places: list[memoryview] = []
+        at, used = start, 0  # what nobody wants lies close together: few pages, soon in the cache
+        for begin, length, target, low in self.moves:
+            if begin < at:
+                return None
+            if begin > at:
+                places.append(buffer[used : used + begin - at])
+                used += begin - at
+            places.append(target.data[low : low + length])
+            at = begin + length
+        if at < stop:
+            places.append(buffer[used : used + stop - at])
+        return places
+
+
+def moves_into(box: Box, item: int, target: Bytes, stored: Sequence[StoredBox]) -> tuple[
+    list[tuple[Blob, Move]], int
+]:  # fmt: skip
+    """What fills `target` with the box's elements of `item` bytes, and how many elements come."""
+    found: list[tuple[Blob, Move]] = []
+    count = 0
+    for held in stored:
+        for run in runs(held.placed.box, box):
+            start = held.start + run.source * item
+            found.append((held.blob, Move(start, run.length * item, target, run.target * item)))
+            count += run.length
+    return found, count
+
+
+def stretches(moves: Sequence[tuple[Blob, Move]], limit: Callable[[Blob], int]) -> list[Stretch]:
+    """All moves in stretches of at most `limit` bytes (or one extent), in the order of the bytes
+    of each blob."""
+    blobs: dict[str, Blob] = {}
+    by_blob: defaultdict[str, list[Move]] = defaultdict(list)
+    for blob, move in moves:
+        blobs[blob.key] = blob
+        by_blob[blob.key].append(move)
+    out: list[Stretch] = []
+    for key in sorted(by_blob):
+        blob, wanted = blobs[key], sorted(by_blob[key], key=itemgetter(0))
+        out += _of_blob(blob, wanted, max(1, limit(blob) // blob.extent_bytes))
+    return out
+
+
+def shortened(found: Sequence[Stretch], most: int) -> list[Stretch]:
+    """The same, but those that go through a buffer have at most `most` bytes (or one extent)."""
+    out: list[Stretch] = []
+    for stretch in found:
+        size = stretch.blob.extent_bytes
+        if stretch.direct or stretch.length <= max(most, size):
+            out.append(stretch)
+        else:
+            out += _of_blob(stretch.blob, stretch.moves, max(1, most // size))
+    return out
+
+
+def _of_blob(blob: Blob, moves: Sequence[Move], most: int) -> list[Stretch]:
+    """`moves` in the order of their starts; at most `most` extents in a stretch."""
+    size = blob.extent_bytes
+    spans: list[tuple[int, int]] = []
+    for start, length, _, _ in moves:
+        first, last = start // size, -(-(start + length) // size)
+        if spans and first <= spans[-1][1]:
+            first, last = spans[-1][0], max(last, spans[-1][1])
+            spans.pop()
+        spans.append((first, last))
+    cut = [
+        Stretch(blob, low, min(low + most, last))
+        for first, last in spans
+        for low in range(first, last, most)
+    ]
+    starts = [stretch.start for stretch in cut]
+    for move in moves:
+        number, stop = bisect_right(starts, move.start) - 1, move.start + move.length
+        while number < len(cut) and starts[number] < stop:
+            stretch = cut[number]
+            stretch.moves.append(within(move, stretch.start, stretch.stop))
+            number += 1
+    return cut
+
+
+def within(move: Move, start: int, stop: int) -> Move:
+    """The part of a move that lies in bytes [start, stop) of the blob."""
+    if start <= move.start and move.start + move.length <= stop:
+        return move
+    low, high = max(move.start, start), min(move.start + move.length, stop)
+    return Move(low, high - low, move.target, move.at + low - move.start)
+
+
+def copy_out(offset: int, view: memoryview, moves: Sequence[Move]) -> None:
+    """Copy what moves want of `view`, which holds a blob's bytes from `offset` on."""
+    import numpy as np  # a mover starts in a third less without it, and few ever copy
+
+    source = np.frombuffer(view, np.uint8)
+    stop = offset + len(source)
+    for move in moves:
+        start, length, target, at = within(move, offset, stop)
+        if length > 0:
+            target[at : at + length] = source[start - offset : start - offset + length]
+
+
+def copy_into(places: Sequence[memoryview], at: int, view: memoryview) -> None:
+    """Write `view` over the places, from byte `at` of them all on."""
+    done = 0
+    for place in places:
+        low = at + done
+        count = min(len(place) - low, len(view) - done) if low < len(place) else 0
+        if count > 0:
+            place[low : low + count] = view[done : done + count]
+            done += count
+        at -= len(place)
+
+
+def flat(out: Any) -> Bytes:
+    """A writable buffer as bytes, without copying."""
+    import numpy as np
+
+    return np.frombuffer(memoryview(out).cast("B"), np.uint8)

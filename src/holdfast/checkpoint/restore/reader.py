@@ -1,0 +1,200 @@
+"""Reading checkpoints: one read path, on any layout.
+
+`Checkpoint.open` is one GET of the commit object; after that every read is a ranged read of some
+blob. A wanted box is intersected with the boxes that are stored, only the extents that hold
+common bytes are read, each is checked before a byte of it is used, and each byte is copied once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+
+from holdfast.checkpoint.format.box_index import Index
+from holdfast.checkpoint.restore.read_plan import (
+    Move,
+    StoredBox,
+    copy_out,
+    flat,
+    moves_into,
+    shortened,
+    stretches,
+)
+from holdfast.checkpoint.restore.read_pool import Reader
+from holdfast.checkpoint.restore.sources import Mixed, Readable, StoreSource, Tally
+from holdfast.core.format.manifest import (
+    Blob,
+    Commit,
+    Extent,
+)
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.state_table import ITEM_BYTES, TensorSpec
+from holdfast.errors import CheckpointError, CorruptError
+from holdfast.wire.store.run_store import RunStore
+
+STRETCH_BYTES = 8 * 2**20
+CACHE_BYTES = 256 * 2**20
+OPENING_THREADS = 8
+
+
+class Checkpoint:
+    """The state after one step, readable by box.
+
+    `read_all` fills many boxes in one pass and is what a restore uses. `read` fills one; recently
+    read extents are kept for it, up to `cache_bytes`: the tensors of a sharded run lie side by
+    side in every writer's blob, so that reading them one after the other comes back to the same
+    extents.
+    """
+
+    def __init__(
+        self, store: Readable | Mixed, commit: Commit, cache_bytes: int = CACHE_BYTES
+    ) -> None:
+        self.commit = commit
+        self._mixed = store if isinstance(store, Mixed) else Mixed([StoreSource(store)])
+        self._specs = {spec.name: spec for spec in commit.table}
+        self._cache_bytes = cache_bytes
+        self._cache: dict[tuple[str, int], memoryview] = {}  # (blob, offset), oldest use first
+        self._cached = 0
+
+    @staticmethod
+    def open(store: RunStore, key: str) -> Checkpoint:
+        """Raises MissingKeyError, CorruptError, CheckpointError (a newer format)."""
+        return Checkpoint(store, Commit.from_bytes(store.get(key), key))
+
+    @property
+    def step(self) -> int:
+        return self.commit.step
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return self.commit.table
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(self._mixed.tally.bytes.values())
+
+    @property
+    def tally(self) -> Tally:
+        """What reading has cost so far."""
+        return self._mixed.tally
+
+    def spec(self, name: str) -> TensorSpec:
+        """Raises CheckpointError for a name that is not in the checkpoint."""
+        try:
+            return self._specs[name]
+        except KeyError:
+            raise CheckpointError(
+                f"there is no tensor {name}", where=self.commit.key,
+                remedy="restore with the model of the run that wrote it",
+            ) from None  # fmt: skip
+
+    def read(self, box: Box, out: memoryview) -> None:
+        """Fill `out` with the box's elements, row-major.
+
+        Raises CheckpointError when the tensor is not there or the box leaves its shape, and
+        CorruptError when an extent does not have its checksum; `out` is then worthless.
+        """
+        for stretch in stretches(self._moves(box, out), lambda blob: STRETCH_BYTES):
+            blob = stretch.blob
+            extents = list(blob.extents(stretch.start, stretch.stop))
+            found = self._remembered(blob, extents)
+            missing = [extent for extent in extents if extent.offset not in found]
+            found |= self._fetch(blob, missing)
+            for one in stretches([(blob, move) for move in stretch.moves], lambda blob: 0):
+                copy_out(one.start, found[one.start], one.moves)
+                self._keep((blob.key, one.start), found[one.start])
+
+    def read_all(
+        self,
+        wanted: Iterable[tuple[Box, memoryview]],
+        alive: Callable[[], None] = lambda: None,
+        threads: int | None = None,
+    ) -> None:
+        """Fill every `out` with its box's elements: each extent that holds some of them is read
+        once, and checked before this returns. Memory beside the targets is a few megabytes a
+        thread; by default there are as many threads as the source that wants most requests under
+        way. `alive` is called every second or so. Raises as `read` does."""
+        begun = time.perf_counter()
+        moves = [move for box, out in wanted for move in self._moves(box, out)]
+        best = {key: self._mixed.best(key) for key in {blob.key for blob, _ in moves}}
+        work = stretches(moves, lambda blob: best[blob.key].bytes)
+        work = shortened(work, STRETCH_BYTES)
+        self._mixed.spent("plan", time.perf_counter() - begun)
+        if threads is None:
+            threads = max((reads.requests for reads in best.values()), default=1)
+        Reader(self._mixed, threads).read(work, alive)
+
+    def _moves(self, box: Box, out: memoryview) -> list[tuple[Blob, Move]]:
+        spec = self.spec(box.name)
+        item = ITEM_BYTES[spec.dtype]
+        inside = len(box.offsets) == len(box.lengths) == len(spec.shape) and all(
+            0 <= start <= stop <= size
+            for start, stop, size in zip(box.offsets, box.stops, spec.shape, strict=True)
+        )
+        if not inside:
+            raise CheckpointError(
+                f"{box.name} has the shape {spec.shape} there, the box {box.lengths} at "
+                f"{box.offsets} is outside", where=self.commit.key,
+                remedy="restore with the model of the run that wrote it",
+            )  # fmt: skip
+        if out.nbytes != box.size * item:
+            raise ValueError(f"{box.name}: {out.nbytes} bytes for {box.size} of {spec.dtype}")
+        if not box.size:
+            return []
+        stored = [StoredBox(p, blob) for p, blob in self._index.of(box)]
+        moves, count = moves_into(box, item, flat(out), stored)
+        if count != box.size:
+            raise CorruptError(f"{self.commit.key}: {box.name} is not covered")
+        return moves
+
+    @cached_property
+    def _index(self) -> Index:
+        return Index(self.commit)
+
+    def _remembered(self, blob: Blob, extents: Sequence[Extent]) -> dict[int, memoryview]:
+        """What is remembered of some extents, by offset; taken out, to be put back as newest."""
+        found: dict[int, memoryview] = {}
+        for extent in extents:
+            view = self._cache.pop((blob.key, extent.offset), None)
+            if view is not None:
+                self._cached -= len(view)
+                found[extent.offset] = view
+        return found
+
+    def _fetch(self, blob: Blob, missing: Sequence[Extent]) -> dict[int, memoryview]:
+        """Checked extents by offset, neighbours read together."""
+        found: dict[int, memoryview] = {}
+        while missing:
+            count = 1
+            while count < len(missing) and (
+                missing[count].offset == missing[count - 1].offset + missing[count - 1].length
+            ):
+                count += 1
+            length = sum(extent.length for extent in missing[:count])
+            buffer = memoryview(bytearray(length))
+            for extent, view in self._mixed.extents(blob, missing[:count], buffer):
+                own = view.obj is buffer.obj  # else it lies in memory that may be written again
+                found[extent.offset] = view if own else memoryview(bytes(view))
+            missing = missing[count:]
+        self._mixed.confirm()
+        return found
+
+    def _keep(self, place: tuple[str, int], view: memoryview) -> None:
+        """Remember an extent; the longest unused ones make way."""
+        self._cache[place] = view
+        self._cached += len(view)
+        while self._cache and self._cached > self._cache_bytes:
+            self._cached -= len(self._cache.pop(next(iter(self._cache))))
+
+
+def _neighbours(blob: Blob) -> Iterator[list[Extent]]:
+    """All extents of a blob, as many at a time as are read together."""
+    together: list[Extent] = []
+    for extent in blob.extents():
+        if together and extent.offset + extent.length - together[0].offset > STRETCH_BYTES:
+            yield together
+            together = []
+        together.append(extent)
+    if together:
+        yield together

@@ -1,0 +1,50 @@
+"""Parts of a step that only other machines' memory holds, as what a durable save is made of.
+
+A generation may begin from a step that no run store has and no arena of this node: its parts are
+then read from the peers, extent by extent and each checked, straight into the run store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from xxhash import xxh3_128_hexdigest
+
+from holdfast.checkpoint.restore.sources import MemorySource, Mixed
+from holdfast.core.format.manifest import Blob, Commit, Part
+from holdfast.errors import HoldfastError
+from holdfast.wire.store.run_store import MissingKeyError
+
+
+def parts_held(
+    memories: Sequence[MemorySource], commit: Commit, ranks: Collection[int]
+) -> list[tuple[Part, bytes]]:
+    """The sealed manifests of these ranks, as some memory has them and the commit object names
+    them. Raises MissingKeyError for a rank whose manifest nobody has."""
+    if not ranks:
+        return []
+    due = {writer.part_xxh3: writer.rank for writer in commit.writers if writer.rank in ranks}
+    found: dict[int, tuple[Part, bytes]] = {}
+    for memory in memories:
+        try:
+            lines = memory.inventory()
+        except HoldfastError:
+            continue  # that machine is out of reach
+        for line in lines:
+            rank = due.get(xxh3_128_hexdigest(line.stored))
+            if rank is not None:
+                part = Part.from_bytes(line.stored, f"{memory.name}, rank {rank}")
+                found.setdefault(rank, (part, line.stored))
+    missing = sorted(set(ranks) - set(found))
+    if missing:
+        raise MissingKeyError(f"nobody has the parts of ranks {missing} any more")
+    return [found[rank] for rank in sorted(found)]
+
+
+def checked(memories: Sequence[MemorySource], blob: Blob) -> Iterator[memoryview]:
+    """A blob's bytes; each view holds until the next one is asked for. Raises as Mixed does."""
+    mixed = Mixed(memories)
+    buffer = memoryview(bytearray(min(blob.extent_bytes, blob.size)))
+    for extent in blob.extents():
+        for _, view in mixed.extents(blob, [extent], buffer):
+            yield view

@@ -1,0 +1,120 @@
+"""What is removed from the run store: checkpoints past their keep, and what no commit names.
+
+The commit object goes first, the bytes after it: at every moment each commit object that exists
+is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.core.format.manifest import (
+    blob_key,
+    commit_key,
+    data_prefix,
+    parse_commit_key,
+    parse_save_key,
+    part_key,
+    part_prefix,
+    writer_name,
+)
+from holdfast.policy.saving.retention import removable
+from holdfast.wire.store.run_store import RunStore
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Retention as the run file has it."""
+
+    last: int
+    every: int = 0
+
+
+def retain(
+    store: RunStore, keep: Keep, verified: Collection[int], rejected: Collection[str],
+    spared: Collection[str] = (),
+) -> list[str]:  # fmt: skip
+    """Remove what need not be kept; the keys of the commit objects that went.
+
+    spared: keys that somebody reads just now; they go the next time.
+    """
+    gone = [key for key in going(store, keep, verified, rejected) if key not in spared]
+    for key in gone:
+        store.delete(key)
+        if position := parse_commit_key(key):
+            discard(store, position[1], position[0])
+    return gone
+
+
+def going(
+    store: RunStore, keep: Keep, verified: Collection[int], rejected: Collection[str]
+) -> list[str]:
+    """The commit objects that `retain` would remove, newest first.
+
+    A checkpoint that was rejected counts for nothing; it stays as evidence for as long as an
+    older one that is kept.
+    """
+    keys = [(position, key) for key in listing(store) if (position := parse_commit_key(key))]
+    good = {step for (step, _), key in keys if key not in rejected}
+    gone = set(removable(good, keep.last, keep.every, verified))
+    oldest = min(good - gone, default=0)
+    return [key for (step, _), key in keys if step in gone or (key in rejected and step < oldest)]
+
+
+def left_behind(store: RunStore, generation: int, start: int | None) -> list[str]:
+    """Commit objects of older generations later than the step that `generation` began from: who
+    wrote them was fenced and did not know it yet."""
+    found = ((key, parse_commit_key(key)) for key in listing(store))
+    return [
+        key
+        for key, at in found
+        if at and start is not None and at[1] < generation and at[0] > start
+    ]
+
+
+def discard(store: RunStore, generation: int, step: int) -> int:
+    """Remove parts and blobs that no commit object names, manifests first; how many.
+
+    Those of a committed checkpoint are left alone, whoever asks.
+    """
+    if commit_key(generation, step) in listing(store):
+        return 0
+    keys = [*store.list(part_prefix(generation, step)), *store.list(data_prefix(generation, step))]
+    for key in keys:
+        store.delete(key)
+    return len(keys)
+
+
+def discard_parts(store: RunStore, generation: int, step: int, ranks: Collection[int]) -> None:
+    """Remove what these ranks have written of a step that cannot be committed, manifests first."""
+    for rank in sorted(ranks):
+        store.delete(part_key(generation, step, writer_name(rank)))
+        store.delete(blob_key(generation, step, writer_name(rank)))
+
+
+def sweep(store: RunStore, generation: int, spare: Collection[tuple[int, int]] = ()) -> int:
+    """Remove what older generations began and never committed, objects and halves of objects, but
+    for `spare` (step, generation); the number removed.
+
+    They are fenced, so nobody can complete it any more; but whoever had looked at the fence just
+    before the present generation was opened may make a commit object meanwhile. It goes with what
+    it names. One that is made later still is taken back by who made it (`save.try_commit`).
+    """
+    count = store.sweep("commits/")
+    for prefix in ("parts/", "data/"):
+        count += store.sweep(prefix, keep=f"{prefix}{generation:010d}/")
+    committed = {parse_commit_key(key) for key in listing(store)} | set(spare)
+    gone = set()
+    for key in (*store.list("parts/"), *store.list("data/")):
+        found = parse_save_key(key)
+        if found and found[1] < generation and found not in committed:
+            store.delete(key)
+            gone.add(found)
+            count += 1
+    for key in listing(store) if gone else ():
+        if parse_commit_key(key) in gone:
+            store.delete(key)
+            count += 1
+    return count

@@ -1,0 +1,100 @@
+"""A checkpoint written by one process, from tensors that come from elsewhere.
+
+Used to make a step-0 checkpoint out of a Hugging Face folder. Same format, same order of writing,
+same fence as a checkpoint of a run: one writer, rank 0, which holds everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from holdfast.checkpoint.format.blob import Bytes, header
+from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.save import retention
+from holdfast.checkpoint.save.writer import check_fence, try_commit, write_part
+from holdfast.core.format.manifest import Commit, Placed, commit_key, placed
+from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.state_table import TensorSpec
+from holdfast.errors import CheckpointError
+from holdfast.layout import Layout, place
+from holdfast.wire.store.run_store import MissingKeyError, RunStore
+
+
+class Source(NamedTuple):
+    """One tensor: dtype by safetensors' name, global shape, and its bytes, row-major, in chunks
+    (which are asked for once, when their turn comes)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: Iterable[Bytes]
+
+
+def write_single(
+    store: RunStore,
+    generation: int,
+    step: int,
+    tensors: Iterable[Source],
+    meta: Mapping[str, Any],
+    *,
+    config_hash: str = "",
+    dataset_version: str = "",
+    shard_dim: int | None = 0,
+    extent_bytes: int = 16 * 2**20,
+) -> Commit:
+    """Write and commit the state after `step`.
+
+    Tensors are kept in the order given. Raises CheckpointError when this step is committed
+    already or a tensor's bytes do not match its shape, FencedError when a newer generation
+    exists, and what the store raises; after an error nothing is left in the store.
+    """
+    sources = list(tensors)
+    table = tuple(TensorSpec(s.name, s.dtype, s.shape, _cut(s.shape, shard_dim)) for s in sources)
+    if len({spec.name for spec in table}) != len(table):
+        raise CheckpointError("a tensor's name comes twice")
+    if _taken(store, commit_key(generation, step)):
+        raise CheckpointError(
+            f"step {step} of generation {generation} is committed already",
+            remedy="import into a run folder that has no checkpoint",
+        )
+    topology = place(Layout(), generation, ("import",))
+    plan = Plan(generation, topology, table, config_hash, dataset_version, extent_bytes)
+    layout = placed((whole(spec.name, spec.shape) for spec in table), table)
+    head = header(layout)
+    check_fence(store, generation)
+    retention.discard(store, generation, step)  # left by an import that was killed before it ended
+    write_part(store, plan, step, 0, _content(head, layout, sources), len(head), layout, meta)
+    try:
+        commit = try_commit(store, plan, step)
+    except Exception:
+        retention.discard(store, generation, step)
+        raise
+    assert commit is not None
+    return commit
+
+
+def _cut(shape: Sequence[int], shard_dim: int | None) -> int | None:
+    """A scalar has no dim to cut."""
+    return shard_dim if shape else None
+
+
+def _taken(store: RunStore, key: str) -> bool:
+    try:
+        store.size(key)
+    except MissingKeyError:
+        return False
+    return True
+
+
+def _content(head: bytes, layout: Sequence[Placed], sources: Sequence[Source]) -> Iterator[Bytes]:
+    """The blob's bytes, one tensor at a time, in the layout's order."""
+    chunks = {source.name: source.chunks for source in sources}
+    yield head
+    for p in layout:
+        count = 0
+        for chunk in chunks[p.box.name]:
+            count += memoryview(chunk).nbytes
+            yield chunk
+        if count != p.nbytes:
+            raise CheckpointError(f"{p.box.name}: {count} bytes came, {p.nbytes} are due")

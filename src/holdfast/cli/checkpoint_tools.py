@@ -1,0 +1,218 @@
+"""`holdfast checkpoint diff | copy | prune`: compare, copy and remove checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from holdfast.cli.output import print_json, print_table, say
+from holdfast.cli.progress import Progress
+from holdfast.cli.read_errors import speak
+from holdfast.errors import CheckpointError
+from holdfast.launch.runs import open_run
+from holdfast.report.formatting import count, size
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.restore.inspect import Difference
+    from holdfast.checkpoint.restore.reader import Checkpoint
+    from holdfast.wire.store.run_store import RunStore
+
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+MIB = 2**20
+
+
+# --- diff -----------------------------------------------------------------------------------
+def diff(
+    first: Annotated[str, typer.Argument(help="RUN, RUN@STEP or RUN@newest")],
+    second: Annotated[str, typer.Argument(help="the same")],
+    json: Json = False,
+) -> int:
+    """Compare two checkpoints, byte by byte. Exit code 1 if a tensor differs.
+
+    They may be of one run or of two, in any layouts. Prints which tensors only one of them has,
+    which have another shape or dtype, and which have other bytes: how many elements, and the
+    largest absolute difference. Without a step, a run's newest checkpoint is meant.
+
+    \b
+    Example:
+      holdfast checkpoint diff runs/a@100 runs/a@200
+      holdfast checkpoint diff runs/a runs/b
+    """
+    from holdfast.checkpoint.restore.inspect import compare, differences_as_json
+
+    (a, where), (b, other) = _named(first), _named(second)
+    with speak(where), speak(other), Progress() as progress:
+        found = compare(
+            a, b, lambda done, total: progress.show("compared MiB", done // MIB, total // MIB)
+        )
+    if json:
+        print_json({"first": a.commit.key, "second": b.commit.key, **differences_as_json(found)})
+    elif found.differences:
+        print_table(
+            [(d.name, _difference(d)) for d in found.differences.values()],
+            head=("tensor", "difference"),
+        )
+        say(f"{len(found.differences)} tensors differ, {found.same} are the same")
+    else:
+        say(f"all {found.same} tensors are the same")
+    return 1 if found.differences else 0
+
+
+def _named(argument: str) -> tuple[Checkpoint, Path]:
+    """The checkpoint that RUN@STEP names, and its run folder."""
+    from holdfast.checkpoint.restore.inspect import NEWEST, find
+    from holdfast.checkpoint.restore.reader import Checkpoint
+
+    run, at, step = argument.rpartition("@")
+    if not at or not (step == NEWEST or step.isdecimal()):
+        run, step = argument, NEWEST  # an @ in a folder's name
+    found = open_run(Path(run))
+    with speak(found.folder):
+        return Checkpoint.open(found.store, find(found.store, step)), found.folder
+
+
+def _difference(d: Difference) -> str:
+    if d.what != "bytes":
+        return f"{d.what}: {d.first} and {d.second}" if d.first else d.what
+    text = f"{count(d.elements)} of {count(d.of)} elements"
+    if d.max_abs is not None:
+        text += f", by at most {d.max_abs:.6g}"
+    return f"{text}, {count(d.not_finite)} not finite" if d.not_finite else text
+
+
+# --- copy -----------------------------------------------------------------------------------
+def copy(
+    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", help="another run folder, made if it is not there; or s3://, gs://, az://"
+        ),
+    ],
+    step: Annotated[str, typer.Argument(help="a number, or newest")] = "newest",
+    json: Json = False,
+) -> None:
+    """Copy one checkpoint to another run folder or a bucket.
+
+    Every byte is checked on the way. The commit object comes last, so a copy that is cut short is
+    no checkpoint; the same command again copies only what is not whole there. A new folder gets the
+    run's description too, so that every command works on it, and 'holdfast train RUN.yaml
+    folder=...' goes on from it.
+
+    \b
+    Example:
+      holdfast checkpoint copy runs/quickstart --to /backup/quickstart
+      holdfast checkpoint copy runs/quickstart 100 --to s3://bucket/quickstart
+    """
+    from holdfast.checkpoint.bucket.copy import copy_checkpoint
+    from holdfast.checkpoint.restore.inspect import find
+
+    found = open_run(run)
+    target = _location(to, found.folder)
+    with speak(found.folder), Progress() as progress:
+        key = find(found.store, step)
+        try:
+            done = copy_checkpoint(
+                found.store, key, target,
+                lambda part, total: progress.show("copied MiB", part // MIB, total // MIB),
+                say=progress.say,
+            )  # fmt: skip
+        except CheckpointError as error:
+            if error.where != "the target":
+                raise
+            raise CheckpointError(error.message, where=to, remedy=error.remedy) from None
+    if json:
+        print_json({"key": done.key, "step": done.step, "copied_bytes": done.copied,
+                    "there_bytes": done.there, "to": to})  # fmt: skip
+    else:
+        there = f", {size(done.there)} were there" if done.there else ""
+        say(f"copied step {done.step} to {to}: {size(done.copied)}{there}")
+
+
+def _location(to: str, source: Path) -> RunStore:
+    """The run store that a location names. Raises CheckpointError for what cannot be one."""
+    from holdfast.launch.run_folder import refuse_in_use
+    from holdfast.wire.store.location import open_store, probe
+    from holdfast.wire.store.run_store import FolderStore
+
+    if "://" in to:
+        store = open_store(to)
+        probe(store, to.partition("?")[0])
+        return store
+    folder = Path(to)
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError("this is not a folder", where=to, remedy="name another one")
+    if folder.exists() and folder.samefile(source):
+        raise CheckpointError("this is the run itself", where=to, remedy="name another folder")
+    refuse_in_use(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return FolderStore(folder)
+
+
+# --- prune ----------------------------------------------------------------------------------
+def prune(
+    run: Annotated[Path, typer.Argument(help="run folder, or the run file it was started with")],
+    keep_last: Annotated[
+        int | None, typer.Option(min=1, help="newest to keep; none: checkpoint.keep_last")
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(min=0, help="keep each step that this divides; none: checkpoint.keep_every"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
+    json: Json = False,
+) -> None:
+    """Remove old checkpoints of a run that nobody trains.
+
+    Kept are the newest ones, each step that --keep-every divides, and always the newest that is
+    whole: every byte of it is read first. A broken one goes when it is older than all that are
+    kept. A run that is being trained applies its own retention, and is refused.
+
+    \b
+    Example:
+      holdfast checkpoint prune runs/quickstart --keep-last 1 --dry-run
+      holdfast checkpoint prune runs/quickstart --keep-last 2 --keep-every 1000
+    """
+    from holdfast.checkpoint.restore.catalog import listing
+    from holdfast.checkpoint.restore.verify import newest_verified
+    from holdfast.checkpoint.save import retention
+    from holdfast.launch.run_folder import refuse_in_use
+
+    found = open_run(run)
+    refuse_in_use(found.folder)
+    rejected: dict[str, str] = {}
+    with speak(found.folder):
+        newest = newest_verified(found.store, rejected.__setitem__)
+    for key, reason in rejected.items():
+        say(f"passed over {key}: {reason}")
+    verified = {newest.step} if newest else set()
+    settings = found.config.checkpoint
+    keep = retention.Keep(
+        settings.keep_last if keep_last is None else keep_last,
+        settings.keep_every if keep_every is None else keep_every,
+    )
+    gone = retention.going(found.store, keep, verified, set(rejected))
+    rows = [_row(found.store, key) for key in gone]
+    if not dry_run:
+        gone = retention.retain(found.store, keep, verified, set(rejected))
+    kept = [key for key in listing(found.store) if key not in gone]
+    if json:
+        print_json({"removed": gone, "kept": kept, "dry_run": dry_run})
+        return
+    if rows:
+        print_table(rows, head=("step", "generation", "size", "commit object"))
+    verb = "would be removed" if dry_run else "removed"
+    say(f"{len(gone)} checkpoints {verb}, {len(kept)} kept")
+
+
+def _row(store: RunStore, key: str) -> tuple[str, ...]:
+    from holdfast.checkpoint.restore.catalog import describe
+    from holdfast.errors import HoldfastError
+
+    try:
+        found = describe(store, key)
+    except HoldfastError:
+        return "?", "?", "?", key
+    return str(found["step"]), str(found["generation"]), size(found["bytes"]), key

@@ -1,0 +1,30 @@
+"""Turns what a checkpoint's bytes may do wrong into one sentence that names the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from holdfast.errors import CheckpointError, CorruptError
+from holdfast.wire.store.run_store import MissingKeyError
+
+
+@contextmanager
+def speak(where: Path) -> Iterator[None]:
+    """Inside, a checkpoint of the run at `where` is read."""
+    try:
+        yield
+    except CheckpointError as error:
+        place = f"{where}: {error.where}" if error.where else str(where)
+        raise CheckpointError(error.message, where=place, remedy=error.remedy) from None
+    except CorruptError as error:
+        raise CheckpointError(
+            str(error), where=str(where),
+            remedy=f"see which checkpoints are whole: holdfast checkpoint verify {where}",
+        ) from None  # fmt: skip
+    except MissingKeyError as error:
+        raise CheckpointError(
+            f"{error}; a run that goes on may have removed it", where=str(where),
+            remedy=f"see what is there: holdfast checkpoint list {where}",
+        ) from None  # fmt: skip

@@ -1,0 +1,76 @@
+"""Floating-point operations per token, by both conventions in use, and utilisation.
+
+A matrix of n parameters costs a token 2n FLOPs forward and 4n backward: 6n. Attention adds
+scores and mixing, 2 * H*h * S each forward per layer, 12 * L * H*h * S with the backward, where
+every query is counted against all S keys (PaLM: Chowdhery et al. 2022, appendix B). A causal mask
+needs only half of them. Whether that half is counted is a matter of convention, and changes the
+quoted utilisation by 5 to 20 %: so a number is never given without its convention's name.
+
+    "full"    attention not halved: torchtitan's formula, and the PaLM paper's
+    "causal"  attention halved: Megatron's and MaxText's
+
+Both count every parameter but the embedding table (a lookup), and count the head, also when it is
+tied to that table. Recomputation never counts: this is model FLOPs, not hardware's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from holdfast.core.sharding.parameters import count
+
+if TYPE_CHECKING:  # the mover has no use for pydantic
+    from holdfast.config.model import ModelConfig
+
+Convention = Literal["full", "causal"]
+CONVENTIONS: dict[Convention, str] = {
+    "full": "6 N + 12 L H h S, attention not halved (torchtitan)",
+    "causal": "6 N + 6 L H h S, causal attention halved (Megatron)",
+}
+
+# Dense peaks in FLOP/s, from the makers' data sheets (never the figures with 2:4 sparsity).
+_BF16_PEAKS: dict[str, float] = {
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "MI300X": 1307e12,
+    "MI250X": 383e12,
+    "L40S": 362e12,
+}
+
+
+def counted_parameters(model: ModelConfig) -> int:
+    """N of the formulas: all parameters less the embedding table, with the head even if tied.
+    Rows of the head that belong to no token are not computed with."""
+    head_rows = 0 if model.tied_embeddings else model.vocab_rows  # in the count already
+    without_head = count(model, embeddings=False) - head_rows * model.dim
+    return without_head + model.vocab_size * model.dim
+
+
+def flops_per_token(model: ModelConfig, sequence: int, convention: Convention) -> float:
+    """FLOPs of one training token (forward and backward) in samples of `sequence` tokens."""
+    per_key = 12 if convention == "full" else 6
+    attention = per_key * model.layers * model.heads * model.head_size * sequence
+    return float(6 * counted_parameters(model) + attention)
+
+
+def dense_peak(device: str, precision: str) -> float | None:
+    """Peak dense FLOP/s of a device by its reported name ("NVIDIA H100 80GB HBM3"), for the run
+    file's precision; None where no figure is known (so no utilisation is quoted)."""
+    if precision != "bf16":
+        return None
+    for name, peak in _BF16_PEAKS.items():
+        if all(word.lower() in device.lower() for word in name.split()):
+            return peak
+    return None
+
+
+def utilisation(
+    tokens_per_second: float, model: ModelConfig, sequence: int, peak: float, convention: Convention
+) -> float:
+    """Model FLOP utilisation: achieved FLOP/s over the peak FLOP/s of all devices together."""
+    return tokens_per_second * flops_per_token(model, sequence, convention) / peak

@@ -1,0 +1,176 @@
+"""Our parameter names and Hugging Face's, as a table that reads both ways.
+
+Each `Entry` describes one of their tensors as pieces of ours, laid at offsets in it. The six
+things an architecture can need are six ways of writing such an entry:
+
+    rename   one piece that fills the tensor
+    split    our pieces side by side along a dim of theirs (a fused q, k, v), to be split again
+    stack    our pieces along a dim that only theirs has (experts)
+    pad      one piece, smaller than theirs; the rest is zero
+    cut      one piece, larger than theirs; its rows beyond theirs are zero
+    tie      no bytes of its own: an alias of another of their tensors
+
+Only shapes and names stand here; `model/huggingface.py` moves the numbers. Going to their side
+and back is exact by construction: each of our names occurs in exactly one stored entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from holdfast.config.model import ModelConfig
+from holdfast.core.sharding.parameters import decoder_parameters
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One of our tensors inside one of theirs.
+
+    `offsets` and `lengths` are its place in their tensor's shape; where their tensor has a dim
+    that ours lacks (stack), `lengths` is 1 there and `new_dim` names it. `beyond` rows of ours,
+    the last of dim 0, are zero and have no place in theirs (cut).
+    """
+
+    ours: str
+    offsets: Shape
+    lengths: Shape
+    new_dim: int | None = None
+    beyond: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One of their tensors: its shape, and the pieces of ours that it holds (or its alias)."""
+
+    theirs: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+    alias_of: str | None = None
+
+    @property
+    def is_rename(self) -> bool:
+        """The same numbers in the same shape under another name."""
+        if len(self.pieces) != 1:
+            return False
+        piece = self.pieces[0]
+        return (piece.lengths, piece.new_dim, piece.beyond) == (self.shape, None, 0)
+
+
+def rename(ours: str, theirs: str, shape: Shape) -> Entry:
+    """One of theirs is one of ours."""
+    return Entry(theirs, shape, (Piece(ours, (0,) * len(shape), shape),))
+
+
+def split(parts: Sequence[tuple[str, Shape]], theirs: str, dim: int) -> Entry:
+    """One of theirs is several of ours, (name, shape) each, side by side along `dim`."""
+    pieces, begin = [], 0
+    for ours, shape in parts:
+        offsets = tuple(begin if d == dim else 0 for d in range(len(shape)))
+        pieces.append(Piece(ours, offsets, shape))
+        begin += shape[dim]
+    first = parts[0][1]
+    return Entry(theirs, (*first[:dim], begin, *first[dim + 1 :]), tuple(pieces))
+
+
+def stack(names: Sequence[str], theirs: str, shape: Shape, dim: int = 0) -> Entry:
+    """One of theirs is several of ours, all of `shape`, along a new dim `dim`."""
+    lengths = (*shape[:dim], 1, *shape[dim:])
+    pieces = tuple(
+        Piece(ours, tuple(i if d == dim else 0 for d in range(len(lengths))), lengths, dim)
+        for i, ours in enumerate(names)
+    )
+    return Entry(theirs, (*shape[:dim], len(names), *shape[dim:]), pieces)
+
+
+def pad(ours: str, theirs: str, shape: Shape, padded: Shape) -> Entry:
+    """One of theirs is one of ours with zeros after it."""
+    return Entry(theirs, padded, (Piece(ours, (0,) * len(shape), shape),))
+
+
+def cut(ours: str, theirs: str, shape: Shape, beyond: int) -> Entry:
+    """One of theirs is one of ours, of `shape`, without its last `beyond` rows of zeros."""
+    lengths = (shape[0] - beyond, *shape[1:])
+    return Entry(theirs, lengths, (Piece(ours, (0,) * len(shape), lengths, beyond=beyond),))
+
+
+def tie(theirs: str, alias_of: str, shape: Shape) -> Entry:
+    """One of theirs is another of theirs; files need not hold it."""
+    return Entry(theirs, shape, (), alias_of)
+
+
+@dataclass(frozen=True, slots=True)
+class NameMap:
+    """The whole table of one architecture. Raises ValueError if it could not be inverted."""
+
+    entries: tuple[Entry, ...]
+
+    def __post_init__(self) -> None:
+        ours = [piece.ours for entry in self.entries for piece in entry.pieces]
+        theirs = [entry.theirs for entry in self.entries]
+        for side, names in (("our", ours), ("their", theirs)):
+            twice = sorted({name for name in names if names.count(name) > 1}) if (
+                len(set(names)) < len(names)) else []  # fmt: skip
+            if twice:
+                raise ValueError(f"{side} names occur twice in the name map: {twice}")
+
+    @property
+    def stored(self) -> tuple[Entry, ...]:
+        """Entries that have bytes of their own."""
+        return tuple(entry for entry in self.entries if entry.alias_of is None)
+
+    def to_theirs(self) -> dict[str, tuple[Entry, Piece]]:
+        """Our name -> where it lies in which of their tensors."""
+        return {piece.ours: (entry, piece) for entry in self.entries for piece in entry.pieces}
+
+    def to_ours(self) -> dict[str, Entry]:
+        """Their name -> its entry, aliases included."""
+        return {entry.theirs: entry for entry in self.entries}
+
+
+_BLOCK = {
+    "attention_norm": "input_layernorm",
+    "attention.q": "self_attn.q_proj",
+    "attention.k": "self_attn.k_proj",
+    "attention.v": "self_attn.v_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "attention.o": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn.gate": "mlp.gate_proj",
+    "ffn.up": "mlp.up_proj",
+    "ffn.down": "mlp.down_proj",
+}
+_OUTSIDE = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+
+
+def hf_map(model: ModelConfig) -> NameMap:
+    """The map of `LlamaForCausalLM` and `Qwen3ForCausalLM`, which name their tensors alike.
+
+    Rows keep their order too: rotary pairs are halves of a head on both sides.
+    """
+    return NameMap(tuple(_decoder_entries(model)))
+
+
+def _decoder_entries(model: ModelConfig) -> Iterator[Entry]:
+    for row in decoder_parameters(model):
+        if row.padding:
+            yield cut(row.name, _theirs(row.name), row.shape, row.padding)
+        else:
+            yield rename(row.name, _theirs(row.name), row.shape)
+    if model.tied_embeddings:
+        shape = (model.vocab_size, model.dim)
+        yield tie(_OUTSIDE["head.weight"], _OUTSIDE["embed.weight"], shape)
+
+
+def _theirs(name: str) -> str:
+    if name in _OUTSIDE:
+        return _OUTSIDE[name]
+    _, layer, inside = name.split(".", 2)
+    return f"model.layers.{layer}.{_BLOCK[inside.removesuffix('.weight')]}.weight"

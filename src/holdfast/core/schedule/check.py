@@ -1,0 +1,188 @@
+"""Proves that a schedule can be executed: complete, in order, free of deadlock.
+
+**Complete**: every stage runs every microbatch forward once and, unless the table has no
+backward at all, backward once: as one B, or as one I and one W. Nothing stands on a rank that
+does not hold its stage.
+
+**In order and free of deadlock** are one question, answered by running the table without time:
+every rank takes its actions strictly in order, an action begins when the values that it needs
+are there (`schedule.needed`), and its own value is there when it ends. Sending never blocks, so
+running one action can only help others, and the order in which ready ranks are served does not
+matter: either everything runs, or the same ranks stand still whatever is tried. Then each of
+them waits for an action of another one that stands still too (or for one of its own that comes
+later), so following the waits must close a circle, and the circle is what the error names.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+
+from holdfast.core.schedule.table import (
+    Action,
+    Cell,
+    Kind,
+    Overlapped,
+    Schedule,
+    ScheduleError,
+    Value,
+    needed,
+    produced,
+    singles,
+)
+
+
+def check(schedule: Schedule) -> None:
+    """Return when `schedule` is complete, in order and free of deadlock.
+
+    Raises ScheduleError, which names the action (and the rank) that is wrong, missing or waits.
+    """
+    for _ in execution(schedule):
+        pass
+
+
+def execution(schedule: Schedule) -> Iterator[tuple[int, Cell]]:
+    """Every (rank, cell) in an order in which they can run: each after all that it needs.
+
+    Raises ScheduleError: before the first cell when the table is not complete, and in the
+    midst of them when the rest would wait for ever.
+    """
+    _check_places(schedule)
+    _check_complete(schedule)
+    at = [0] * schedule.ranks  # how many cells each rank has run
+    there: set[Value] = set()
+    blocked: defaultdict[Value, list[int]] = defaultdict(list)
+    ready = deque(range(schedule.ranks))
+    while ready:
+        rank = ready.popleft()
+        while at[rank] < len(schedule.actions[rank]):
+            cell = schedule.actions[rank][at[rank]]
+            missing = _missing(cell, schedule, there)
+            if missing:
+                blocked[missing[0]].append(rank)
+                break
+            yield rank, cell
+            at[rank] += 1
+            for action in singles(cell):
+                value = produced(action)
+                if value is not None:
+                    there.add(value)
+                    ready.extend(blocked.pop(value, ()))
+    if any(done < len(row) for done, row in zip(at, schedule.actions, strict=True)):
+        raise ScheduleError(_circle(schedule, at, there), where=_where(schedule))
+
+
+def _where(schedule: Schedule) -> str:
+    return f"schedule {schedule.name}"
+
+
+def _check_places(schedule: Schedule) -> None:
+    """Stages, ranks and microbatches exist, and every action stands where its stage is."""
+    where = _where(schedule)
+    if schedule.microbatches < 1 or not schedule.stages or not schedule.ranks:
+        raise ScheduleError("it has no microbatch, no stage or no rank", where=where)
+    for rank in range(schedule.ranks):
+        if rank not in schedule.rank_of:
+            raise ScheduleError(f"rank {rank} holds no stage", where=where)
+    for stage, rank in enumerate(schedule.rank_of):
+        if not 0 <= rank < schedule.ranks:
+            raise ScheduleError(
+                f"stage {stage} is on rank {rank}, but there are {schedule.ranks} ranks",
+                where=where,
+            )
+    for rank, row in enumerate(schedule.actions):
+        for cell in row:
+            for action in singles(cell):
+                if not 0 <= action.stage < schedule.stages:
+                    raise ScheduleError(
+                        f"rank {rank} runs {action}, but there are {schedule.stages} stages",
+                        where=where,
+                    )
+                if not 0 <= action.microbatch < schedule.microbatches:
+                    raise ScheduleError(
+                        f"rank {rank} runs {action}, but there are {schedule.microbatches} "
+                        "microbatches",
+                        where=where,
+                    )
+                if schedule.rank_of[action.stage] != rank:
+                    raise ScheduleError(
+                        f"rank {rank} runs {action}, but rank {schedule.rank_of[action.stage]} "
+                        f"holds stage {action.stage}",
+                        where=where,
+                    )
+
+
+def _check_complete(schedule: Schedule) -> None:
+    """One F, and one B or one I and one W, of every stage and microbatch."""
+    where = _where(schedule)
+    seen: set[Action] = set()
+    for rank, row in enumerate(schedule.actions):
+        for cell in row:
+            if isinstance(cell, Overlapped) and len(cell.actions) < 2:
+                raise ScheduleError(
+                    f"rank {rank} overlaps {cell}, which is fewer than two actions", where=where
+                )
+            for action in singles(cell):
+                if action in seen:
+                    raise ScheduleError(f"rank {rank} runs {action} twice", where=where)
+                seen.add(action)
+    backward = schedule.has_backward
+    for stage in range(schedule.stages):
+        for microbatch in range(schedule.microbatches):
+            if Action(stage, Kind.FORWARD, microbatch) not in seen:
+                raise ScheduleError(
+                    f"{Action(stage, Kind.FORWARD, microbatch)} is missing", where=where
+                )
+            had = [
+                str(kind)
+                for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+                if Action(stage, kind, microbatch) in seen
+            ]
+            if backward and had not in (["B"], ["I", "W"]):
+                raise ScheduleError(
+                    f"stage {stage} needs B, or I and W, of microbatch {microbatch}, and has "
+                    f"{' and '.join(had) or 'none of them'}",
+                    where=where,
+                )
+
+
+def _missing(cell: Cell, schedule: Schedule, there: set[Value]) -> list[Value]:
+    return [
+        value
+        for action in singles(cell)
+        for value in needed(action, schedule.stages)
+        if value not in there
+    ]
+
+
+def _circle(schedule: Schedule, at: list[int], there: set[Value]) -> str:
+    """The sentence about ranks that wait for each other (or one for itself)."""
+    home = {
+        value: (rank, action)
+        for rank, row in enumerate(schedule.actions)
+        for cell in row
+        for action in singles(cell)
+        if (value := produced(action)) is not None
+    }
+
+    def waits(rank: int) -> tuple[Cell, int, Action]:
+        cell = schedule.actions[rank][at[rank]]
+        return cell, *home[_missing(cell, schedule, there)[0]]
+
+    rank = next(r for r in range(schedule.ranks) if at[r] < len(schedule.actions[r]))
+    path: list[int] = []
+    while rank not in path:
+        path.append(rank)
+        rank = waits(rank)[1]
+    circle = path[path.index(rank) :]
+    if len(circle) == 1:
+        cell, _, action = waits(rank)
+        if action in singles(cell):
+            return f"rank {rank} overlaps {cell}, of which one action needs another ({action})"
+        return f"rank {rank} runs {cell} before {action}, which it needs"
+    waiting = (
+        f"rank {r} at {cell} waits for {action} of rank {other}"
+        for r in circle
+        for cell, other, action in (waits(r),)
+    )
+    return f"deadlock: {', '.join(waiting)}"

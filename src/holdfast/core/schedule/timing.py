@@ -1,0 +1,155 @@
+"""When every action of a schedule begins and ends, for given durations.
+
+The model of time: a rank runs one cell of its row after another; a cell begins when the rank is
+free and everything that it needs has arrived; what a stage produces reaches another rank `send`
+seconds after it is ready, while the sender goes on (transfers cost the sender nothing and do not
+slow each other down). Begin and end of a cell are then the longest path to it, computed exactly,
+in one pass over the table: no steps of time, nothing rounded. (Durations given as integers or
+fractions give times that are integers or fractions.)
+
+The **bubble** of a rank is the share of the makespan in which it computes nothing. With p equal
+stages and m microbatches, GPipe's and 1F1B's are both (p - 1) / (m + p - 1), whatever the
+backward costs in forwards (arXiv 1811.06965, section 2.3; arXiv 2104.04473, section 2.2.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from holdfast.core.schedule.check import execution
+from holdfast.core.schedule.table import (
+    Action,
+    Cell,
+    Kind,
+    Schedule,
+    ScheduleError,
+    Value,
+    needed,
+    produced,
+    singles,
+)
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds (or any unit) of every stage's actions, and of one transfer between two ranks.
+
+    `input` and `weight` are the two halves of a split backward; left empty, each takes half of
+    `backward`. An overlapped cell takes as long as its parts together: they share one device,
+    and what they hide is their transfers.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    input: tuple[float, ...] = ()
+    weight: tuple[float, ...] = ()
+    send: float = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            given = getattr(self, field.name)
+            times: Sequence[float] = given if isinstance(given, tuple) else (given,)
+            if any(not 0 <= seconds < float("inf") for seconds in times):
+                raise ScheduleError(
+                    f"{field.name} takes {', '.join(map(str, times))}",
+                    where="durations",
+                    remedy="use finite numbers of at least 0",
+                )
+
+    @staticmethod
+    def even(stages: int, forward: float = 1, backward: float = 2, send: float = 0) -> Durations:
+        """Every stage alike."""
+        return Durations((forward,) * stages, (backward,) * stages, send=send)
+
+    def of(self, action: Action) -> float:
+        """How long `action` takes."""
+        stage, split = action.stage, self.backward[action.stage] / 2
+        match action.kind:
+            case Kind.FORWARD:
+                return self.forward[stage]
+            case Kind.BACKWARD:
+                return self.backward[stage]
+            case Kind.BACKWARD_INPUT:
+                return self.input[stage] if self.input else split
+            case Kind.BACKWARD_WEIGHT:
+                return self.weight[stage] if self.weight else split
+
+    def _check(self, stages: int) -> None:
+        for field in ("forward", "backward", "input", "weight"):
+            count = len(getattr(self, field))
+            if count != stages and (count or field in ("forward", "backward")):
+                raise ScheduleError(
+                    f"{field} has the times of {count} stages, the schedule has {stages}",
+                    where="durations",
+                    remedy=f"give {stages}",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One cell of the table in time."""
+
+    cell: Cell
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """`spans[rank]` in order; `makespan` from 0 to the end of the last action of all.
+
+    `bubble[rank]` is idle time / makespan. `in_flight[rank]` is the most activations kept at
+    once, each of one stage and one microbatch, from the begin of its forward to the end of its
+    backward (of W where it is split); a forward alone keeps its own while it runs.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    makespan: float
+    bubble: tuple[float, ...]
+    in_flight: tuple[int, ...]
+
+
+def timeline(schedule: Schedule, durations: Durations) -> Timeline:
+    """Time every cell of `schedule`.
+
+    Raises ScheduleError when the table would not run (see `schedule_check`), or the durations
+    are of another number of stages.
+    """
+    durations._check(schedule.stages)
+    spans: list[list[Span]] = [[] for _ in range(schedule.ranks)]
+    ready: dict[Value, float] = {}  # when each value is there, on the rank that made it
+    for rank, cell in execution(schedule):
+        start: float = spans[rank][-1].stop if spans[rank] else 0
+        for action in singles(cell):
+            for value in needed(action, schedule.stages):
+                travels = schedule.rank_of[value.stage] != rank
+                start = max(start, ready[value] + (durations.send if travels else 0))
+        stop = start + sum(durations.of(action) for action in singles(cell))
+        spans[rank].append(Span(cell, start, stop))
+        for action in singles(cell):
+            made = produced(action)
+            if made is not None:
+                ready[made] = stop
+    makespan = max(row[-1].stop for row in spans)
+    bubble = tuple(
+        1 - sum(span.stop - span.start for span in row) / makespan if makespan else 0.0
+        for row in spans
+    )
+    return Timeline(tuple(map(tuple, spans)), makespan, bubble, in_flight(schedule))
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """The most activations that each rank keeps at once; it depends on the order alone."""
+    if not schedule.has_backward:
+        return (1,) * schedule.ranks
+    peaks = []
+    for row in schedule.actions:
+        kept = peak = 0
+        for cell in row:
+            kinds = [action.kind for action in singles(cell)]
+            kept += kinds.count(Kind.FORWARD)
+            peak = max(peak, kept)
+            kept -= kinds.count(Kind.BACKWARD) + kinds.count(Kind.BACKWARD_WEIGHT)
+        peaks.append(peak)
+    return tuple(peaks)

@@ -1,0 +1,250 @@
+"""Who saves what, when several ranks hold the same bytes.
+
+Every element of every tensor is owned by exactly one rank, so that a capture copies, and a
+checkpoint stores, nothing twice. What is held by several ranks is shared out evenly by bytes:
+the holders' tensors are laid end to end and cut at equal byte positions, rounded to rows of
+dim 0. So a large embedding does not fall to one rank, and no rank owns more than one row range
+of a tensor (Orbax calls the same idea replica-parallel saving).
+
+The rule is part of the checkpoint format: manifests do not list boxes, readers derive them
+from (topology, table). Changing it means a new format version.
+
+`Ownership` does for all ranks what `owned_boxes` does for one. Ranks at one place of the mesh have
+one list of tensors between them, and the blocks of a stage are alike, so the work is in proportion
+to what is owned, not to ranks times tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from math import prod
+
+from holdfast.core.sharding.boxes import Box, coverage
+from holdfast.core.sharding.sharding_table import tp_part
+from holdfast.core.sharding.state_table import (
+    ITEM_BYTES,
+    StateTable,
+    TensorSpec,
+    cut_box,
+    stages_of,
+)
+from holdfast.layout import Replica, Topology, ravel, unravel
+
+
+def owned_boxes(topology: Topology, table: StateTable, rank: int) -> tuple[Box, ...]:
+    """The boxes that `rank` saves, none empty, at most one per tensor, in the table's order.
+
+    Replicas of different kinds hold boxes that do not match; then the replicas of the most
+    common kind save, and the others own nothing.
+    """
+    return Ownership(topology, table).boxes(rank)
+
+
+def saving_replicas(topology: Topology) -> tuple[Replica, ...]:
+    """The replicas of the most common kind; of two equally common ones, the first replica's."""
+    kinds = [replica.kind for replica in topology.replicas]
+    best = max(topology.kinds, key=kinds.count)  # max takes the first of equals
+    return tuple(r for r in topology.replicas if r.kind == best)
+
+
+_Places = tuple[tuple[int, ...], ...]
+"""Per mesh axis, the indices at which the ranks hold the same box of a tensor."""
+
+_Held = tuple[tuple[int, ...], bool, int]
+"""How a tensor lies on the mesh: its stages, whether dp_shard cuts it, the units that tp cuts it
+into (0: it does not)."""
+
+_Cut = tuple[tuple[int, ...], str, int | None, int | None, int]
+"""What decides a tensor's box at a place: shape, dtype, and the fields of its row."""
+
+_Share = tuple[int, int, int, int]
+"""(number of the row in its group, share, first row of dim 0 in the box, rows)."""
+
+
+class Ownership:
+    """What every rank of a topology owns. Derived as it is asked for; `boxes` and `at` remember
+    the shapes of shares, which are few, and no boxes."""
+
+    def __init__(self, topology: Topology, table: StateTable) -> None:
+        self.topology, self.table = topology, table
+        self.savers = saving_replicas(topology)
+        self._kind = self.savers[0]
+        self._at = {
+            rank: mesh_rank for saver in self.savers for mesh_rank, rank in enumerate(saver.ranks)
+        }
+        self._rows: dict[_Held, list[int]] = {}
+        for number, spec in enumerate(table):
+            self._rows.setdefault(self._held(spec), []).append(number)
+        self._merged: dict[tuple[_Held, ...], list[int]] = {}
+        self._cuts: dict[tuple[_Cut, int, int], Box] = {}
+        self._touched: dict[object, tuple[int, ...]] = {}
+        self._patterns: dict[object, tuple[_Share, ...]] = {}
+
+    def boxes(self, rank: int) -> tuple[Box, ...]:
+        """The boxes that `rank` saves, none empty, at most one per tensor, in the table's order."""
+        mesh_rank = self._at.get(rank)
+        if mesh_rank is None:
+            self.topology.replica_of(rank)  # raises for a rank that is in no replica
+            return ()
+        owned: dict[int, Box] = {}
+        for places, rows in self._groups(mesh_rank):
+            share = self._holders(places).index(rank)
+            for row, owner, box in self._shared(places, rows):
+                if owner == share:
+                    owned[row] = box
+        return tuple(owned[row] for row in sorted(owned))
+
+    def all(self) -> Iterator[tuple[int, tuple[Box, ...]]]:
+        """(rank, its boxes) of every rank that owns something, in no particular order."""
+        owned: dict[int, dict[int, Box]] = {}
+        done: set[_Places] = set()
+        for mesh_rank in range(len(self._kind.ranks)):
+            for places, rows in self._groups(mesh_rank):
+                if places in done:
+                    continue
+                done.add(places)
+                holders = self._holders(places)
+                for row, owner, box in self._shared(places, rows):
+                    owned.setdefault(holders[owner], {})[row] = box
+        for rank, rows_of in owned.items():
+            yield rank, tuple(rows_of[row] for row in sorted(rows_of))
+
+    def owners(self, box: Box, spec: TensorSpec) -> tuple[int, ...]:
+        """The ranks whose shares could touch a box of a tensor: a few too many, none too few."""
+        stages = stages_of(spec, self._kind)
+        key = (stages, _cut_of(spec), box.offsets, box.lengths)
+        if key not in self._touched:  # the blocks of a model are alike
+            self._touched[key] = self._owners(box, spec, stages)
+        return self._touched[key]
+
+    def _owners(self, box: Box, spec: TensorSpec, stages: tuple[int, ...]) -> tuple[int, ...]:
+        found: set[int] = set()
+        shape = self._kind.mesh_shape
+        for dp_shard, tp in product(range(shape[1]), range(shape[3])):
+            there = self._cut(spec, dp_shard, tp)
+            if Box(box.name, there.offsets, there.lengths).meets(box):
+                at = product(stages, (dp_shard,), range(shape[2]), (tp,))
+                mesh_ranks = [ravel(place, shape) for place in at]
+                found.update(saver.ranks[m] for saver in self.savers for m in mesh_ranks)
+        return tuple(sorted(found))
+
+    def problem(self) -> str | None:
+        """None when the boxes of every tensor cover it exactly once, else what is wrong.
+
+        What the places of the mesh hold is checked once for each way of cutting; a place's box is
+        shared out row after row, from its first to its last.
+        """
+        seen: set[tuple[_Held, _Cut]] = set()
+        for spec in self.table:
+            kind = (self._held(spec), _cut_of(spec))
+            if kind in seen:
+                continue
+            seen.add(kind)
+            degrees = (self._kind.degree("dp_shard"), self._kind.degree("tp"))
+            places = {
+                self._places(kind[0], 0, dp_shard, tp)[1:]: self._cut(spec, dp_shard, tp)
+                for dp_shard, tp in product(*map(range, degrees))
+            }
+            if problem := coverage(spec.shape, places.values()):
+                return f"{spec.name}: {problem}"
+        return None
+
+    # --- places -----------------------------------------------------------------------------
+    def _held(self, spec: TensorSpec) -> _Held:
+        return (
+            stages_of(spec, self._kind),
+            spec.shard_dim is not None,
+            spec.tp_units if spec.tp_dim is not None else 0,
+        )
+
+    def _places(self, held: _Held, pp: int, dp_shard: int, tp: int) -> _Places:
+        """Where in the mesh the box lies that is held at these indices."""
+        stages, sharded, units = held
+        degree = self._kind.degree("tp")
+        tps = tuple(range(degree))
+        if units:
+            mine = tp_part(units, degree, tp)
+            tps = tuple(i for i in tps if tp_part(units, degree, i) == mine)
+        shards = (dp_shard,) if sharded else tuple(range(self._kind.degree("dp_shard")))
+        return stages, shards, tuple(range(self._kind.degree("cp"))), tps
+
+    def _groups(self, mesh_rank: int) -> Iterator[tuple[_Places, list[int]]]:
+        """(places, rows of the table) of what is held at a mesh rank, by who holds it too."""
+        pp, dp_shard, _, tp = unravel(mesh_rank, self._kind.mesh_shape)
+        groups: dict[_Places, list[_Held]] = {}
+        for held in self._rows:
+            if pp in held[0]:
+                groups.setdefault(self._places(held, pp, dp_shard, tp), []).append(held)
+        for places, helds in groups.items():
+            key = tuple(helds)
+            if key not in self._merged:
+                self._merged[key] = sorted(row for held in key for row in self._rows[held])
+            yield places, self._merged[key]
+
+    def _holders(self, places: _Places) -> list[int]:
+        """The ranks at these places, replica by replica, in mesh order."""
+        mesh_ranks = [ravel(at, self._kind.mesh_shape) for at in product(*places)]
+        return [saver.ranks[mesh_rank] for saver in self.savers for mesh_rank in mesh_ranks]
+
+    def _cut(self, spec: TensorSpec, dp_shard: int, tp: int) -> Box:
+        """What is held at these indices of a tensor of this shape; the name may be another's."""
+        key = (_cut_of(spec), dp_shard, tp)
+        if key not in self._cuts:
+            self._cuts[key] = cut_box(spec, self._kind, dp_shard, tp)
+        return self._cuts[key]
+
+    # --- shares -----------------------------------------------------------------------------
+    def _shared(self, places: _Places, rows: Sequence[int]) -> Iterator[tuple[int, int, Box]]:
+        """(row of the table, share, box) of everything in a group that is not empty."""
+        specs = [self.table[row] for row in rows]
+        dp_shard, tp = places[1][0], places[3][0]
+        boxes = [self._cut(spec, dp_shard, tp) for spec in specs]
+        items = tuple(ITEM_BYTES[spec.dtype] for spec in specs)
+        shares = prod(map(len, places)) * len(self.savers)
+        key = (tuple(box.lengths for box in boxes), items, shares)
+        if key not in self._patterns:
+            self._patterns[key] = tuple(_share_out(boxes, items, shares))
+        for number, share, first, count in self._patterns[key]:
+            box = boxes[number]
+            name, offsets, lengths = specs[number].name, box.offsets, box.lengths
+            if lengths:
+                offsets = (offsets[0] + first, *offsets[1:])
+                lengths = (count, *lengths[1:])
+            yield rows[number], share, Box(name, offsets, lengths)
+
+
+def _cut_of(spec: TensorSpec) -> _Cut:
+    return spec.shape, spec.dtype, spec.shard_dim, spec.tp_dim, spec.tp_units
+
+
+def _share_out(boxes: Sequence[Box], item_bytes: Iterable[int], shares: int) -> Iterator[_Share]:
+    """The boxes laid end to end and cut at `shares` equal byte positions, rounded to rows."""
+    sizes = [box.size * item for box, item in zip(boxes, item_bytes, strict=True)]
+    total = sum(sizes)
+    start = share = 0
+    for number, (box, size) in enumerate(zip(boxes, sizes, strict=True)):
+        if not size:
+            continue
+        rows = box.lengths[0] if box.lengths else 1
+        while total * (share + 1) // shares <= start:
+            share += 1
+        low = 0
+        while low < rows:
+            end = total * (share + 1) // shares
+            high = _row(end - start, size, rows)
+            if high > low:
+                yield number, share, low, high - low
+            low = high
+            if low < rows or end < start + size:
+                share += 1
+        start += size
+
+
+def _row(position: int, size: int, rows: int) -> int:
+    """The row boundary nearest to byte `position` of a tensor of `size` bytes, ends clamped."""
+    if position <= 0 or size == 0:
+        return 0
+    if position >= size:
+        return rows
+    return (2 * position * rows + size) // (2 * size)

@@ -1,0 +1,254 @@
+"""Which ranks add up which gradients: cells.
+
+After a backward pass every rank has gradients of the boxes it holds, and each of these may be
+the whole gradient of its replica's microbatches or only a part of it. A **cell** is a set of
+boxes to which the same ranks contribute and whose sum the same ranks receive; its members
+exchange partial gradients among themselves and with nobody else. Cells are the common refinement
+of the boxes of all replicas, so replicas of unlike shapes need no rule of their own:
+
+    replica 0, tp 2      ranks 0, 1      rows of one matrix     0   1   2   3   4   5
+    replica 1, tp 3      ranks 2, 3, 4   replica 0              0   0   0   1   1   1
+                                         replica 1              2   2   3   3   4   4
+                                         cells                 {0 2} {0 3}{1 3} {1 4}
+
+Within one replica, the ranks that contribute to the same box have different **parts** of its
+gradient, which are added in order:
+
+    cp         each rank sees other tokens
+    pp         a tied embedding: the first stage looks tokens up, the last one computes logits
+    tp         key/value heads held by several ranks, norms of queries and keys, and under sequence
+               parallelism all norms (`sharding.gradient_is_partial`)
+    dp_shard   under ZeRO 1 (Rajbhandari et al. 2020): each rank has other samples and contributes
+               whole boxes, and receives its shard. Under ZeRO 2 and 3, FSDP2 has added them up
+               inside the replica already, and each rank contributes the box it holds
+
+Where instead several tp ranks of a replica have the same whole gradient (norms without sequence
+parallelism), these are **copies**. With equally many in every replica, each copy is a cell of
+its own; else one rank per replica contributes and all receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from typing import NamedTuple
+
+from holdfast.config.model import ModelConfig
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.sharding_table import gradient_is_partial, sharding_table
+from holdfast.core.sharding.state_table import TensorSpec, cut_box, parameter_table, stages_of
+from holdfast.layout import Coordinate, Replica, Topology, ravel
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank of a cell.
+
+    part: which part of its replica's gradient it contributes, from 0, by rising mesh rank; 0 for
+        a member that contributes nothing.
+    contributes: its gradient enters the sum. receives: it holds the parameters that the sum
+        is applied to.
+    """
+
+    rank: int
+    replica: int
+    part: int
+    contributes: bool
+    receives: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Boxes whose gradients the same members add up.
+
+    members: by replica, then by mesh rank.
+    boxes: in the table's order, at most one of a parameter, under parameter names ("norm.weight").
+    copy: which of the equal copies in each replica this is; the others add up the same gradients.
+    """
+
+    members: tuple[Member, ...]
+    boxes: tuple[Box, ...]
+    copy: int = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted(member.rank for member in self.members))
+
+    @property
+    def size(self) -> int:
+        """Elements of all boxes."""
+        return sum(box.size for box in self.boxes)
+
+    def member(self, rank: int) -> Member:
+        return next(member for member in self.members if member.rank == rank)
+
+    def counts(self, rank: int) -> bool:
+        """Whether `rank` answers for this cell in its replica's gradient norm, so that every
+        element counts once: the first of the replica's receivers does, in the first copy."""
+        replica = self.member(rank).replica
+        first = next(m.rank for m in self.members if m.replica == replica and m.receives)
+        return self.copy == 0 and first == rank
+
+
+def cells_of(
+    topology: Topology, model: ModelConfig, rank: int, *, sequence_parallel: bool, zero: int = 3
+) -> tuple[Cell, ...]:
+    """The cells that `rank` is a member of.
+
+    Any two members compute the same cell and, of the cells they share, the same order: by the
+    cell's first box. Every element of what the rank contributes to or holds is in one cell of it.
+    `zero` is the mode of `dp_shard`: 1, 2 or 3.
+    """
+    view = _View(
+        tuple(next(r for r in topology.replicas if r.kind == kind) for kind in topology.kinds),
+        topology.replica_of(rank), topology.coordinate(rank), zero == 1,
+    )  # fmt: skip
+    sharding = sharding_table(model)
+    known: dict[_Class, tuple[tuple[Box, _Signature], ...]] = {}
+    found: dict[_Signature, list[Box]] = {}
+    for spec in parameter_table(model):
+        partial = gradient_is_partial(sharding[spec.name], sequence_parallel)
+        stages = tuple(stages_of(spec, kind) for kind in view.kinds)
+        if view.here.pp not in stages_of(spec, view.replica):
+            continue
+        alike = (spec.shape, spec.tp_dim, spec.tp_units, partial, stages)
+        if alike not in known:  # the blocks of a stage are all alike
+            known[alike] = tuple(_regions(view, spec, partial, stages))
+        for box, signature in known[alike]:
+            found.setdefault(signature, []).append(Box(spec.name, box.offsets, box.lengths))
+    return tuple(
+        Cell(tuple(_members(topology, signature)), tuple(boxes), signature.copy)
+        for signature, boxes in found.items()
+    )
+
+
+@dataclass(frozen=True)
+class _View:
+    """What one rank's cells depend on: a replica of each kind, its own place, and ZeRO 1."""
+
+    kinds: tuple[Replica, ...]
+    replica: Replica
+    here: Coordinate
+    zero_1: bool
+
+    @property
+    def alike(self) -> Replica:
+        """The replica that stands for the rank's own kind."""
+        return next(kind for kind in self.kinds if kind.kind == self.replica.kind)
+
+
+class _Place(NamedTuple):
+    """A Member in any replica of one kind."""
+
+    mesh_rank: int
+    part: int
+    contributes: bool
+    receives: bool
+
+
+class _Signature(NamedTuple):
+    """What makes a cell: the members in each kind of replica, and the copy."""
+
+    places: tuple[tuple[_Place, ...], ...]
+    copy: int
+
+
+_Stages = tuple[tuple[int, ...], ...]
+_Class = tuple[tuple[int, ...], int | None, int, bool, _Stages]
+"""Parameters of one class have the same regions: shape, tp_dim, tp_units, partial, stages."""
+
+
+def _regions(
+    view: _View, spec: TensorSpec, partial: bool, stages: _Stages
+) -> Iterator[tuple[Box, _Signature]]:
+    """What this rank has of one parameter, cut wherever any replica cuts, by rising offsets."""
+    # Equal copies of the whole gradient in each replica, by kind.
+    whole = spec.tp_dim is None and not partial
+    copies = {kind.degree("tp") if whole else 1 for kind in view.kinds}
+    copy = view.here.tp if whole and len(copies) == 1 else None
+    held = [_held(spec, kind, at, whole, copy) for kind, at in zip(view.kinds, stages, strict=True)]
+    row = replace(spec, shard_dim=None) if view.zero_1 else spec
+    own = cut_box(row, view.replica, view.here.dp_shard, view.here.tp)
+    mine = view.kinds.index(view.alike)
+    for box in _refined(own, (cut.box for kind in held for cut in kind)):
+        places = tuple(
+            _places(kind, cuts, box, view.zero_1)
+            for kind, cuts in zip(view.kinds, held, strict=True)
+        )
+        # Under ZeRO 1, a copy that does not contribute has nothing to do with others' shards.
+        if any(place.mesh_rank == view.here.mesh_rank for place in places[mine]):
+            yield box, _Signature(places, copy or 0)
+
+
+class _Held(NamedTuple):
+    """What the ranks of a replica at one (dp_shard, tp) hold of a parameter.
+
+    box: what they hold; with_shards: together with the other ranks along dp_shard.
+    """
+
+    dp_shard: int
+    tp: int
+    stages: tuple[int, ...]
+    box: Box
+    with_shards: Box
+    contributes: bool
+
+
+def _held(
+    spec: TensorSpec, kind: Replica, stages: tuple[int, ...], whole: bool, copy: int | None
+) -> tuple[_Held, ...]:
+    """The holders of a parameter in a replica of this kind.
+
+    copy: only this tp rank's copy; None: all tp ranks, of which only the first contributes if
+    the gradient is `whole` on each.
+    """
+    out: list[_Held] = []
+    uncut = replace(spec, shard_dim=None)
+    for tp in range(kind.degree("tp")) if copy is None else (copy,):
+        contributes = copy is not None or not whole or tp == 0
+        with_shards = cut_box(uncut, kind, 0, tp)
+        for dp_shard in range(kind.degree("dp_shard")):
+            box = cut_box(spec, kind, dp_shard, tp)
+            out.append(_Held(dp_shard, tp, stages, box, with_shards, contributes))
+    return tuple(out)
+
+
+def _refined(box: Box, others: Iterable[Box]) -> Iterator[Box]:
+    """`box` cut by a grid of the edges of the others. No two pieces are in the same boxes, for
+    tp and dp_shard cut tensors into ranges of dims, so every edge parts two holders all along."""
+    edges = [{start, stop} for start, stop in zip(box.offsets, box.stops, strict=True)]
+    for other in others:
+        for dim, (low, high) in enumerate(zip(box.offsets, box.stops, strict=True)):
+            edges[dim].update(e for e in (other.offsets[dim], other.stops[dim]) if low < e < high)
+    if box.size:
+        for spans in product(*(tuple(pairwise(sorted(e))) for e in edges)):
+            starts, lengths = zip(*((a, b - a) for a, b in spans), strict=True)
+            yield Box(box.name, starts, lengths)
+
+
+def _places(kind: Replica, cuts: Iterable[_Held], box: Box, zero_1: bool) -> tuple[_Place, ...]:
+    """Who contributes to, and who receives, one box in a replica of this kind, by mesh rank."""
+    found: list[tuple[int, bool, bool]] = []
+    for cut in cuts:
+        if not cut.with_shards.contains(box):
+            continue
+        receives = cut.box.contains(box)
+        contributes = cut.contributes and (zero_1 or receives)
+        if contributes or receives:
+            for pp, cp in product(cut.stages, range(kind.degree("cp"))):
+                at = ravel((pp, cut.dp_shard, cp, cut.tp), kind.mesh_shape)
+                found.append((at, contributes, receives))
+    places: list[_Place] = []
+    parts = 0
+    for at, contributes, receives in sorted(found):
+        places.append(_Place(at, parts if contributes else 0, contributes, receives))
+        parts += contributes
+    return tuple(places)
+
+
+def _members(topology: Topology, signature: _Signature) -> Iterator[Member]:
+    by_kind = dict(zip(topology.kinds, signature.places, strict=True))
+    for replica in topology.replicas:
+        for mesh_rank, part, contributes, receives in by_kind[replica.kind]:
+            yield Member(replica.ranks[mesh_rank], replica.index, part, contributes, receives)

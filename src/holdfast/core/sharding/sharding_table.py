@@ -1,0 +1,119 @@
+"""How tensor and pipeline parallelism cut the parameters: one table, by parameter name.
+
+Tensor parallelism (Shoeybi et al. 2019, "Megatron-LM", section 3) cuts the matrices that read
+the residual stream by columns of the product, which are rows of the stored weight, and those
+that write it by rows of the product, dim 1 of the stored weight. Attention is cut by whole
+heads, SwiGLU by inner units, embedding and head by rows of the vocabulary. What acts on single
+tokens of the residual stream, the norms, every rank holds whole; under sequence parallelism
+(Korthikanti et al. 2022, section 4.2.2) each sees its part of the tokens only.
+
+    embed, head   [V, D]       dim 0, V units        attention.o   [D, H*h]   dim 1, H units
+    attention.q   [H*h, D]     dim 0, H units        ffn.gate, up  [F, D]     dim 0, F units
+    attention.k,v [K*h, D]     dim 0, K units        ffn.down      [D, F]     dim 1, F units
+    norms         [D]          whole                 q_norm,k_norm [h]        whole
+
+A layer of a new kind is one more row of `_CUTS`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from holdfast.core.sharding.parameters import Parameter, decoder_parameters
+
+if TYPE_CHECKING:  # the mover has no use for pydantic
+    from holdfast.config.model import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """One row.
+
+    tp_dim: the dim that tp cuts; None: all tp ranks hold the parameter whole.
+    tp_units: indivisible units along `tp_dim` (query heads, key/value heads, inner units, rows
+        of the vocabulary); 1 without `tp_dim`.
+    positions: where in the model it is used: -1 embedding, i block i, model.layers the last norm
+        and the head. A tied embedding has both ends, and is held by both stages.
+    per_token: acts on single tokens of the residual stream.
+    """
+
+    tp_dim: int | None
+    tp_units: int
+    positions: tuple[int, ...]
+    per_token: bool
+
+
+_CUTS: dict[str, tuple[int, str | None]] = {
+    "embed": (0, None),
+    "head": (0, None),
+    "attention.q": (0, "heads"),
+    "attention.k": (0, "kv_heads"),
+    "attention.v": (0, "kv_heads"),
+    "attention.o": (1, "heads"),
+    "ffn.gate": (0, None),
+    "ffn.up": (0, None),
+    "ffn.down": (1, None),
+}
+"""layer -> (dim of its weight that tp cuts, field of ModelConfig that counts the units; None: each
+index of the dim is one)."""
+
+_PER_TOKEN = ("attention_norm", "ffn_norm", "norm")
+
+
+def sharding_table(model: ModelConfig) -> dict[str, Sharding]:
+    """Every parameter of the decoder, in the order of `decoder_parameters`."""
+    return {row.name: _row(row, model) for row in decoder_parameters(model)}
+
+
+def _row(parameter: Parameter, model: ModelConfig) -> Sharding:
+    layer, positions = _place(parameter.name, model)
+    if layer not in _CUTS:
+        return Sharding(None, 1, positions, layer in _PER_TOKEN)
+    dim, counted_by = _CUTS[layer]
+    units = parameter.shape[dim] if counted_by is None else getattr(model, counted_by)
+    return Sharding(dim, units, positions, False)
+
+
+def _place(name: str, model: ModelConfig) -> tuple[str, tuple[int, ...]]:
+    """ "layers.3.ffn.up.weight" -> ("ffn.up", (3,))"""
+    layer = name.removesuffix(".weight")
+    if layer.startswith("layers."):
+        _, number, layer = layer.split(".", 2)
+        return layer, (int(number),)
+    if layer == "embed":
+        return layer, (-1, model.layers) if model.tied_embeddings else (-1,)
+    return layer, (model.layers,)
+
+
+def tp_part(units: int, tp: int, index: int) -> tuple[int, int]:
+    """(first unit, number of units) of tp rank `index`.
+
+    With at least as many units as ranks, `chunk`'s rule: ceil(units / tp) each, the last ones
+    fewer or none. With fewer units (grouped-query attention's key/value heads), each unit is
+    held by the tp / units ranks whose query heads read it.
+    """
+    if units < tp:
+        return index * units // tp, 1
+    return chunk(units, tp, index)
+
+
+def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
+    """(start, length) of part `index` of a dim, by `torch.chunk`'s rule, which FSDP2 follows:
+    parts of ceil(length / parts), the last ones shorter or empty."""
+    size = -(-length // parts)
+    start = min(index * size, length)
+    return start, min(start + size, length) - start
+
+
+def gradient_is_partial(sharding: Sharding, sequence_parallel: bool) -> bool:
+    """Whether each of the tp ranks that hold the same box of a parameter has only a part of its
+    gradient, so that the parts must be added; otherwise each has all of it.
+
+    A key/value head held by several ranks gets the gradient of each rank's query heads. The
+    norms of queries and keys act on each rank's own heads. A norm of the residual stream sees
+    every token, unless the sequence is cut.
+    """
+    if sharding.tp_dim is not None:
+        return True
+    return sequence_parallel if sharding.per_token else True

@@ -1,0 +1,142 @@
+"""The state table: every tensor that a checkpoint holds, and who holds which part of it.
+
+State tensors are `model.<name>`, `optimizer.exp_avg.<name>` and `optimizer.exp_avg_sq.<name>`;
+AdamW's step count is the step itself. Nothing else is state: data position and random numbers
+are functions of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.core.sharding.sharding_table import chunk, sharding_table, tp_part
+from holdfast.layout import Coordinate, Replica, Topology
+
+if TYPE_CHECKING:  # the mover has no use for pydantic
+    from holdfast.config.model import ModelConfig
+
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "BF16": 2, "F16": 2,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of one element, by safetensors' name of the dtype."""
+
+STATE_DTYPE = {"fp32": "F32", "bf16": "F32", "float64": "F64"}
+"""dtype of parameters and optimizer state by `train.precision` (bf16 computes on fp32 state)."""
+
+PREFIXES = ("model.", "optimizer.exp_avg.", "optimizer.exp_avg_sq.")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One row: a tensor, and which axes cut it.
+
+    shard_dim: the dim that `dp_shard` cuts; None: each of its ranks holds all.
+    tp_dim, tp_units: the dim that `tp` cuts and its indivisible units, as in `Sharding`.
+    positions: the stages that hold these positions of the model hold the tensor; (): all do.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard_dim: int | None = None
+    tp_dim: int | None = None
+    tp_units: int = 1
+    positions: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def to_json(self) -> list[Any]:
+        return [
+            self.name, self.dtype, list(self.shape), self.shard_dim,
+            self.tp_dim, self.tp_units, list(self.positions),
+        ]  # fmt: skip
+
+    @staticmethod
+    def from_json(value: Sequence[Any]) -> TensorSpec:
+        """Rows of format 1 end with `shard_dim`. Raises ValueError for what is no row."""
+        if len(value) not in (4, 7):
+            raise ValueError(f"a row of the table has {len(value)} entries: {value}")
+        name, dtype, shape, shard_dim = value[:4]
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"{name}: dtype {dtype!r} is unknown")
+        tp_dim, tp_units, positions = value[4:] or (None, 1, ())
+        return TensorSpec(
+            str(name), dtype, tuple(int(n) for n in shape), shard_dim,
+            tp_dim, int(tp_units), tuple(int(p) for p in positions),
+        )  # fmt: skip
+
+
+StateTable = tuple[TensorSpec, ...]
+
+
+def state_table(model: ModelConfig, precision: str = "fp32") -> StateTable:
+    """All state tensors of a run: parameters first, so that a restore can begin to compute early.
+
+    dp_shard cuts dim 0 of every tensor, as FSDP2 does; tp and pp cut by `sharding_table`, the
+    optimizer's moments as their parameter.
+    """
+    rows = parameter_table(model, precision)
+    return tuple(replace(row, name=prefix + row.name) for prefix in PREFIXES for row in rows)
+
+
+def parameter_table(model: ModelConfig, precision: str = "fp32") -> StateTable:
+    """The rows of the parameters alone, under their own names ("norm.weight")."""
+    dtype, sharding = STATE_DTYPE[precision], sharding_table(model)
+    return tuple(
+        TensorSpec(p.name, dtype, p.shape, 0, row.tp_dim, row.tp_units, row.positions)
+        for p in decoder_parameters(model)
+        for row in (sharding[p.name],)
+    )
+
+
+def stages_of(spec: TensorSpec, replica: Replica) -> tuple[int, ...]:
+    """The pipeline stages of `replica` that hold the tensor, rising."""
+    degree = replica.degree("pp")
+    if degree == 1 or not spec.positions:
+        return tuple(range(degree))
+    return tuple(sorted({replica.stage_of(position) for position in spec.positions}))
+
+
+def mesh_box(spec: TensorSpec, replica: Replica, coordinate: Coordinate) -> Box:
+    """What the rank at `coordinate` of `replica` holds of one tensor; empty, with no rows, where
+    its stage does not hold the tensor or there are more ranks than rows.
+
+    pp decides first whether the rank holds anything, tp takes its units, and dp_shard cuts what
+    tp left, for FSDP2 shards the tensors it finds on a rank. cp cuts no state.
+    """
+    if coordinate.pp not in stages_of(spec, replica):
+        return empty(spec)
+    return cut_box(spec, replica, coordinate.dp_shard, coordinate.tp)
+
+
+def cut_box(spec: TensorSpec, replica: Replica, dp_shard: int, tp: int) -> Box:
+    """The box that every rank at these two indices holds, on the stages that hold the tensor."""
+    offsets, lengths = [0] * len(spec.shape), list(spec.shape)
+    if spec.tp_dim is not None:
+        unit = spec.shape[spec.tp_dim] // spec.tp_units
+        first, units = tp_part(spec.tp_units, replica.degree("tp"), tp)
+        offsets[spec.tp_dim], lengths[spec.tp_dim] = first * unit, units * unit
+    if spec.shard_dim is not None:
+        dim = spec.shard_dim
+        start, lengths[dim] = chunk(lengths[dim], replica.degree("dp_shard"), dp_shard)
+        offsets[dim] += start
+    return Box(spec.name, tuple(offsets), tuple(lengths))
+
+
+def empty(spec: TensorSpec) -> Box:
+    """No element of a tensor: no rows. A scalar has no dim that could be empty, so it gets one."""
+    return Box(spec.name, (0,) * max(1, len(spec.shape)), (0, *spec.shape[1:]))
+
+
+def local_boxes(topology: Topology, table: StateTable, rank: int) -> tuple[Box, ...]:
+    """What `rank` holds in memory: one box per row of the table, in order; some may be empty."""
+    replica, coordinate = topology.replica_of(rank), topology.coordinate(rank)
+    return tuple(mesh_box(spec, replica, coordinate) for spec in table)

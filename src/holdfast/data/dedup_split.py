@@ -1,0 +1,166 @@
+"""Which documents stay, in which split, and which the tokenizer is trained on.
+
+All three follow from the documents' hashes and their order in the sources, so they come out the
+same whoever computed the hashes. Memory is bounded by working through the hashes in partitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.data.unit_tasks import DROP, TRAIN, VALIDATION
+from holdfast.errors import DataError
+
+PARTITION_DOCUMENTS = 1 << 22
+
+Rows = NDArray[np.uint64]  # [documents, 3]: hash high, hash low, bytes (0: an empty document)
+
+
+@dataclass(frozen=True)
+class SourceCount:
+    """What became of one source's documents."""
+
+    documents: int
+    empty: int
+    duplicates: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`lots[u]` uint8 [documents of unit u]: drop, train or validation. Counts per source."""
+
+    lots: list[NDArray[np.uint8]]
+    counts: list[SourceCount]
+
+
+def choose(rows: Sequence[Rows], sources: Sequence[int], names: Sequence[str],
+           validation_fraction: float) -> Choice:  # fmt: skip
+    """Keep the first of equal documents, and split the kept ones by their hash.
+
+    A document is validation when its hash, read as a fraction of all hashes, lies below
+    `validation_fraction`: it stays in its split when the corpus grows. If that leaves a split of
+    a corpus empty, the document with the lowest (highest) hash goes there, so that a small
+    corpus has both. `rows` and `sources` are per unit. Raises DataError for a source of which
+    nothing is left.
+    """
+    lots = [np.zeros(len(r), dtype=np.uint8) for r in rows]
+    for unit, place in _first_of_equals(rows):
+        lots[unit][place] = TRAIN
+    bound = np.uint64(min(int(validation_fraction * 2.0**64), 2**64 - 1))
+    for unit, table in enumerate(rows):
+        lots[unit][(lots[unit] == TRAIN) & (table[:, 0] < bound)] = VALIDATION
+    counts = [_count(rows, lots, sources, i) for i in range(len(names))]
+    for i, name in enumerate(names):
+        _demand_documents(counts[i], name)
+        _fill_training(rows, lots, [u for u, s in enumerate(sources) if s == i])
+    if validation_fraction > 0:
+        _fill_validation(rows, lots, sources)
+    return Choice(lots, counts)
+
+
+def _first_of_equals(rows: Sequence[Rows]) -> list[tuple[int, NDArray[np.intp]]]:
+    """Per unit the places of documents that are not empty and equal none before them."""
+    total = sum(len(r) for r in rows)
+    partitions = np.uint64(max(1, -(-total // PARTITION_DOCUMENTS)))
+    kept: list[tuple[int, NDArray[np.intp]]] = []
+    for partition in range(int(partitions)):
+        places = [
+            np.flatnonzero((r[:, 2] > 0) & (r[:, 1] % partitions == np.uint64(partition)))
+            for r in rows
+        ]
+        units = np.repeat(np.arange(len(rows)), [len(p) for p in places])
+        place = np.concatenate(places) if places else np.zeros(0, dtype=np.intp)
+        if not len(place):
+            continue
+        high = np.concatenate([r[p, 0] for r, p in zip(rows, places, strict=True)])
+        low = np.concatenate([r[p, 1] for r, p in zip(rows, places, strict=True)])
+        order = np.lexsort((low, high))  # stable: equal hashes stay in the documents' order
+        first = np.ones(len(order), dtype=bool)
+        first[1:] = (np.diff(high[order]) != 0) | (np.diff(low[order]) != 0)
+        chosen = np.sort(order[first])
+        cuts = np.searchsorted(units[chosen], np.arange(1, len(rows)))
+        kept.extend(enumerate(np.split(place[chosen], cuts)))
+    return kept
+
+
+def _count(
+    rows: Sequence[Rows], lots: Sequence[NDArray[np.uint8]], sources: Sequence[int], source: int
+) -> SourceCount:
+    mine = [u for u, s in enumerate(sources) if s == source]
+    documents = sum(len(rows[u]) for u in mine)
+    empty = sum(int((rows[u][:, 2] == 0).sum()) for u in mine)
+    kept = sum(int((lots[u] != DROP).sum()) for u in mine)
+    return SourceCount(documents, empty, documents - empty - kept)
+
+
+def _demand_documents(count: SourceCount, name: str) -> None:
+    if count.documents == count.empty + count.duplicates:
+        raise DataError(
+            f"nothing is left of {count.documents} documents: {count.empty} are empty, "
+            f"{count.duplicates} are duplicates",
+            where=f"source {name!r}",
+            remedy="name files that hold text",
+        )
+
+
+def _fill_training(
+    rows: Sequence[Rows], lots: list[NDArray[np.uint8]], units: Sequence[int]
+) -> None:
+    """Give a source without a training document the one with its highest hash."""
+    if any((lots[u] == TRAIN).any() for u in units):
+        return
+    kept = [(int(rows[u][i, 0]), u, int(i)) for u in units for i in np.flatnonzero(lots[u])]
+    _, unit, place = max(kept)
+    lots[unit][place] = TRAIN
+
+
+def _fill_validation(
+    rows: Sequence[Rows], lots: list[NDArray[np.uint8]], sources: Sequence[int]
+) -> None:
+    """Give a corpus without a validation document the one with the lowest hash, from a source
+    that can spare it."""
+    if any((lot == VALIDATION).any() for lot in lots):
+        return
+    spare: dict[int, int] = {}
+    for unit, source in enumerate(sources):
+        spare[source] = spare.get(source, 0) + int((lots[unit] == TRAIN).sum())
+    lowest: tuple[int, int, int] | None = None
+    for unit, source in enumerate(sources):
+        places = np.flatnonzero(lots[unit] == TRAIN)
+        if spare[source] > 1 and len(places):
+            place = int(places[np.argmin(rows[unit][places, 0])])
+            candidate = (int(rows[unit][place, 0]), unit, place)
+            lowest = candidate if lowest is None else min(lowest, candidate)
+    if lowest is not None:
+        lots[lowest[1]][lowest[2]] = VALIDATION
+
+
+def tokenizer_sample(
+    rows: Sequence[Rows], lots: Sequence[NDArray[np.uint8]], sample_bytes: int
+) -> list[NDArray[np.bool_]]:
+    """Which training documents the tokenizer is trained on: per unit a mask [documents].
+
+    Those with the lowest second half of their hash (the first decides the split), until they
+    hold `sample_bytes`; at least one.
+    """
+    total = sum(int(r[lot == TRAIN, 2].sum()) for r, lot in zip(rows, lots, strict=True))
+    share = min(1.0, 2.0 * sample_bytes / max(total, 1))
+    while True:
+        bound = 2**64 - 1 if share >= 1.0 else int(share * 2.0**64)
+        masks = [
+            (lot == TRAIN) & (r[:, 1] <= np.uint64(bound))
+            for r, lot in zip(rows, lots, strict=True)
+        ]
+        low = np.concatenate([r[m, 1] for r, m in zip(rows, masks, strict=True)])
+        size = np.concatenate([r[m, 2] for r, m in zip(rows, masks, strict=True)])
+        if share >= 1.0 or int(size.sum()) >= sample_bytes:
+            break
+        share *= 2.0
+    order = np.argsort(low, kind="stable")
+    enough = int(np.searchsorted(np.cumsum(size[order]), np.uint64(sample_bytes))) + 1
+    last = low[order[min(enough, len(order)) - 1]]
+    return [m & (r[:, 1] <= last) for r, m in zip(rows, masks, strict=True)]

@@ -1,0 +1,544 @@
+"""The agent of one node: it starts and watches the others, and joins with the run store and the
+secret alone.
+
+It holds no training state and imports no torch, so it answers within milliseconds. One event loop
+runs everything:
+
+    control (HTTP)   from its workers: /report, /orders; from other agents: /join, /beat, /term;
+                     from the generation's workers on all nodes, where it leads: /store; /notice
+    health (HTTP)    /healthz, /metrics
+    follower         whose orders it follows, and whether it leads (`following.py`)
+    station          what the orders mean for this node's processes (`station.py`)
+    office           where it leads: what each generation is, and when there is none (`office.py`)
+    leaving          signals and notices (`leaving.py`)
+    losing           a run folder that is there no more (`lost_folder.py`)
+
+A run of one node is the same with nobody else: its term is opened before, so that a second trainer
+is refused, nobody is waited for, and the run is over when its term is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from holdfast.elastic.agent import health
+from holdfast.elastic.agent.final_upload import LastUpload
+from holdfast.elastic.agent.monitors import counting_refusals, watch_progress
+from holdfast.elastic.agent.run_folder_monitor import GONE, WAITED, Losing, RunFolder
+from holdfast.elastic.agent.shutdown import Leaving
+from holdfast.elastic.coordinator.coordinator import Coordinator
+from holdfast.elastic.coordinator.ledger_repair import Told
+from holdfast.elastic.coordinator.rendezvous import Rendezvous
+from holdfast.elastic.coordinator.run_controller import MISSED_BEATS, Desk, Office
+from holdfast.elastic.event_log import Board, Observer, Say
+from holdfast.elastic.membership.role_loop import Follower
+from holdfast.elastic.node.launch_specs import mover_settings
+from holdfast.elastic.node.mover_supervisor import MoverLink
+from holdfast.elastic.node.node_runner import Station, Surroundings
+from holdfast.elastic.node.process_manager import Host
+from holdfast.elastic.node.worker_group import Generation
+from holdfast.elastic.notices.clouds import source_of
+from holdfast.elastic.notices.handler import NOTICE, Notices
+from holdfast.elastic.notices.poller import NoticeWatch
+from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.generation_outcome import Failed, Finished, Left, Lost, Verdict
+from holdfast.elastic.protocol.worker_spec import preloads
+from holdfast.elastic.reviving import Reviving
+from holdfast.elastic.run_context import Joining
+from holdfast.elastic.run_result import End, EndedError, Over, end_of
+from holdfast.errors import CannotGoOnError, FencedError, HoldfastError, UserError
+from holdfast.events import CheckpointCommitted, Event, RunStopped
+from holdfast.plan.interface import Planner
+from holdfast.policy.membership.election import Patience
+from holdfast.policy.recovery.survivors import Held
+from holdfast.policy.saving.failure_history import Seen
+from holdfast.policy.saving.failure_rate import Hazard
+from holdfast.wire import lifeline
+from holdfast.wire.http.auth import Verifier
+from holdfast.wire.http.server import Guard, Listener
+from holdfast.wire.http.sockets import address_of, bind
+from holdfast.wire.journal import read
+from holdfast.wire.term import Term, newest_generation
+
+TERM_SECONDS = 2.0
+"""How often the run store is asked whether there is a newer term."""
+CLEAN_SECONDS = 60.0
+"""For what an agent does after its last word, where its run folder was not there last: a disk that
+does not answer may keep a thread for ever."""
+LEFT_AT_ONCE = 130
+"""Exit code after a second Ctrl-C: 128 + SIGINT, as a shell would say."""
+
+
+class NodeAgent:
+    """One node's agent, from joining to exit code."""
+
+    def __init__(
+        self, joining: Joining, control: socket.socket, planner: Planner, *,
+        observers: Sequence[Observer] = (), render_metrics: Callable[[], bytes] = lambda: b"",
+        say: Say = print,
+    ) -> None:  # fmt: skip
+        """control: the bound socket that others find in the run store. planner: lays a generation
+        out over the nodes. say: prints one line to the person."""
+        self._it, self._control, self._planner = joining, control, planner
+        self._render_metrics, self._say = render_metrics, say
+        config, alone = joining.config, joining.alone is not None
+        self._seen = Seen(Hazard.prior(config.checkpoint.node_mtbf_hours * 3600))
+        self._notices = Notices(config, lambda event: self._board.emit("agent", event), say)
+        self._told = Told(config, announced_behind=alone)
+        learn: list[Observer] = [self._seen.observe, self._notices.observe]
+        if alone:
+            learn.append(lambda record: self._told.observe(record.event))
+        self._board = Board(joining.store, [*learn, *observers], say, joining.suffix)
+        self._source = source_of(config.cluster)
+        self._live = config.cluster.recovery == "live"
+        self._opened = 0  # the newest generation that is known here
+        self._committed = 0
+        self._now = False  # whether nothing is waited for any more
+        self._exit = 1  # the exit code, as far as it is known
+        self._complained = ""  # the last complaint
+        self._late: threading.Timer | None = None
+
+    def run(self) -> int:
+        """Until the run is over, or this node leaves it. The exit code: 0, 1, 130.
+
+        Raises UserError for what the person can mend (no checkpoint can be trusted, an address
+        that cannot be listened on, an error of that kind in a worker), and CannotGoOnError.
+        """
+        try:
+            return asyncio.run(self._main())
+        finally:
+            if self._late is not None:
+                self._late.cancel()
+
+    # --- the outer frame ------------------------------------------------------------------------
+    async def _main(self) -> int:
+        it, cluster = self._it, self._it.config.cluster
+        self._loop = asyncio.get_running_loop()
+        self._rendezvous = Rendezvous()
+        self._refusals = counting_refusals(self._board, lambda: self._opened > 0, self._say)
+        metrics = bind(cluster.interface, cluster.metrics_port, "cluster.metrics_port")
+        self._line, line_end = lifeline.pipe()
+        settings = mover_settings(it.config, it.config_hash, it.dataset_version)
+        self._mover = MoverLink(
+            it.config, it.folder, it.secret, settings, self._of_mover, it.suffix,
+            lambda: self._losing.present(),
+        )  # fmt: skip
+        self._reviving = Reviving(
+            lambda: self._mover.revive(self._line, self._mover_gone),
+            lambda: self._mover.alive, self._say, self._mover_back,
+        )  # fmt: skip
+        self._host = Host(
+            self._mover, it.folder, it.secret, it.entry, preloads(it.config), self._line, self,
+            mover_gone=self._mover_gone, template_gone=self._template_gone,
+        )  # fmt: skip
+        self._upload = LastUpload(self._mover, it.config.checkpoint.bucket_wait_seconds, self._say)
+        run_folder = RunFolder(it.folder, it.store)
+        self._losing = Losing(
+            run_folder, lambda: self._leaving.why or "", self._time_left, self._part_with,
+            self._say, alone=it.alone is not None,
+        )  # fmt: skip
+        self._furnish()
+        try:
+            self._exit = await self._serve(metrics)
+            return self._exit
+        except HoldfastError as error:
+            self._exit = error.exit_code
+            if self._late is not None:  # whoever is to say it may never come to that
+                self._say(str(error))
+            raise
+        finally:
+            run_folder.close()
+            if self._now:
+                os.close(line_end)  # ends every child
+            await self._reviving.stop()
+            await self._host.end()
+            await asyncio.to_thread(self._refusals.close)
+            await self._board.flush(sync=True)
+            if not self._now:
+                os.close(line_end)
+            os.close(self._line)
+
+    def _furnish(self) -> None:
+        """The parts that decide; see the module."""
+        it, cluster, address = self._it, self._it.config.cluster, address_of(self._control)
+        alone = it.alone is not None
+        around = Surroundings(
+            it.config, it.node, it.folder, it.secret, address, self._seen, it.places
+        )
+        self._station = Station(
+            around, self._host, self._mover, self._board, self._say, self._open, self._began,
+            self._ended,
+        )  # fmt: skip
+        desk = Desk(
+            address, lambda: self._host.prepare(0), self._made, opened=lambda: self._opened,
+            why=lambda: self._leaving.stopping, committed=lambda: self._saved,
+        )  # fmt: skip
+        self._office = Office(
+            it, desk, self._planner, self._mover, self._board, self._say, self._told
+        )
+        silence = MISSED_BEATS * cluster.beat_seconds
+        self._follower = Follower(
+            it.node, address, it.store, it.secret, self._station, self._reign,
+            places=it.places, told={"address": address},
+            patience=Patience(silence, cluster.beat_seconds / 2, cluster.alone_seconds),
+            beat=cluster.beat_seconds, complain=self._complain, own=it.alone,
+            check=self._losing.check,
+        )  # fmt: skip
+        self._leaving = Leaving(
+            it.config, it.node, alone, board=self._board, say=self._say, station=self._station,
+            follower=self._follower, office=self._office, notices=self._notices,
+            upload=self._upload, at_once=self._at_once,
+        )  # fmt: skip
+
+    async def _serve(self, metrics: socket.socket) -> int:
+        listeners = [
+            Listener(self._guard(), self._control),
+            Listener(health.Health(self._health, self._render_metrics, self._refusals), metrics),
+        ]
+        served = [asyncio.create_task(listener.serve()) for listener in listeners]
+        beat = self._it.config.cluster.heartbeat_seconds
+        watches = [
+            asyncio.create_task(
+                watch_progress(beat, lambda: self._station.current, self._board.flush)
+            ),
+            asyncio.create_task(self._watch_term()),
+        ]
+        self._part = asyncio.create_task(self._take_part())
+        self._catch_signals()
+        every = self._it.config.cluster.notices_every_seconds
+        watch = NoticeWatch(self._source, every, self._leaving.warned, self._say, self._write_down)
+        self._leaving.understood = watch.signalled
+        try:
+            # A watch or a listener ends only by a bug of ours, which must not go unseen.
+            await asyncio.wait({self._part, *served, *watches}, return_when=asyncio.FIRST_COMPLETED)
+            others: list[asyncio.Task[Any]] = [*served, *watches]
+            for task in others:
+                if task.done() and not self._part.done():
+                    task.result()
+            return await self._part
+        except asyncio.CancelledError:
+            if not self._now:
+                raise
+            return LEFT_AT_ONCE
+        finally:
+            self._part.cancel()
+            if self._leaving.why is not None and not self._now:
+                await watch.acknowledge()
+            watch.close()
+            self._office.close()
+            for task in watches:
+                task.cancel()
+            for listener in listeners:
+                listener.close()
+            await asyncio.wait(served, timeout=5.0)
+
+    def _guard(self) -> Guard:
+        outside = {"/orders": self._host.orders, NOTICE: self._noticed,
+                   **self._follower.handlers}  # fmt: skip
+        return Guard(
+            {"/report": self._report, "/store": self._rendezvous.handle, **outside},
+            self._it.secret, Verifier(self._it.secret, time.time), lambda: self._opened,
+            outside=frozenset(outside), refusals=self._refusals,
+        )  # fmt: skip
+
+    # --- taking part ----------------------------------------------------------------------------
+    async def _take_part(self) -> int:
+        try:
+            if await asyncio.to_thread(newest_generation, self._it.store):
+                await self._recall()
+            await self._host.prepare(self._it.places)
+        except UserError:
+            raise
+        except HoldfastError as error:  # of the mover or the template
+            self._say(str(error))
+            return 1
+        self._mover_back()
+        try:
+            await self._follow()
+        except EndedError as error:
+            return self._tell(end_of(str(error), error.kind, (), "", self._saved))
+        if self._follower.fault is not None:
+            raise self._follower.fault
+        return await self._code()
+
+    async def _follow(self) -> None:
+        """Until this node has no part in the run any more, or cannot wait for its folder. Raises
+        EndedError."""
+        following = asyncio.create_task(self._follower.run())
+        losing = asyncio.create_task(self._losing.end())
+        try:
+            await asyncio.wait({following, losing}, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()
+                return
+            raise losing.result()
+        finally:
+            if not self._losing.answers:
+                self._late = threading.Timer(CLEAN_SECONDS, lambda: os._exit(self._exit))
+                self._late.daemon = True
+                self._late.start()
+            for task in (following, losing):
+                task.cancel()
+            await asyncio.wait({following, losing})
+
+    def _complain(self, sentence: str) -> None:
+        if sentence not in (WAITED, self._complained):  # that has been said
+            self._complained = sentence
+            self._say(sentence)
+
+    def _time_left(self) -> float:
+        """Of one that is to go; 0 where nobody said."""
+        return self._notices.seconds_left() or self._follower.leaving
+
+    def _part_with(self, seconds: float) -> None:
+        """The others see for themselves whether they have the run folder: they may go on."""
+        self._say(f"{GONE}: {self._it.node} leaves")
+        self._follower.leaving = self._follower.leaving or seconds
+        self._station.changed.set()
+
+    async def _recall(self) -> None:
+        """What older sessions saw break, and how long their saves took. A journal that cannot be
+        read costs that only."""
+        try:
+            records = await asyncio.to_thread(read, self._it.store)
+        except HoldfastError as error:
+            self._say(f"how often the run broke before is not known: {error}")
+            return
+        for record in records:
+            self._seen.observe(record)
+            self._notices.measured.observe(record)
+
+    async def _code(self) -> int:
+        """The exit code; the coordinator's agent has written the end into the journal."""
+        end = await self._end()
+        if end is None and self._losing.given_up:
+            end = end_of(GONE, Over.FENCED, (), "", self._saved)
+        if end is None:
+            self._say(f"{self._it.node} has left the run ({self._leaving.why or 'it was told to'})")
+            return 0
+        return self._tell(end)
+
+    def _tell(self, end: End) -> int:
+        self._office.last.say(end)
+        if end.error is not None:
+            raise end.error
+        short = end.code == 0 and self._station.closing and not self._leaving.why
+        return CannotGoOnError.exit_code if short else end.code
+
+    async def _end(self) -> End | None:
+        """None: the run goes on without this node."""
+        over, coordinator = self._follower.over, self._follower.coordinator
+        if over is None and self._it.alone is not None:
+            try:
+                await asyncio.to_thread(self._it.alone.check)
+            except HoldfastError as error:
+                return end_of(str(error), Over.FENCED, (), "", self._saved)
+        if over is None:
+            return None
+        if coordinator is not None:
+            return self._office.end(over[0])
+        why = self._station.closing or self._leaving.why or "the workers left"
+        held = self._station.held
+        if not over[0] and "kind" not in held:  # it had no part in it
+            return End(None, "", 0)
+        return end_of(over[0], over[1], [held], why, self._saved)
+
+    # --- leading --------------------------------------------------------------------------------
+    async def _reign(self, term: Term) -> Coordinator:
+        return await self._office.reign(self._losing.kept(term))
+
+    def _made(self, generation: int) -> None:
+        """The object of a generation was made by this agent."""
+        self._open(generation)
+        self._rendezvous.begin(generation)
+
+    async def _watch_term(self) -> None:
+        while True:
+            await asyncio.sleep(TERM_SECONDS)
+            coordinator, term = self._follower.coordinator, self._office.term
+            if coordinator is None or term is None:
+                continue
+            try:
+                await asyncio.to_thread(term.check)
+            except FencedError as error:
+                current = self._station.current
+                if self._it.alone is not None and current is not None:
+                    current.decide(
+                        Failed(str(error), exit_codes.FENCED)
+                    )  # nothing else is told of it
+                coordinator.fence()
+            except HoldfastError:
+                continue  # the run store is out of reach: that stops no training
+
+    @property
+    def _saved(self) -> int:
+        """The newest step that is known here to be committed."""
+        return max(self._committed, self._office.restored)
+
+    # --- this node ------------------------------------------------------------------------------
+    def _open(self, generation: int) -> None:
+        """From here on, requests of older generations are refused."""
+        if generation > self._opened:
+            self._opened = generation
+            self._board.begin(generation)
+
+    def _began(self, current: Generation) -> None:
+        self._leaving.began(current)
+
+    async def _ended(self, verdict: Verdict) -> Verdict:
+        """What follows the end of this node's workers, before anybody is told."""
+        if not isinstance(verdict, Finished | Left):
+            return verdict
+        generation = self._opened
+        if isinstance(verdict, Left) and verdict.unsaved is None:
+            verdict = replace(verdict, unsaved=await self._notices.not_kept(verdict.step))
+        if verdict.unsaved is None:
+            missing = await self._in_bucket(verdict, generation)
+            verdict = replace(verdict, missing=missing)
+        await self._mover.drain(generation)
+        return verdict
+
+    async def _in_bucket(self, verdict: Finished | Left, generation: int) -> str | None:
+        """What the bucket lacks at the end. Whoever leaves writes that down first: it may be killed
+        while it waits."""
+
+        async def written() -> None:
+            why = self._leaving.stopping or self._station.closing or "the workers left"
+            self._office.last.write(RunStopped(why, step=verdict.step))
+            await self._board.flush(sync=True)
+
+        leads = self._follower.coordinator is not None
+        before = written if leads and isinstance(verdict, Left) else None
+        return await self._upload.arrived(generation, before, self._notices.seconds_left)
+
+    def _template_gone(self) -> None:
+        if self._now:
+            return
+        if self._live:
+            self._say("the template ended; a new one is started behind the training")
+            return
+        self._say("the template ended; its workers are given up and a new one is started")
+        if self._station.current is not None:
+            self._station.current.decide(Lost("template_lost", "the template ended"))
+
+    def _mover_gone(self) -> None:
+        if self._now:
+            return
+        if self._live:
+            self._reviving.begin()
+            return
+        self._say("the mover ended, and its arenas with it; a new one is started")
+        if self._station.current is not None:
+            self._station.current.decide(Lost("mover_lost", "the mover ended"))
+
+    def _mover_back(self) -> None:
+        peer = self._mover.peer  # others are told where it is
+        self._follower.told["peer"] = None if peer is None else peer.to_json()
+
+    def _of_mover(self, event: Event) -> None:
+        if isinstance(event, CheckpointCommitted):
+            self._committed = max(self._committed, event.step)
+        if self._opened:
+            self._board.emit("mover", event)
+
+    def _write_down(self, event: Event) -> None:
+        if self._opened:
+            self._board.emit("agent", event)
+
+    # --- news of processes (`host.News`) --------------------------------------------------------
+    def joined(self, generation: int, rank: int, process: int) -> None:
+        current = self._station.current
+        if current is not None and current.number == generation:
+            current.joined(rank, process)
+
+    def exited(
+        self, generation: int, rank: int, process: int, code: int, log: Path, doom: str
+    ) -> None:
+        current = self._station.current
+        if current is not None and current.number == generation:
+            current.exited(rank, process, code, log, doom)
+
+    def held(self, generation: int, rank: int, held: Held) -> None:
+        current = self._station.current
+        if current is not None and current.number == generation:
+            current.held(rank, held)
+            self._station.held_one(rank, held)
+
+    # --- requests -------------------------------------------------------------------------------
+    async def _report(self, number: int, body: dict[str, Any]) -> dict[str, Any]:
+        current = self._station.current
+        if current is None or current.number != number:
+            raise FencedError(f"generation {number} is over")
+        rank = int(body["rank"])
+        events, sync = current.report(body), bool(body["sync"])
+        stored = True
+        if events or sync:
+            stored = await self._board.flush(f"rank{rank}", sync)
+            stored = stored and not (sync and self._office.owing)
+        current.answered(rank)
+        self._station.stored()
+        stop = bool(self._leaving.stopping or self._station.closing)
+        told = self._notices.answer(rank, current.ranks[0])
+        return {
+            "stop": stop, "generation": number, "stored": stored, "pause": self._station.pausing,
+            "parting": self._station.parting,
+        } | told  # fmt: skip
+
+    async def _noticed(self, number: int, body: dict[str, Any]) -> dict[str, Any]:
+        """`holdfast notice`. A name that nobody has is the person's slip, no malformed request."""
+        coordinator, nodes = self._follower.coordinator, body.get("nodes")
+        if coordinator is not None and isinstance(nodes, list):
+            known = sorted(node.name for node in coordinator.reign.nodes)
+            for name in nodes:
+                if known and name not in known:
+                    return {"refused": f"there is no node {name} in this run", "nodes": known}
+        return await self._leaving.asked(number, body)
+
+    def _health(self) -> dict[str, Any]:
+        current = self._station.current
+        return {
+            "state": health.state(self._station.stage, bool(self._leaving.stopping)),
+            "term": self._follower.seat.term,
+            "standing": str(self._follower.seat.standing), "generation": self._opened,
+            "step": self._saved if current is None else current.step,
+            "committed": self._saved,
+            "workers": 0 if current is None else len(current.members.alive),
+        }  # fmt: skip
+
+    # --- signals --------------------------------------------------------------------------------
+    def _catch_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # Only a process's main thread may; elsewhere whoever started us has them.
+            with suppress(ValueError, RuntimeError):
+                self._loop.add_signal_handler(number, self._leaving.signalled, number)
+
+    def _at_once(self, missing: str) -> None:
+        """Nothing is waited for any more."""
+        if self._late is not None:  # what is left to do needs a disk that may not answer
+            os._exit(LEFT_AT_ONCE)
+        self._now = True
+        self._office.close()
+        if missing:
+            event = RunStopped(missing, step=self._saved)
+            self._office.last.write(event)
+            self._office.last.say(End(event, f"stopped after step {event.step} ({missing})", 0))
+        self._part.cancel()
+
+
+def check_node_name(node: str) -> None:
+    """Raises UserError for one that cannot stand in names of files and of events."""
+    if not node or not all(c.isalnum() or c in "._-" for c in node):
+        raise UserError(
+            f"{node!r} cannot be a node's name", where="cluster.node",
+            remedy="use letters, digits, dots, dashes and underscores",
+        )  # fmt: skip

@@ -1,0 +1,464 @@
+"""The coordinator of one term: a `policy.membership.transitions.Reign` behind HTTP.
+
+Agents ask, it answers. `/join` says who an agent is; `/beat` says which generation it holds and
+what its workers do there, and stays open until there is something else to do, or the next heartbeat
+is due. So one request is report, heartbeat and the way of orders, and an order that is lost is
+found again in the next answer.
+
+Reports that come in the same turn of the event loop are taken in together, and only those who are
+concerned are woken, so the cost of a change grows with the number of agents and no faster.
+
+What needs the run store or the planner is not done here: `Make` makes the next generation's object
+and returns what its nodes begin from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+from typing import Any, Protocol
+
+from holdfast.elastic.coordinator.hang_detector import Comparing
+from holdfast.elastic.coordinator.liveness_probe import dead
+from holdfast.elastic.coordinator.stragglers import Pacing
+from holdfast.elastic.protocol.coordinator_messages import HANG, JOIN_FIRST, REPLACED, TAKEN, Known
+from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.elastic.run_result import EndedError
+from holdfast.errors import FencedError, HoldfastError
+from holdfast.policy.detection.stragglers import Change
+from holdfast.policy.membership import transitions
+from holdfast.policy.membership.transitions import (
+    OVER,
+    Directive,
+    Node,
+    Order,
+    Phase,
+    Reign,
+    Report,
+    Rules,
+    Stage,
+    directive,
+)
+
+LONGEST_WAIT = 20.0
+SOON = 0.3
+"""Seconds until those who have heard of something have said so."""
+UNSETTLED = (Phase.STARTING, Phase.HALTING)
+LOOK_SECONDS = 0.2
+"""From one look to the next for agents that have ended, while such as live answer at once."""
+RETRY_SECONDS = 1.0
+"""Until a run store that was out of reach is asked again."""
+
+
+class TakenError(HoldfastError):
+    """A generation's object could not be made: what the run store has instead."""
+
+    def __init__(self, term: int, generation: int) -> None:
+        self.term, self.generation = term, generation
+        super().__init__(f"term {term} and generation {generation} are in the run store already")
+
+
+class ChangedError(HoldfastError):
+    """What a generation was to be made of has changed while it was planned: it is planned anew."""
+
+
+class Make(Protocol):
+    async def __call__(
+        self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
+    ) -> dict[str, Any]:
+        """Make the object of a generation of these nodes; what they are told to begin from.
+
+        Raises TakenError when somebody else has made it, or a newer term exists, and HoldfastError
+        when the run store is out of reach: it is tried again. EndedError where there is to be none.
+        """
+        ...
+
+
+class Coordinator:
+    """Lives in one event loop; `run` ends when the reign is over."""
+
+    def __init__(
+        self, reign: Reign, rules: Rules, make: Make,
+        changed: Callable[[Reign, Reign], None] = lambda old, new: None,
+        complain: Callable[[str], None] = lambda sentence: None,
+    ) -> None:  # fmt: skip
+        """`changed` is told of every new phase, generation or membership, with what was before;
+        `complain` that the run store cannot be reached, once each time."""
+        self.reign = reign
+        self.known: dict[str, Known] = {}
+        self.kind = ""  # of the end, in a word: `ending.Over`
+        self.sent_away: set[str] = set()  # who is to leave the run, once the others work without it
+        self._rules, self._make, self._changed, self._complain = rules, make, changed, complain
+        self._loop = asyncio.get_running_loop()
+        self._ticked = self._loop.time()
+        self._begin: dict[str, Any] | None = None  # what the nodes begin from; see `_answer`
+        self._complained = ""  # why no generation can be made, as it was said last
+        self._inbox: list[Report] = []
+        self._waiting: dict[str, tuple[asyncio.Future[None], Directive, bool]] = {}
+        self._news = asyncio.Event()
+        self._seeking: asyncio.Task[None] | None = None  # for agents that may have ended
+        self._dismissed: set[str] = set()  # who has been told that the run is over
+        self._comparing = Comparing()
+        self._blamed: dict[str, list[Blame]] = {}
+        self._misses: dict[str, frozenset[str]] = {}  # whom a node does not reach, by its last word
+        self._looking: asyncio.Task[None] | None = None
+        self.pacing = Pacing()
+        self.paced: Callable[[Sequence[Change]], None] = lambda changes: None
+        """Told whenever a worker is judged otherwise: slow, well, to rest."""
+
+    # --- what is decided elsewhere --------------------------------------------------------------
+    def halt(self, reason: str, *, gentle: bool = False) -> None:
+        self._set(transitions.halt(self.reign, reason, self._now, gentle=gentle))
+
+    def warned(self, name: str, seconds: float) -> None:
+        """A node will be gone."""
+        now = self._now
+        self._set(transitions.warned(self.reign, name, now + seconds, now, self._rules))
+
+    def doubt(self, address: str) -> None:
+        """Who listens there led before, and has fallen silent."""
+        for name, known in self.known.items():
+            if address and known.told.get("address") == address:
+                self._set(transitions.doubted(self.reign, name, self._now, self._rules))
+
+    def done(self, verdict: str = "", kind: str = "") -> None:
+        self.kind = self.kind or kind
+        self._set(transitions.done(self.reign, verdict, self._now))
+
+    def look(self) -> None:
+        """Something that the rules depend on has changed."""
+        self._tick()
+        self._news.set()
+
+    def fence(self) -> None:
+        """There is a newer term."""
+        self._set(transitions.fenced(self.reign, self._now))
+
+    # --- requests -------------------------------------------------------------------------------
+    async def join(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
+        """{"name", "mark", "places", "at", "stage", "told": {...}}. Of two agents of one name the
+        later one counts. Raises ValueError, KeyError for what is none."""
+        name, mark = str(body["name"]), str(body["mark"])
+        now = self._now
+        if not name:
+            raise ValueError("a node without a name")
+        new = Node(
+            name, mark, int(body["places"]), now, now, int(body["at"]), Stage(body["stage"]),
+            ready=_ready(body),
+        )  # fmt: skip
+        self.known[name] = Known(dict(body["told"]), dict(body.get("held", {})), new.at)
+        for one, missed in self._misses.items():  # of another process maybe
+            self._misses[one] = missed - {name} if one != name else frozenset()
+        self._set(transitions.came(self.reign, new, now, self._rules))
+        self._news.set()  # it settles at a time of its own
+        return self._answer(name)
+
+    async def beat(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
+        """{"name", "mark", "term", "at", "stage", "held", "doing": [order, generation], "wait"}:
+        the answer comes when there is something else to do than `doing`, or after `wait` seconds.
+        """
+        name, mark = str(body["name"]), str(body["mark"])
+        if int(body["term"]) > self.reign.term:
+            self.fence()
+        report = Report(name, mark, int(body["at"]), Stage(body["stage"]), _ready(body))
+        order, generation = body["doing"]
+        doing = Directive(Order(order), int(generation))
+        wait = min(max(0.0, float(body["wait"])), LONGEST_WAIT)
+        known = self.known.get(name)
+        if known is not None and body.get("held"):
+            known.held, known.at = dict(body["held"]), report.at
+        if body.get("leaving"):
+            self.warned(name, float(body["leaving"]))
+        self._miss(name, mark, body.get("misses", ()))
+        self._let_go(name)
+        if self._compare(name, body):
+            wait = 0.0
+        woken = self._loop.create_future()
+        self._waiting[name] = woken, doing, bool(body.get("leaving"))
+        self._hear(report)
+        timer = self._loop.call_later(wait, _wake, woken)
+        try:
+            await woken
+        finally:
+            timer.cancel()
+            if self._waiting.get(name, (None,))[0] is woken:
+                del self._waiting[name]
+        answer = self._answer(name, mark)
+        if blamed := self._blamed.pop(name, None):
+            answer["blamed"] = [report.at, [one.to_json() for one in blamed]]
+        return answer
+
+    @property
+    def _idle(self) -> bool:
+        """Whether nobody works, and others stay who may go on."""
+        return self.reign.phase is Phase.GATHERING and len(self.reign.nodes) > 1
+
+    def _answer(self, name: str, mark: str | None = None) -> dict[str, Any]:
+        node, term = self.reign.node(name), self.reign.term
+        over = self.reign.phase in OVER
+        if not over and (node is None or (mark is not None and node.mark != mark)):
+            return {"term": term, "order": JOIN_FIRST if node is None else REPLACED}
+        due = directive(self.reign, name)
+        answer: dict[str, Any] = {
+            "term": term, "order": due.order.value, "generation": due.generation,
+            "outside": name not in self.reign.members and self.reign.phase is Phase.TRAINING,
+            "go": name in self.sent_away, "free": self._idle,
+        }  # fmt: skip
+        if due.order is Order.START and self._begin is None:
+            # The coordinator that made the generation was lost before all had begun, and what they
+            # were to begin from with it.
+            self.halt("coordinator_lost")
+            return {"term": term, "order": Order.WAIT.value, "generation": 0}
+        if due.order is Order.START:
+            answer["begin"] = self._begin
+        elif due.order in (Order.HALT, Order.PAUSE):
+            answer["reason"] = self.reign.reason
+        elif due.order is Order.LEAVE:
+            answer |= {"verdict": self.reign.verdict, "kind": self.kind}
+            self._dismissed.add(name)
+            self._news.set()
+        return answer
+
+    # --- taking things in -----------------------------------------------------------------------
+    @property
+    def _now(self) -> float:
+        return self._loop.time()
+
+    def _hear(self, report: Report) -> None:
+        self._inbox.append(report)
+        if len(self._inbox) == 1:
+            self._loop.call_soon(self._take_in)
+
+    def _take_in(self) -> None:
+        reports, self._inbox = self._inbox, []
+        nodes = [(self.reign.node(report.name), report) for report in reports]
+        if any(node is not None and node.ready != report.ready for node, report in nodes):
+            self._news.set()  # what is due when may have changed
+        self._set(transitions.heard(self.reign, reports, self._now, self._rules))
+        for report in reports:
+            self._look(report.name)
+
+    def _set(self, reign: Reign) -> None:
+        old, self.reign = self.reign, reign
+        if _outline(old) == _outline(reign):
+            return
+        self._changed(old, reign)
+        self._news.set()
+        for name in list(self._waiting):
+            self._look(name)
+
+    def _look(self, name: str) -> None:
+        """Wake who waits, if it is to do something else."""
+        waiting = self._waiting.get(name)
+        if waiting is None:
+            return
+        woken, doing, leaving = waiting
+        node = self.reign.node(name)
+        if node is None and self.reign.phase not in OVER:
+            _wake(woken)
+            return
+        due = directive(self.reign, name)
+        # To wait and to go on is no news, but that others work without a node that leaves.
+        if due != doing and (leaving or due.order not in (Order.WAIT, Order.WORK)):
+            _wake(woken)
+
+    async def _look_for_dead(self) -> None:
+        """While the nodes of a generation stop or begin: who says nothing may be no more."""
+        while self.reign.phase in UNSETTLED:
+            await asyncio.sleep(LOOK_SECONDS)
+            silent = {
+                name: str(self.known[name].told.get("address", ""))
+                for name in transitions.awaited(self.reign)
+                if name in self.known
+            }
+            for name in await dead(silent):
+                if name in transitions.awaited(self.reign):
+                    cause = "its agent has ended"
+                    now = self._now
+                    self._set(transitions.gone(self.reign, name, cause, now, self._rules))
+
+    def _let_go(self, name: str) -> None:
+        """Its agent asks anew: the question before has no reader any more."""
+        if name in self._waiting:
+            _wake(self._waiting.pop(name)[0])
+
+    # --- who is slow ----------------------------------------------------------------------------
+    def rest(self, name: str) -> bool:
+        """A node slows all down: it is left out, if the others are enough; whether they are."""
+        others = [node for node in self.reign.nodes if node.name != name and not node.banned]
+        if not self._rules.fits(others):
+            return False
+        self._set(transitions.ban(self.reign, name, "slow_worker", self._now, self._rules))
+        return True
+
+    def admit(self, name: str) -> None:
+        """It has rested: it is tried again."""
+        node = self.reign.node(name)
+        if node is not None:
+            self.reign = self.reign.put(replace(node, banned=False))
+            self.look()
+
+    # --- who does not reach whom ----------------------------------------------------------------
+    def _miss(self, name: str, mark: str, others: Iterable[str]) -> None:
+        """A node speaks, and says whom it does not reach. Whoever is missed and then heard here is
+        alive, so the two are kept apart; one that is dead is not heard any more."""
+        node = self.reign.node(name)
+        if node is None or node.mark != mark:
+            return
+        self._misses[name] = frozenset(map(str, others))
+        for other in [one for one, missed in self._misses.items() if name in missed]:
+            now = self._now
+            self._set(transitions.parted(self.reign, name, other, now, self._rules))
+
+    # --- who stands still -----------------------------------------------------------------------
+    def _compare(self, name: str, body: Mapping[str, Any]) -> bool:
+        """What a node says of those who stand still there; whether it is to give up somebody."""
+        at, still = int(body["at"]), dict(body.get("still", {}))
+        if not self.reign.at_work or at != self.reign.generation or name not in self.reign.members:
+            return False
+        going = self.reign.phase is not Phase.HALTING  # else the next generation sees to the slow
+        if going and "paces" in body and (changes := self.pacing.hear(name, at, body["paces"])):
+            self.paced(changes)
+        nodes = [node for one in self.reign.members - {name} if (node := self.reign.node(one))]
+        heard = min((-inf if node.expected else node.heard for node in nodes), default=inf)
+        if blamed := self._comparing.hear(name, at, still, self._now, heard):
+            self._blamed[name] = blamed
+        if still and (self._looking is None or self._looking.done()):
+            self._looking = asyncio.create_task(self._look_for_silent())
+        if still and self._comparing.stuck(self._now, self.reign.members):
+            self.halt(HANG)
+        elif still and (found := self._comparing.hung(self._now, self.reign.members)):
+            self._blamed[found[0]] = [found[1]]
+            self._ask([found[0]])
+        return name in self._blamed
+
+    async def _look_for_silent(self) -> None:
+        """Workers wait: a node that says nothing of it is asked, and is lost if it does not answer
+        while it is waited for longer than a worker may be. It may have been stopped as a whole."""
+        if not await self._sleep(SOON):
+            return
+        since, limit = self._comparing.waiting(0.0), self._comparing.limit
+        if since is None or limit is None:
+            return
+        generation = self.reign.generation
+        silent = self._silent(since)
+        asked = self._now
+        self._ask(silent)
+        if not silent or not await self._sleep(max(SOON, since + limit - asked)):
+            return
+        silent, checked = self._silent(asked), self._now
+        self._ask(self.reign.members)
+        if not await self._sleep(SOON):
+            return
+        self._ask(self._comparing.names)  # they are weighed again now that all have spoken
+        if not silent:
+            return
+        now, waiting = self._now, self._comparing.waiting(checked)
+        going = self.reign.at_work and self.reign.phase is not Phase.STARTING
+        same = going and self.reign.generation == generation
+        if not same or waiting is None or now - waiting <= limit:
+            return
+        for name in silent & self._silent(asked):
+            cause = f"not heard while others waited for it for {now - waiting:.1f} s"
+            self._set(transitions.gone(self.reign, name, cause, now, self._rules))
+
+    def _silent(self, since: float) -> frozenset[str]:
+        nodes = (self.reign.node(name) for name in self.reign.members)
+        return frozenset(node.name for node in nodes if node is not None and node.heard < since)
+
+    def _ask(self, names: Iterable[str]) -> None:
+        """Answer their questions, so that they ask anew and say how it stands."""
+        for name in names:
+            if name in self._waiting:
+                _wake(self._waiting[name][0])
+
+    async def _sleep(self, seconds: float) -> bool:
+        """Whether this was awake in time: else others may be as late."""
+        due = self._now + seconds
+        await asyncio.sleep(seconds)
+        return self._now - due < SOON
+
+    # --- its own time ---------------------------------------------------------------------------
+    async def run(self) -> Reign:
+        """Until there is a newer term, or nothing left to do."""
+        while self.reign.phase not in OVER:
+            self._news.clear()
+            self._tick()
+            idle = self._seeking is None or self._seeking.done()
+            if self.reign.phase in UNSETTLED and idle:
+                self._seeking = asyncio.create_task(self._look_for_dead())
+            if self.reign.opening is not None:
+                await self._open(*self.reign.opening)
+                self._ticked = self._now
+                continue
+            if not self._news.is_set():
+                due = transitions.deadline(self.reign, self._rules, self._now)
+                wait = max(0.01, min(due - self._now + 0.001, self._rules.lost_after / 6))
+                await within(self._news, wait)
+        return self.reign
+
+    def _tick(self) -> None:
+        """Time has passed: more than it should, where this process was stopped for a while."""
+        now = self._now
+        if now - self._ticked > self._rules.lost_after / 3:
+            self._set(transitions.overslept(self.reign, now, self._rules))
+        self._ticked = now
+        self._set(transitions.tick(self.reign, now, self._rules))
+
+    async def all_told(self, but: str) -> None:
+        """Until every node but one knows that the run is over."""
+        while {node.name for node in self.reign.nodes} - self._dismissed - {but}:
+            self._news.clear()
+            await self._news.wait()
+
+    async def _open(self, generation: int, names: frozenset[str]) -> None:
+        try:
+            begin = await self._make(self.reign, generation, names, self.known)
+        except TakenError as error:
+            self._set(transitions.taken(self.reign, error.term, error.generation, self._now))
+        except ChangedError:
+            return
+        except FencedError:
+            self.fence()
+        except EndedError as error:
+            self.done(str(error), error.kind)
+        except HoldfastError as error:
+            if self._complained != (complaint := str(error)):  # it is tried again each second
+                self._complained = complaint
+                self._complain(f"generation {generation} cannot be made yet: {error}")
+            await within(self._news, RETRY_SECONDS)
+        else:
+            self._complained = ""
+            taken: dict[str, int] | None = begin.pop(TAKEN, None)
+            self._begin = begin
+            for one in self.known.values():
+                one.held = {}  # of the generation before
+            used = names if taken is None else frozenset(taken)
+            self._set(
+                transitions.opened(self.reign, generation, used, self._now, self._rules, taken)
+            )
+
+
+async def within(event: asyncio.Event, seconds: float | None) -> None:
+    """Until it is set, or the time is over; None: however long it takes. (`asyncio.wait_for` of
+    Python 3.11 may take a cancellation for the event, and never end.)"""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
+def _ready(body: Mapping[str, Any]) -> int | None:
+    """What it says of its places; an older agent does not."""
+    return None if body.get("ready") is None else int(body["ready"])
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _outline(reign: Reign) -> tuple[Phase, int, frozenset[str], bool, frozenset[str]]:
+    return reign.phase, reign.generation, reign.members, reign.gentle, reign.wanted

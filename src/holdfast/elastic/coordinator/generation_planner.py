@@ -1,0 +1,340 @@
+"""What the coordinator of a run decides for a generation: its topology, who sits where, and what it
+begins from. When there is to be one, and of which nodes, is `policy.membership.transitions`'s.
+
+    plan    before the object is made: the planner places what is there; who holds a state keeps it
+    begin   once the object is made, which fences all older generations: what is restored, where the
+            state is not in the processes
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast.checkpoint.mover.client import Newest
+from holdfast.checkpoint.peers.config import Peer
+from holdfast.config.run import RunConfig
+from holdfast.elastic.coordinator.bad_steps import Doubting
+from holdfast.elastic.coordinator.coordinator import ChangedError
+from holdfast.elastic.coordinator.survivors import Aftermath, Survivors
+from holdfast.elastic.node.mover_supervisor import MoverLink
+from holdfast.elastic.protocol.coordinator_messages import TAKEN, Known
+from holdfast.errors import LayoutError
+from holdfast.events import Event, GenerationStarted, RestorePointFound, WorkerLost
+from holdfast.layout import Topology
+from holdfast.plan.interface import NodePlaces, Planner, Present
+from holdfast.plan.planner import weighted
+from holdfast.policy.membership.transitions import Node, Reign
+from holdfast.policy.recovery.survivors import Held
+
+
+@dataclass(frozen=True)
+class Leading:
+    """What a leader uses. meet: where the workers of a generation find each other. opened: told the
+    number of each generation whose object was made, before anybody is told of it. durable: the
+    newest step that has a checkpoint in the run store. alone: the run has one node, whose mover
+    knows by itself whom to ask and to send to. rest: leaves a node out, if the others are enough;
+    whether they are. late: writes down what happened in a generation that this agent may have had
+    no part in."""
+
+    config: RunConfig
+    planner: Planner
+    mover: MoverLink
+    meet: str
+    emit: Callable[[Event], object]
+    opened: Callable[[int], None]
+    durable: Callable[[], int] = lambda: 0
+    alone: bool = False
+    rest: Callable[[str], bool] = lambda name: False
+    late: Callable[[int, Event], object] = lambda generation, event: None
+
+
+class Lead:
+    """The decisions of one term. Lives in one event loop."""
+
+    def __init__(self, leading: Leading) -> None:
+        self._it = leading
+        self._survivors = Survivors(leading.config)
+        self._before: Topology | None = None  # of the generation that is over
+        self._plans: dict[int, tuple[Topology, Aftermath]] = {}
+        self._peers: dict[str, Peer] = {}
+        self._key: str | None = None  # of the checkpoint that the last generation began from
+        self._declined: tuple[int, tuple[NodePlaces, ...]] | None = None
+        self.doubting = Doubting()
+        self.speeds: dict[tuple[str, int], float] = {}
+        """Beside the others' 1, of nodes' processes that are slow."""
+        self._told_lost: set[tuple[int, str]] = set()
+        self.begins = True
+        """Whether a session of the run begins with the generation that was planned last."""
+        self.reached = 0
+        """The newest step that a generation has begun from."""
+        self.tried: dict[str, str] = {}
+        """Keys of checkpoints that proved rotten, and why."""
+
+    def found(self, value: Mapping[str, Any], alone: bool = False) -> None:
+        """The object of the newest generation, at the beginning of a term. alone: of this node,
+        which has nobody of it left."""
+        self.doubting.found(value)
+        if value.get("topology") and not alone:
+            if before := value.get("before"):  # as long as nobody has taken the new one up
+                self._survivors.opened(Topology.from_json(before["topology"]))
+            self._before = Topology.from_json(value["topology"])
+            self._survivors.opened(self._before)
+
+    def fits(self, nodes: Sequence[Node]) -> tuple[str, ...]:
+        """Which nodes a generation would use; () where it cannot be."""
+        if not nodes or sum(node.places for node in nodes) < 1:
+            return ()
+        try:
+            plan = self._it.planner(self._it.config, self._places(nodes), 1, self._present(()))
+        except LayoutError:
+            return ()
+        return tuple(dict.fromkeys(plan.topology.nodes))
+
+    def more(self, nodes: Sequence[Node]) -> bool:
+        """Whether what is ready on these nodes would make more workers than there are."""
+        before, ready = self._before, _ready(nodes)
+        asked = (0 if before is None else before.generation, tuple(ready))
+        if before is None or not ready or asked == self._declined:
+            return False
+        try:
+            planned = self._it.planner(self._it.config, ready, 1, self._present(()))
+        except LayoutError:
+            planned = None
+        if planned is None or planned.topology.world_size <= before.world_size:
+            self._declined = asked  # it is asked at every heartbeat
+            return False
+        return True
+
+    def full(self, nodes: Sequence[Node]) -> bool:
+        """Whether more nodes would not be used."""
+        wanted = self._it.config.layout.workers
+        return bool(wanted) and sum(node.places for node in nodes) >= wanted
+
+    def outcomes(self, known: Mapping[str, Known]) -> list[Mapping[str, Any]]:
+        """How the last generation ended, node by node. Who was not told to begin it before it was
+        over still says how the one before ended."""
+        last = None if self._before is None else self._before.generation
+        return [one.held for one in known.values() if last in (None, one.at)]
+
+    def rotten(self, known: Mapping[str, Known]) -> str | None:
+        """Whether what the last generation began from proved rotten: it is passed over from now on,
+        and this says so."""
+        said = next((one["rotten"] for one in self.outcomes(known) if one.get("rotten")), None)
+        if said is None or self._key is None:
+            return None
+        self.tried[self._key] = str(said)
+        return f"{self._key} is not whole ({said})"
+
+    # --- one generation -------------------------------------------------------------------------
+    async def plan(
+        self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
+    ) -> dict[str, Any]:
+        """What its object says. Raises HoldfastError where no plan is possible."""
+        nodes = [node for name in sorted(names) if (node := reign.node(name)) is not None]
+        self.begins = self._before is None or not _goes_on(reign)
+        self._peers = {
+            name: Peer.from_json(row)
+            for name, one in known.items()
+            if reign.node(name) is not None and (row := one.told.get("peer"))
+        }
+        keys, held = _holdings(known, {node.name for node in reign.nodes})
+        self.reached = max([self.reached, *(one.applied for one in held.values())])
+        self.doubting.hear(self._before, held, keys)
+        held = self._without_sick(held, keys, {node.name for node in nodes})
+        where = {key: node for key, (node, _) in keys.items()}
+        durable = await asyncio.to_thread(self._it.durable)
+        topology, after = self._chosen(nodes, generation, held, where, durable)
+        if speeds := self._speeds_of(after, keys):
+            topology = weighted(topology, speeds)
+        self._plans = {generation: (topology, after)}
+        seats = [None if key is None else keys[key][1] for key in after.seats.processes]
+        came_from = None if after.came_from is None else list(after.came_from)
+        processes = enumerate(after.seats.processes)
+        seated = {rank: keys[key] for rank, key in processes if key is not None}
+        return {
+            "topology": topology.to_json(), "seats": seats, "came_from": came_from,
+            "before": after.told_before(), **self.doubting.value(topology, seated),
+        }  # fmt: skip
+
+    def _without_sick(
+        self, held: dict[int, Held], keys: Mapping[int, tuple[str, int]], names: set[str]
+    ) -> dict[int, Held]:
+        """Who computes wrongly again and again is left out with its node; where that cannot be, its
+        state is not trusted, if others have it. Raises ChangedError."""
+        sick = self.doubting.sick
+        if any(node in names and self._it.rest(node) for node, _ in sorted(sick)):
+            raise ChangedError("a node is left out that computes wrongly")
+        well = {key: one for key, one in held.items() if keys[key] not in sick}
+        if len(well) == len(held) or not self._survivors.live(well):
+            return held
+        return {
+            key: one if key in well else replace(one, torn=True, state=None)
+            for key, one in held.items()
+        }
+
+    def _chosen(
+        self, nodes: Sequence[Node], generation: int, held: Mapping[int, Held],
+        where: Mapping[int, str], durable: int,
+    ) -> tuple[Topology, Aftermath]:  # fmt: skip
+        """Whoever can go on does so at once (rung 0): the replicas that lost nobody, by themselves.
+        Where none has, whatever is ready. Only where neither can be, are processes waited for."""
+        present = self._present(self._lost(held))
+        config, here = self._it.config, {node.name for node in nodes}
+        whole = self._survivors.whole(held, where)
+        some = _ready(nodes)
+        if whole is not None:
+            places = whole.places if whole.places.keys() <= here else {}
+            some = [NodePlaces(name, places[name]) for name in sorted(places)]
+            present = Present(whole.before, whole.lost)
+        if some and len(some) >= min(config.cluster.min_nodes, len(nodes)):
+            try:
+                planned = self._it.planner(config, some, generation, present)
+            except LayoutError:
+                planned = None
+            if planned is not None:
+                kept = whole is None or planned.untouched == len(planned.topology.replicas)
+                after = self._survivors.plan(planned.topology, held, where, durable)
+                if kept and after.live is not None:
+                    return planned.topology, after
+        planned = self._it.planner(config, self._places(nodes), generation, present)
+        return planned.topology, self._survivors.plan(planned.topology, held, where, durable)
+
+    async def begin(self, generation: int, value: dict[str, Any]) -> dict[str, Any]:
+        """What its nodes begin from."""
+        topology, after = self._plans[generation]
+        self._it.opened(generation)
+        here = set(topology.nodes)
+        machines = [peer for name, peer in self._peers.items() if name in here]
+        sources = [peer for name, peer in self._peers.items() if name not in here]
+        newest: Newest | None = None
+        self._key = None
+        if after.live is not None:
+            step = after.live.step
+        else:
+            asked = None if self._it.alone else [*machines, *sources]
+            newest = await self._it.mover.choose(generation, self.tried, asked)
+            step, self._key = newest.step, newest.key
+        rung = _rung(self._before, topology, after, newest)
+        self.reached = max(self.reached, step)
+        self._tell(topology, value, newest, step, rung)
+        self._survivors.opened(topology)
+        self._before = topology
+        return {
+            TAKEN: dict(Counter(topology.nodes)),
+            "step": step, "newest": None if newest is None else newest.to_json(),
+            "machines": None if self._it.alone else [peer.to_json() for peer in machines],
+            "sources": [peer.to_json() for peer in sources], "meet": self._it.meet,
+        }  # fmt: skip
+
+    def _tell(
+        self, topology: Topology, value: Mapping[str, Any], newest: Newest | None, step: int,
+        rung: int,
+    ) -> None:  # fmt: skip
+        if newest is not None and newest.key is not None:
+            self._it.emit(RestorePointFound(
+                newest.key, newest.durable, newest.seconds, step=step))  # fmt: skip
+        for event in self.doubting.news():
+            self._it.emit(event)
+        first = topology.generation == 1 or self._before is None
+        resumes = self.begins and self._before is not None
+        reason = "resume" if resumes else str(value["reason"])
+        self._it.emit(GenerationStarted(
+            topology.to_json(), reason, None if newest is None else newest.key,
+            -1 if first else rung, value["came_from"], step=step,
+        ))  # fmt: skip
+
+    def _speeds_of(
+        self, after: Aftermath, keys: Mapping[int, tuple[str, int]]
+    ) -> dict[int, float]:  # fmt: skip
+        """Of the ranks whose processes are slow."""
+        processes = enumerate(after.seats.processes)
+        seated = {rank: keys[key] for rank, key in processes if key is not None}
+        return {rank: self.speeds[who] for rank, who in seated.items() if who in self.speeds}
+
+    def tell_lost(self, reign: Reign) -> None:
+        """Which ranks the running generation has lost with their nodes, and why: each once. Where a
+        session begins, none is running: that says by itself that the one before is over."""
+        before = self._before
+        if before is None or before.generation != reign.generation or not _goes_on(reign):
+            return
+        for name, cause in reign.lost:
+            if (before.generation, name) in self._told_lost:
+                continue
+            self._told_lost.add((before.generation, name))
+            for rank in (rank for rank, node in enumerate(before.nodes) if node == name):
+                lost = WorkerLost(rank, 0, cause, "heartbeat", name, step=self.reached)
+                self._it.late(before.generation, lost)
+
+    # --- what the planner is told ---------------------------------------------------------------
+    def _places(self, nodes: Sequence[Node]) -> list[NodePlaces]:
+        return [NodePlaces(node.name, node.places) for node in nodes]
+
+    def _present(self, lost: Sequence[int]) -> Present | None:
+        return None if self._before is None else Present(self._before, frozenset(lost))
+
+    def _lost(self, held: Mapping[int, Held]) -> list[int]:
+        """Ranks of the generation before whose state is gone."""
+        before = self._before
+        if before is None:
+            return []
+        there = {
+            one.state[1] for one in held.values()
+            if one.state is not None and one.state[0] == before.generation
+        }  # fmt: skip
+        return [rank for rank in range(before.world_size) if rank not in there]
+
+
+def _goes_on(reign: Reign) -> bool:
+    """Whether anybody here took part in the run before; else a session begins."""
+    return any(node.at for node in reign.nodes)
+
+
+def _ready(nodes: Sequence[Node]) -> list[NodePlaces]:
+    """The places for which there is a process; all of a node that cannot say."""
+    found = [(n.name, n.places if n.ready is None else min(n.places, n.ready)) for n in nodes]
+    return [NodePlaces(name, places) for name, places in found if places]
+
+
+def _rung(
+    before: Topology | None, now: Topology, after: Aftermath, newest: Newest | None
+) -> int:  # fmt: skip
+    """Of the recovery ladder; -1 where nothing was lost, because nothing was there."""
+    if before is None:
+        return -1
+    if newest is not None and newest.durable:
+        return 6  # neither a process nor memory held the newest state
+    if now.world_size > before.world_size:
+        return 5
+    if now.world_size == before.world_size:
+        if after.stay == now.world_size:
+            return 1
+        return 2 if set(now.nodes) <= set(before.nodes) else 3
+    if after.before is None or after.came_from is None:
+        return 4
+    return 0 if _whole(after.before, now, after.came_from) else 4
+
+
+def _whole(before: Topology, now: Topology, came_from: Sequence[int | None]) -> bool:
+    """Whether each replica is one that there was, with all its ranks in their places."""
+    old = {(each.kind, tuple(each.ranks)) for each in before.replicas}
+    new = ((r.kind, tuple(came_from[rank] for rank in r.ranks)) for r in now.replicas)
+    return all(replica in old for replica in new)
+
+
+def _holdings(
+    known: Mapping[str, Known], alive: set[str]
+) -> tuple[dict[int, tuple[str, int]], dict[int, Held]]:
+    """Processes of different nodes may have one number: here each gets its own. By that: (node,
+    process), and what it holds."""
+    keys: dict[int, tuple[str, int]] = {}
+    held: dict[int, Held] = {}
+    for name in sorted(alive & known.keys()):
+        for pid, one in sorted(dict(known[name].held.get("processes", {})).items()):
+            key = len(keys) + 1
+            keys[key] = (name, int(pid))
+            held[key] = Held.from_json(one)
+    return keys, held

@@ -1,0 +1,133 @@
+"""How the processes of a generation find each other: a key-value store behind the agent's HTTP.
+
+The answering half of `elastic.worker.http_store.HttpStore`. Values are bytes, base64 on the way. A
+wait is a long poll: the request is answered when the keys are there, or at its deadline, and the
+client asks again. A new generation empties the store and ends every wait with FencedError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections import OrderedDict
+from typing import Any
+
+from holdfast.elastic.protocol.worker_messages import LONGEST_POLL
+from holdfast.errors import FencedError
+
+_ANSWERS = 4096  # answers remembered for requests that arrive twice
+
+
+class Rendezvous:
+    """The store of the newest generation. Lives in one event loop and needs no lock."""
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._values: dict[str, bytes] = {}
+        self._changed = asyncio.Event()
+        self._answers: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    def begin(self, generation: int) -> None:
+        """Forget older generations; their waits end."""
+        self._generation = generation
+        self._values.clear()
+        self._answers.clear()
+        self._notify()
+
+    async def handle(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        """One operation. Raises ValueError or KeyError for one that makes no sense."""
+        op = str(body["op"])
+        if op == "wait":
+            return await self._wait(generation, body)
+        if op == "gather":  # sets the same value when it arrives twice
+            self._set(self._key(body["key"]), _decode(body["value"]))
+            answer = await self._wait(generation, body)
+            if answer["ready"]:
+                found = (self._values[self._key(key)] for key in body["keys"])
+                answer["values"] = [_encode(value) for value in found]
+            return answer
+        request = str(body.get("id", ""))
+        if request and request in self._answers:  # its first answer was lost on the way
+            return self._answers[request]
+        answer = self._apply(op, body)
+        if request:
+            self._answers[request] = answer
+            while len(self._answers) > _ANSWERS:
+                self._answers.popitem(last=False)
+        return answer
+
+    async def _wait(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        """{"ready": bool, "value": ...}: the first key's value comes along, to spare a trip."""
+        keys = [self._key(key) for key in body["keys"]]
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + min(float(body["timeout"]), LONGEST_POLL)
+        while not all(key in self._values for key in keys):
+            left = deadline - loop.time()
+            if left <= 0:
+                return {"ready": False}
+            changed = self._changed
+            try:
+                await asyncio.wait_for(changed.wait(), left)
+            except TimeoutError:
+                return {"ready": False}
+            if generation != self._generation:
+                raise FencedError(f"generation {generation} is over: {self._generation} rules")
+        return {"ready": True, "value": _encode(self._values[keys[0]]) if keys else None}
+
+    def _apply(self, op: str, body: dict[str, Any]) -> dict[str, Any]:
+        if op == "num_keys":
+            return {"number": len(self._values)}
+        if op == "check":
+            return {"all": all(self._key(key) in self._values for key in body["keys"])}
+        if op == "list":
+            prefix = self._key("")
+            return {"keys": sorted(key.removeprefix(prefix) for key in self._values)}
+        key = self._key(body["key"])
+        if op == "delete":
+            return {"deleted": self._values.pop(key, None) is not None}
+        if op == "compare_set":
+            return {"value": _encode(self._compare_set(key, body))}
+        value = self._changed_value(op, key, body)
+        self._set(key, value)
+        return {"value": _encode(value)}
+
+    def _compare_set(self, key: str, body: dict[str, Any]) -> bytes:
+        """The value afterwards; for an absent key that was expected to be there, the expected
+        value, and nothing is stored (torch's own stores answer so)."""
+        expected, desired = _decode(body["expected"]), _decode(body["desired"])
+        old = self._values.get(key)
+        if (old or b"") != expected:
+            return expected if old is None else old
+        self._set(key, desired)
+        return desired
+
+    def _changed_value(self, op: str, key: str, body: dict[str, Any]) -> bytes:
+        old = self._values.get(key)
+        if op == "set":
+            return _decode(body["value"])
+        if op == "append":
+            return (old or b"") + _decode(body["value"])
+        if op == "add":
+            # A counter is kept as decimal text: torch reads it back with `get`, too.
+            return str(int(old or b"0") + int(body["amount"])).encode()
+        raise ValueError(f"the rendezvous does not know the operation {op!r}")
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+        self._notify()
+
+    def _key(self, key: Any) -> str:
+        return f"{self._generation}/{key}"
+
+    def _notify(self) -> None:
+        """Wake every wait. Each event is set once and replaced, so none is missed."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def _encode(value: bytes) -> str:
+    return base64.b64encode(value).decode("ascii")
+
+
+def _decode(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)

@@ -1,0 +1,367 @@
+"""What an agent does while it coordinates the run, beside the coordinator itself.
+
+plan, begin   what the next generation is (`leading.py`), or why there is none: it failed, was
+              given up, is to stop, has no state to begin from
+gathering     too few nodes: that is said, and waited for as the run file says
+told          the ledger of those who are gone is made whole (`standing_in.py`)
+end           how the run ended, into the journal (`ending.py`)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from holdfast.checkpoint.mover.client import Newest
+from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.elastic.coordinator.coordinator import Coordinator
+from holdfast.elastic.coordinator.generation_planner import Lead, Leading
+from holdfast.elastic.coordinator.generation_store import reign_over
+from holdfast.elastic.coordinator.ledger_repair import StandIn, Told
+from holdfast.elastic.coordinator.stragglers import worker_of
+from holdfast.elastic.event_log import Board, Say
+from holdfast.elastic.node.mover_supervisor import MoverLink
+from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.coordinator_messages import Known
+from holdfast.elastic.run_context import Joining
+from holdfast.elastic.run_result import End, EndedError, Last, Over, end_of
+from holdfast.errors import (
+    CheckpointError,
+    CorruptError,
+    HoldfastError,
+    RunFolderError,
+    UserError,
+)
+from holdfast.events import CheckpointRejected, RunStarted, WorkerPaced
+from holdfast.plan.interface import Planner
+from holdfast.policy.detection.stragglers import Change, Pace
+from holdfast.policy.membership import transitions
+from holdfast.policy.membership.restart_budget import Restarts, give_up
+from holdfast.policy.membership.transitions import Node, Phase, Reign, Rules
+from holdfast.wire.journal import Follower as JournalFollower
+from holdfast.wire.store.run_store import MissingKeyError
+from holdfast.wire.term import Term, newest_generation, object_of
+
+MISSED_BEATS = 3
+APART_BEATS = 30
+"""For how long two nodes that do not reach each other are not tried together."""
+LEAVE_ALL = "all nodes were told to go"
+BAD_STEPS = ("non_finite", "loss_jump")
+"""Of these `policy.detection.bad_steps` says how many there may be."""
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What an office uses of its agent. meet: where the workers of a generation find each other.
+    prepare: sees to it that there is a mover, which chooses what is begun from.
+    made: told the number of each generation whose object was made. opened: the newest that is known
+    here. why: the reason why the whole
+    run is to stop, "" as long as it is not. committed: the newest committed step."""
+
+    meet: str
+    prepare: Callable[[], Awaitable[None]]
+    made: Callable[[int], None]
+    opened: Callable[[], int]
+    why: Callable[[], str]
+    committed: Callable[[], int]
+
+
+class Office:
+    """Lives in one event loop."""
+
+    def __init__(
+        self, joining: Joining, desk: Desk, planner: Planner, mover: MoverLink, board: Board,
+        say: Say, told: Told,
+    ) -> None:  # fmt: skip
+        """told: fed with all that the board is told, where the run has one node only."""
+        self.coordinator: Coordinator | None = None
+        self.term: Term | None = None
+        self.restored = 0
+        """The step of the newest checkpoint that a generation has begun from."""
+        self.last = Last(board, say, joining.resume)
+        self._it, self._desk, self._planner, self._mover = joining, desk, planner, mover
+        self._board, self._say, self._told = board, say, told
+        self._stand_in = StandIn(told, board, say, joining.config.cluster.heartbeat_seconds)
+        self._journal = JournalFollower(joining.store)
+        self._lead: Lead | None = None
+        self._restarts, self._counted = Restarts(), 0
+        self._resumed = False
+        self._above_all: int | None = None
+        self._begun = False  # whether this session's beginning is in the journal
+        self._closing = ""  # why the next generation is the last
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._closed = False
+
+    @property
+    def owing(self) -> bool:
+        """Whether the ledger may lack something: no snapshot is announced before it."""
+        return self._it.alone is not None and self._stand_in.owing
+
+    def close(self) -> None:
+        """This agent ends: what its coordinator still sees, its own node go, is no news."""
+        self._closed = True
+        for task in self._tasks.values():
+            task.cancel()
+
+    # --- a term begins --------------------------------------------------------------------------
+    async def reign(self, term: Term) -> Coordinator:
+        it, cluster = self._it, self._it.config.cluster
+        self.term, alone = term, self._it.alone is not None
+        newest = await asyncio.to_thread(newest_generation, it.store)
+        above = await self._above()
+        lead = self._lead = Lead(
+            Leading(it.config, self._planner, self._mover, self._desk.meet,
+                    lambda event: self._board.emit("agent", event), self._made, self._durable,
+                    alone, self._rest, partial(self._board.late, f"term{term.number}"))
+        )  # fmt: skip
+        self._resumed = newest > 0
+        if newest:
+            with suppress(MissingKeyError, CorruptError):  # a store that is away is asked again
+                lead.found(await asyncio.to_thread(object_of, it.store, newest), alone)
+        self._told.skips = lead.doubting.skips
+        if newest and not alone:
+            self._say(f"{it.node} coordinates the run (term {term.number})")
+        rules = Rules(
+            self.fits, MISSED_BEATS * cluster.beat_seconds, cluster.gather_seconds,
+            cluster.settle_seconds, apart=APART_BEATS * cluster.beat_seconds, full=lead.full,
+            more=lead.more,
+        )  # fmt: skip
+        self.coordinator = await reign_over(
+            term, it.store, rules, self._plan, self._begin, changed=self._changed,
+            complain=self._say, above=above, expects=not alone, refused=self._refused,
+        )  # fmt: skip
+        self.coordinator.paced = self._paced
+        if self.coordinator.reign.phase is Phase.GATHERING and not alone:
+            self._start("wait", self._too_few(cluster.gather_seconds))
+        return self.coordinator
+
+    async def _above(self) -> int:
+        """Above which generation the next is to be. Once in a session: who has taken part in the
+        run knows its generations. Raises EndedError."""
+        if self._desk.opened():
+            return 0
+        if self._above_all is None:
+            try:
+                self._above_all = await asyncio.to_thread(self._it.begin)
+            except UserError as error:
+                raise EndedError(str(error), Over.MEND) from error
+        return self._above_all
+
+    def _refused(self, error: UserError) -> None:
+        """A run of one node that cannot begin says so; one that has begun waits for its store."""
+        if self._it.alone is not None and not self._begun:
+            raise EndedError(str(error), Over.MEND) from error
+
+    def _durable(self) -> int:
+        keys = listing(self._it.store)
+        return step_of(keys[0]) if keys else 0
+
+    def _made(self, generation: int) -> None:
+        """The object of a generation was made by this agent. Where it took part before it came to
+        lead, or others did, the session goes on that another one began."""
+        begins = self._lead is not None and self._lead.begins and self._desk.opened() == 0
+        self._desk.made(generation)
+        if not self._begun and begins:
+            it = self._it
+            self._board.emit("agent", RunStarted(
+                it.config.name, it.config_hash, it.dataset_version, self._resumed))  # fmt: skip
+        self._begun = self._resumed = True
+
+    # --- a generation ---------------------------------------------------------------------------
+    async def _plan(
+        self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
+    ) -> dict[str, Any]:
+        """Raises EndedError where there is to be none."""
+        assert self._lead is not None
+        _failed([one.held for one in known.values()])
+        held = self._lead.outcomes(known)
+        cause = next((str(each["cause"]) for each in held if each.get("cause")), "")
+        why = self._desk.why()
+        if not self._closing and transitions.leaving_all(reign, names):
+            self._closing = LEAVE_ALL
+        if cause and why and not self._closing:
+            raise EndedError(f"{why}; lost while saving: {cause}", Over.STOPPED)
+        await self._prepare(generation)
+        tried = set(self._lead.tried)
+        rotten = self._lead.rotten(known)
+        reason = next((str(each["reason"]) for each in held if each.get("reason")), reign.reason)
+        lost = reign.reason in ("worker_lost", "halted")
+        value = await self._lead.plan(reign, generation, names, known)
+        if rotten is not None:  # each goes once: this ends
+            for key in self._lead.tried.keys() - tried:  # else that was said in an attempt before
+                why = self._lead.tried[key]
+                self._board.emit("agent", CheckpointRejected(key, why, step=step_of(key)))
+                self._say(f"{rotten}; another state is taken up")
+        elif lost and reason not in BAD_STEPS and (sentence := self._hopeless(generation, cause)):
+            raise EndedError(sentence)
+        value["reason"] = reason if lost else reign.reason
+        return value | ({"closing": self._closing} if self._closing else {})
+
+    async def _prepare(self, generation: int) -> None:
+        """A mover that does not start is tried again, as often as any other loss."""
+        try:
+            await self._desk.prepare()
+        except RunFolderError as error:  # whose absence is no loss of a mover
+            self._refused(error)
+            raise
+        except HoldfastError as error:
+            self._counted = 0
+            if sentence := self._hopeless(generation, str(error)):
+                raise EndedError(sentence) from error
+            raise
+
+    def _hopeless(self, generation: int, cause: str) -> str | None:
+        """Why it makes no sense to go on, as a sentence, after one more loss of a worker."""
+        assert self._lead is not None
+        if generation > self._counted:  # it may be tried again, while the run store is away
+            self._counted = generation
+            reached = max(self._lead.reached, self._desk.committed())
+            self._restarts = self._restarts.after_loss(reached)
+        limit = self._it.config.cluster.max_restarts_without_progress
+        return give_up(self._restarts, limit, cause or "not known")
+
+    async def _begin(self, generation: int, value: dict[str, Any]) -> dict[str, Any]:
+        assert self._lead is not None
+        self._stand_in.owing = value.get("came_from") is not None
+        self._told.skips = self._lead.doubting.skips
+        try:
+            begun = await self._lead.begin(generation, value)
+        except CheckpointError as error:
+            raise EndedError(str(error), Over.STATELESS) from error
+        except UserError as error:
+            if self._it.alone is None:
+                raise
+            raise EndedError(str(error), Over.MEND) from error
+        newest = begun["newest"]
+        if newest is not None and Newest.from_json(newest).durable:
+            self.restored = int(begun["step"])
+        await self._board.flush()
+        return begun
+
+    def _rest(self, node: str) -> bool:
+        """Leave a node out, if the others are enough; whether they are."""
+        return self.coordinator is not None and self.coordinator.rest(node)
+
+    # --- who is slow ----------------------------------------------------------------------------
+    def _paced(self, changes: Sequence[Change]) -> None:
+        """Fewer microbatches for who is slow, from the next generation on; for whom that is not
+        enough, none at all."""
+        coordinator, lead = self.coordinator, self._lead
+        assert coordinator is not None
+        assert lead is not None
+        for change in changes:
+            node, pid = worker_of(change)
+            self._board.emit("agent", WorkerPaced(
+                node, pid, change.after, round(change.slower, 2), change.why, step=lead.reached,
+            ))  # fmt: skip
+            if change.after is Pace.TRIAL:
+                coordinator.admit(node)
+            elif coordinator.pacing.resting(node):
+                coordinator.rest(node)
+        before, lead.speeds = lead.speeds, coordinator.pacing.speeds
+        if before != lead.speeds:
+            coordinator.halt("slow_worker", gentle=True)
+
+    # --- what changes ---------------------------------------------------------------------------
+    def _changed(self, old: Reign, new: Reign) -> None:
+        if self._closed:
+            return
+        if self._lead is not None:
+            self._lead.tell_lost(new)
+        if new.phase is Phase.ENDED and self._desk.opened():
+            self.last.write(self.end(new.verdict).event)
+        if new.phase is Phase.TRAINING and old.phase is not Phase.TRAINING:
+            self._start("told", self._make_whole())
+        if new.phase is Phase.GATHERING and old.phase is not Phase.GATHERING:
+            self._start("wait", self._too_few())
+        elif new.phase is not Phase.GATHERING and "wait" in self._tasks:
+            self._tasks.pop("wait").cancel()
+
+    def _start(self, name: str, what: Any) -> None:
+        if name in self._tasks:
+            self._tasks[name].cancel()
+        self._tasks[name] = asyncio.create_task(what)
+
+    async def _make_whole(self) -> None:
+        """Every worker of the generation has told what it had to tell: what is missing then of the
+        steps that it stands after was to be told by those who are gone."""
+        if self._it.alone is not None:
+            await self._stand_in.make()
+            return
+        await self._board.flush()
+        try:
+            for record in await asyncio.to_thread(self._journal.new):
+                self._told.observe(record.event)
+            missing = self._told.missing()
+            for event in await asyncio.to_thread(self._told.made, missing) if missing else ():
+                self._board.emit("agent", event)
+        except HoldfastError as error:
+            self._say(f"the ledger of a lost node could not be made again: {error}")
+        self._told.settled()
+
+    def end(self, verdict: str) -> End:
+        """How the run ended, by what the nodes said of it: this one may have had no part in it."""
+        coordinator = self.coordinator
+        known = () if coordinator is None else coordinator.known.values()
+        ends = [one.held for one in known if "kind" in one.held]
+        kind = "" if coordinator is None else coordinator.kind
+        why = self._closing or self._desk.why() or "the workers left"
+        return end_of(verdict, kind, ends, why, self._desk.committed())
+
+    # --- too few nodes --------------------------------------------------------------------------
+    def fits(self, nodes: Sequence[Node]) -> tuple[str, ...]:
+        """Which of these nodes a generation would use; () where it cannot be."""
+        assert self._lead is not None
+        least = 1 if self._closing or self._it.alone else self._it.config.cluster.min_nodes
+        return self._lead.fits(nodes) if len(nodes) >= least else ()
+
+    async def _too_few(self, seconds: float = 0.0) -> None:
+        """What is lacking is said after `seconds`; and then it is waited for, or not."""
+        await asyncio.sleep(seconds)
+        coordinator, cluster = self.coordinator, self._it.config.cluster
+        assert coordinator is not None, "nobody gathers before there is one"
+        try:
+            _failed([one.held for one in coordinator.known.values()])
+        except EndedError as error:
+            coordinator.done(str(error), error.kind)
+            return
+        if (why := self._desk.why()) or cluster.below_minimum == "leave":
+            patience = 0.0 if why else cluster.below_minimum_seconds
+            if not why:
+                self._say(f"{self._lacking()}; leaving in {patience:g} s if nobody comes")
+            await asyncio.sleep(patience)
+            self.stop(why or f"{self._lacking()}, for {patience:g} s")
+        else:
+            self._say(f"{self._lacking()}; waiting for more")
+
+    def _lacking(self) -> str:
+        assert self.coordinator is not None
+        nodes, least = self.coordinator.reign.nodes, self._it.config.cluster.min_nodes
+        if len(nodes) < least:
+            return f"{len(nodes)} of at least {least} nodes (cluster.min_nodes) are here"
+        return f"no layout fits the {sum(n.places for n in nodes)} places that are here"
+
+    def stop(self, why: str) -> None:
+        """Nobody works, and nobody is waited for any more: one last generation of those who are
+        here saves what they hold; where there can be none, it is over."""
+        coordinator = self.coordinator
+        if coordinator is None or coordinator.reign.phase is not Phase.GATHERING:
+            return
+        self._closing = why
+        if self._desk.opened():  # else nobody holds anything
+            coordinator.look()
+        if coordinator.reign.phase is Phase.GATHERING:
+            kind = Over.STOPPED if self._desk.why() else Over.TOO_FEW
+            coordinator.done(why, kind)
+
+
+def _failed(held: Sequence[Mapping[str, Any]]) -> None:
+    """Raises EndedError where a node's workers failed in a way that a restart would not mend."""
+    for each in held:
+        if sentence := each.get("failed"):
+            kinds = {exit_codes.USER: Over.MEND, exit_codes.FENCED: Over.FENCED}
+            raise EndedError(str(sentence), kinds.get(each.get("code", 1), Over.FAILED))

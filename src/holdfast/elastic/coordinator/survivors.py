@@ -1,0 +1,152 @@
+"""Between two generations: what is left of the last one, and how the next one makes use of it.
+
+What the processes hold they say themselves (`policy.recovery.survivors`). A state is laid out by
+the topology of some generation: usually of the one that has just ended; where a recovery failed
+before anything moved it is an older one, for some or for all. Those go on live whose states are of
+one generation, the newest of which everything is there; the others join them as newcomers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.config.run import RunConfig
+from holdfast.core.sharding.state_table import state_table
+from holdfast.layout import Topology
+from holdfast.policy.recovery.rank_assignment import Seats, seats
+from holdfast.policy.recovery.survivors import Held, Standpoint, standpoint, unheld
+
+_REMEMBERED = 16  # topologies of older generations: nobody holds a state for longer
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """How the next generation begins. live: from the state that its processes hold, else `why`
+    they cannot; before: the topology that this state is laid out by."""
+
+    seats: Seats
+    live: Standpoint | None
+    why: str
+    before: Topology | None
+
+    @property
+    def stay(self) -> int:
+        return sum(pid is not None for pid in self.seats.processes)
+
+    @property
+    def came_from(self) -> tuple[int | None, ...] | None:
+        return self.seats.came_from if self.live is not None else None
+
+    def told_before(self) -> dict[str, Any] | None:
+        """For the orders of those who join."""
+        if self.live is None or self.before is None:
+            return None
+        return {"topology": self.before.to_json(), "step": self.live.step}
+
+
+class Survivors:
+    """Remembers the topologies by which states are laid out."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._table = state_table(config.model, config.train.precision)
+        self._topologies: dict[int, Topology] = {}
+
+    def opened(self, topology: Topology) -> None:
+        self._topologies[topology.generation] = topology
+        for old in sorted(self._topologies)[:-_REMEMBERED]:
+            del self._topologies[old]
+
+    def plan(
+        self, new: Topology, held: Mapping[int, Held], where: Mapping[int, str] | None = None,
+        durable: int = 0,
+    ) -> Aftermath:  # fmt: skip
+        """held: by process, of everybody who is left; where: the node of each, where there are
+        several. durable: the newest step that has a checkpoint: who lies behind it was cut off
+        while others went on, and their state is the run's."""
+        stood = self._stood(held)
+        if isinstance(stood, str):
+            why = stood
+        elif stood.point.step < durable:
+            why = f"there is a checkpoint of step {durable}, and they hold step {stood.point.step}"
+        else:
+            before, point = stood.before, stood.point
+            living = _all_of(before, stood.processes, held, where)
+            seated = seats(before, new, living, point.ranks)
+            stay = {was for was in seated.came_from if was is not None}
+            missing = unheld(before, self._table, stay & point.ranks)
+            if missing is None:
+                return Aftermath(seated, point, "", before)
+            why = f"of those who hold the whole of {missing} not all have a place"
+        return Aftermath(seats(new, new, _all_of(new, {}, held, where), ()), None, why, None)
+
+    def whole(self, held: Mapping[int, Held], where: Mapping[int, str]) -> Whole | None:
+        """Where replicas have lost somebody and others have not: those others, which can go on by
+        themselves. Arguments as in `plan`."""
+        stood = self._stood(held)
+        if isinstance(stood, str):
+            return None
+        before, there = stood.before, stood.point.ranks
+        replicas = [r for r in before.replicas if there.issuperset(r.ranks)]
+        if not 0 < len(replicas) < len(before.replicas):
+            return None
+        places = Counter(where[stood.processes[rank]] for r in replicas for rank in r.ranks)
+        return Whole(before, frozenset(range(before.world_size)) - there, places)
+
+    def live(self, held: Mapping[int, Held]) -> bool:
+        """Whether these hold the whole state of some generation."""
+        return not isinstance(self._stood(held), str)
+
+    def _stood(self, held: Mapping[int, Held]) -> _Stood | str:
+        """The newest generation of which the whole state is held, else why there is none."""
+        why = "nobody is left who holds a state"
+        stood = {one.state[0] for one in held.values() if one.state is not None}
+        for generation in sorted(stood & self._topologies.keys(), reverse=True):
+            before = self._topologies[generation]
+            processes = {h.state[1]: pid for pid, h in held.items()
+                         if h.state is not None and h.state[0] == generation}  # fmt: skip
+            holding = {rank: held[pid] for rank, pid in processes.items()}
+            found = standpoint(before, self._table, holding)
+            if isinstance(found, Standpoint):
+                return _Stood(before, processes, found)
+            why = found
+        return why
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The replicas of `before` that lost nobody. lost: ranks that are gone; places: by node, the
+    processes of these replicas."""
+
+    before: Topology
+    lost: frozenset[int]
+    places: Counter[str]
+
+
+@dataclass(frozen=True)
+class _Stood:
+    """By whom the state of a generation is held; processes: by its ranks."""
+
+    before: Topology
+    processes: Mapping[int, int]
+    point: Standpoint
+
+
+def _all_of(
+    topology: Topology, processes: Mapping[int, int], held: Mapping[int, Held],
+    where: Mapping[int, str] | None,
+) -> dict[int, int]:  # fmt: skip
+    """`processes` by rank, and at ranks of their node that are free those of the others: where they
+    stood, if that is one of them."""
+    out = dict(processes)
+    for pid, one in held.items():
+        free = [
+            rank
+            for rank in range(topology.world_size)
+            if rank not in out and (where is None or topology.nodes[rank] == where[pid])
+        ]
+        if pid not in processes.values() and free:
+            out[one.rank if one.rank in free else free[0]] = pid
+    return out

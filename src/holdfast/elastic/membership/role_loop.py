@@ -1,0 +1,461 @@
+"""An agent's place in the run: whose orders it follows, and when it is coordinator itself.
+
+It carries out `policy.membership.election`: reads the run store for the newest term, joins its
+coordinator, holds one question open there, and when nobody answers asks the other agents and opens
+the next term. What the orders are about, this node's workers, is behind `Work`.
+
+    seeking    the newest term in the run store, and its holder is asked to take us in
+    following  one question is open at the coordinator; a change here asks again at once
+    silent     the agents of the last generation are asked whether they hear the coordinator
+               (`searching.py`)
+    claiming   the next term is opened in the run store
+    reigning   the same questions go to the coordinator in this very process
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from holdfast.elastic.coordinator.coordinator import Coordinator, within
+from holdfast.elastic.membership.prevote import Search
+from holdfast.elastic.membership.reachability import Reaching
+from holdfast.elastic.membership.workload import Work
+from holdfast.elastic.protocol.coordinator_messages import BEAT, HANG, JOIN, JOIN_FIRST, REPLACED
+from holdfast.elastic.protocol.generation_record import Opened, read_opened
+from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.elastic.run_result import EndedError, Over, trains_alone
+from holdfast.errors import HoldfastError
+from holdfast.policy.membership import election
+from holdfast.policy.membership.election import Patience, Seat, Standing
+from holdfast.policy.membership.transitions import Order, Phase, Stage
+from holdfast.wire.http.async_client import DeadError, Talker
+from holdfast.wire.http.server import Handler
+from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import RunStore
+from holdfast.wire.term import (
+    QUESTION,
+    Term,
+    asks,
+    claim,
+    newest_term,
+)
+
+ROUND_SECONDS = 1.0
+"""How long a silent coordinator and the other agents are waited for at least, when they are asked;
+else a heartbeat."""
+PAUSE_SECONDS = 0.5
+"""Between two looks at the run store and at the others."""
+LONGEST_REST = 60.0
+"""Seconds before an agent whose terms ended by a fault of its own claims another one."""
+
+
+class ReplacedError(EndedError):
+    """Another agent calls itself by the same name, or this one was given up and started anew."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"another agent has joined as {name} since, and the run goes on with that one: where "
+            "both are to take part, give each a name of its own (cluster.node=NAME)",
+            Over.REPLACED,
+        )
+
+
+async def _no_check() -> None:
+    """A run store that cannot be lost."""
+
+
+class Follower:
+    """Lives in one event loop; `run` ends when the run is over, or raises."""
+
+    def __init__(
+        self, name: str, address: str, store: RunStore, secret: Secret, work: Work,
+        reign: Callable[[Term], Awaitable[Coordinator]], *, places: int = 1,
+        told: Mapping[str, Any] | None = None, patience: Patience | None = None, beat: float = 2.0,
+        complain: Callable[[str], None] = lambda sentence: None,
+        read: Callable[[int], Awaitable[Opened]] | None = None, own: Term | None = None,
+        check: Callable[[], Awaitable[None]] = _no_check,
+    ) -> None:  # fmt: skip
+        """address: where this agent's control listens. reign: makes the coordinator of a term that
+        this agent has opened. told: what the coordinator is to know of this node. beat: seconds
+        from one heartbeat to the next, when nothing happens. read: reads a generation's object, in
+        place of `read_opened`. own: a term that was opened for a run of this node alone: it follows
+        nobody else, and leaves when that term is over. check: raises HoldfastError where what the
+        run store says is not this run's any more."""
+        self.seat = Seat(name)
+        self.mark = secrets.token_hex(8)
+        self.coordinator: Coordinator | None = None
+        self.leaving = 0.0
+        """Seconds within which this node is to be done without; 0: it stays."""
+        self.agents: Mapping[str, str] = {}
+        """Of the newest generation: name -> address."""
+        self.told: dict[str, Any] = dict(told or {})
+        self.over: tuple[str, str] | None = None
+        """Verdict and kind, once the coordinator has said that the run is over."""
+        self.fault: BaseException | None = None
+        """Why the coordinator of a node alone ended: a bug of ours."""
+        self._faults = 0  # terms that ended by such a bug
+        self._address, self._store, self._secret, self._work = address, store, secret, work
+        self._make_reign, self._places, self._own, self._check = reign, places, own, check
+        self._patience, self._beat, self._complain = patience or Patience(), beat, complain
+        self._read = read or partial(read_opened, store)
+        self._loop = asyncio.get_running_loop()
+        self._doing: tuple[str, int] = (Order.WAIT.value, 0)
+        self._talkers: dict[str, tuple[Talker, Talker]] = {}
+        self._question: asyncio.Task[None] | None = None
+        self._older: set[asyncio.Task[None]] = set()
+        self._reigning: asyncio.Task[Any] | None = None
+        self._search: Search | None = None  # while its coordinator is silent
+        self._reaching = Reaching()
+        self._looked = 0  # the generation after which it was looked whom this node reaches
+        self._said = ""
+
+    @property
+    def handlers(self) -> dict[str, Handler]:
+        """What other agents ask; from outside any generation."""
+        return {JOIN: self._join, BEAT: self._heartbeat, QUESTION: self.who}
+
+    async def run(self) -> str:
+        """Follow and, where it falls to this agent, lead, until the run is over or this node leaves
+        it; the verdict with which it is over. Raises EndedError where the run cannot begin, or is
+        not to have this agent."""
+        parts = {
+            Standing.SEEKING: self._seek, Standing.FOLLOWING: self._follow,
+            Standing.SILENT: self._look_around, Standing.CLAIMING: self._claim,
+            Standing.REIGNING: self._follow,
+        }  # fmt: skip
+        if self._own is not None:
+            self._set(election.found(self.seat, self._own.number, "", self._now))
+        try:
+            while self.seat.standing is not Standing.LEFT:
+                try:
+                    await parts[self.seat.standing]()
+                except EndedError:
+                    raise
+                except HoldfastError as error:
+                    self._say(str(error))
+                    await self._pause(PAUSE_SECONDS)
+            return "" if self.over is None else self.over[0]
+        finally:
+            self._ask_no_more()
+            self._end_search()
+            self._reaching.close()
+            if self._reigning is not None:
+                self._reigning.cancel()
+            for pair in self._talkers.values():
+                for talker in pair:
+                    talker.close()
+
+    def leave(self) -> None:
+        """Follow nobody any more."""
+        self.seat = election.left(self.seat)
+        self._work.changed.set()
+
+    # --- what others ask ------------------------------------------------------------------------
+    async def who(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
+        """Who is there, and whether it hears its coordinator."""
+        return {
+            "node": self.seat.name, "term": self.seat.term,
+            "hears": election.hears(self.seat, self._now, self._patience),
+            "standing": self.seat.standing.value,
+        }  # fmt: skip
+
+    async def _join(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._ask_own(JOIN, body)
+
+    async def _heartbeat(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
+        return await self._ask_own(BEAT, body)
+
+    async def _ask_own(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        coordinator = self.coordinator
+        if coordinator is None:
+            return {"term": self.seat.term, "order": Order.REFUSE.value}
+        handler = coordinator.join if path == JOIN else coordinator.beat
+        return await handler(0, body)
+
+    # --- seeking --------------------------------------------------------------------------------
+    async def _seek(self) -> None:
+        self._end_search()
+        await self._check()
+        term, holder = await asyncio.to_thread(newest_term, self._store)
+        address = "" if holder is None else str(holder.get("address", ""))
+        if address == self._address and self.coordinator is None:
+            address = ""  # it was this agent, before it was started anew or its reign failed
+        elif holder is not None and holder.get("alone"):
+            await self._refuse_alone(holder, address)
+        self._set(election.found(self.seat, term, address, self._now))
+        if self.seat.standing is Standing.SEEKING:
+            await self._ask(JOIN, self._joining())
+            if self.seat.standing is Standing.SEEKING:  # it refused: somebody newer is to come
+                await self._pause(PAUSE_SECONDS)
+
+    async def _refuse_alone(self, holder: Mapping[str, Any], address: str) -> None:
+        """Raises EndedError where a run of one node is at work: it would never take this one in."""
+        if await asyncio.to_thread(asks(self._secret), address):
+            raise EndedError(str(trains_alone(holder, "cluster.node")), Over.MEND)
+
+    def _joining(self) -> dict[str, Any]:
+        return {
+            "name": self.seat.name, "mark": self.mark, "places": self._places, "told": self.told,
+            **self._state(),
+        }  # fmt: skip
+
+    def _state(self) -> dict[str, Any]:
+        work, stage = self._work, self._work.stage
+        if stage is Stage.HELD and self._reaching.looking:
+            stage = Stage.WORKING  # the next generation is made of those who reach each other
+        held = work.held if stage in (Stage.HELD, Stage.DONE) else {}
+        return {"at": work.at, "stage": stage.value, "held": held, "ready": work.ready}
+
+    # --- following ------------------------------------------------------------------------------
+    async def _follow(self) -> None:
+        """Until a question is answered, or something has changed here: that is told by the next
+        question, on a connection of its own, and the coordinator answers the older one then."""
+        self._end_search()
+        self._work.changed.clear()
+        self._reaching.again(self.agents)
+        if self._question is None:
+            # Once a beat has gone by without an answer, one is wanted at once.
+            late = self.coordinator is None and self._now - self.seat.since > self._beat
+            wait = 0.0 if late else self._beat
+            self._question = asyncio.create_task(self._ask(BEAT, self._beating(), wait))
+        question = self._question
+        change = asyncio.create_task(self._work.changed.wait())
+        try:
+            await asyncio.wait({question, change}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            change.cancel()
+        self._question = None
+        if question.done():
+            question.result()
+            return
+        self._older.add(question)
+        question.add_done_callback(self._older.discard)
+        await asyncio.sleep(0)  # what changes in one go is told in one question
+
+    def _beating(self) -> dict[str, Any]:
+        return {
+            "name": self.seat.name, "mark": self.mark, "term": self.seat.term,
+            "doing": list(self._doing), "leaving": self.leaving, **self._state(),
+            **({"misses": list(missed)} if (missed := self._reaching.missed) else {}),
+            **({"still": still} if (still := self._work.still) else {}),
+            **({"paces": paces} if (paces := self._work.paces) else {}),
+        }  # fmt: skip
+
+    async def _ask(self, path: str, body: dict[str, Any], wait: float = 0.0) -> None:
+        """Ask the coordinator, and take its answer in, or that there was none."""
+        body = {**body, "wait": wait}
+        try:
+            if self.coordinator is not None:
+                answer = await self._ask_own(path, body)
+            else:
+                pair = self._pair()
+                if pair is None:
+                    raise DeadError("nobody holds the term")
+                free = next((talker for talker in pair if not talker.busy), pair[0])
+                answer = await free.post(path, body, self._bearable(wait))
+        except HoldfastError as error:
+            dead = isinstance(error, DeadError)
+            self._set(election.unanswered(self.seat, dead, self._now, self._patience))
+            if self.seat.standing is Standing.FOLLOWING:
+                await self._pause(PAUSE_SECONDS / 5)
+            else:
+                self._work.changed.set()  # another question may be open, which is answered no more
+            return
+        await self._obey(answer)
+
+    def _bearable(self, wait: float) -> float:
+        """How long a question may stay without an answer that is to come within `wait`: while it
+        follows, so long that there is time to ask once more on a new connection, before the silence
+        counts."""
+        silence = self._patience.silence
+        if self.seat.standing is not Standing.FOLLOWING:
+            return wait + silence / 2
+        left = self.seat.since + silence - self._now
+        return max(silence / 6, min(wait + silence / 3, left))
+
+    def _ask_no_more(self) -> None:
+        """The questions that are open."""
+        for task in (self._question, *self._older):
+            if task is not None:
+                task.cancel()
+        self._question = None
+
+    @property
+    def _holder(self) -> str:
+        return self.seat.holder
+
+    def _pair(self) -> tuple[Talker, Talker] | None:
+        """Two connections to the coordinator."""
+        if not self._holder or self.coordinator is not None:
+            return None
+        if self._holder not in self._talkers:
+            for pair in self._talkers.values():
+                for talker in pair:
+                    talker.close()
+            self._talkers = {
+                self._holder: (
+                    Talker(self._holder, self._secret), Talker(self._holder, self._secret)
+                )
+            }  # fmt: skip
+        return self._talkers[self._holder]
+
+    async def _obey(self, answer: Mapping[str, Any]) -> None:
+        term, order = int(answer["term"]), str(answer["order"])
+        if term < self.seat.term and order != Order.REFUSE.value:
+            self._set(election.refused(self.seat, self._now))
+            return
+        if order == Order.REFUSE.value:
+            self._set(election.refused(self.seat, self._now))
+            return
+        if order == REPLACED:
+            raise ReplacedError(self.seat.name)
+        self._set(election.answered(self.seat, term, self._now))
+        if order == JOIN_FIRST:
+            await self._ask(JOIN, self._joining())
+            return
+        outside = answer.get("outside", False)
+        if (self.leaving or answer.get("go")) and (outside or answer.get("free")):
+            self.leave()  # the others work without this node, or nobody does
+            return
+        if outside:
+            self._work.outside()
+        if "blamed" in answer:
+            at, rows = answer["blamed"]
+            self._work.blame(int(at), [Blame.from_json(row) for row in rows])
+        generation = int(answer["generation"])
+        self._doing = (order, generation)
+        match Order(order):
+            case Order.START if generation > self._work.at:
+                opened = await self._read(generation)
+                if generation <= self._work.at or term < self.seat.term:
+                    return  # overtaken by a newer order meanwhile
+                self.agents = opened.agents
+                self._set(election.took(self.seat, term, generation, opened.members))
+                self._work.start(generation, opened.value, dict(answer["begin"]))
+                self._doing = (Order.WORK.value, generation)  # what the order becomes, once begun
+            case Order.HALT | Order.PAUSE as halt if generation == self._work.at:
+                reason = str(answer.get("reason", ""))
+                self._work.halt(generation, reason, gentle=halt is Order.PAUSE)
+                if reason == HANG and self._looked < generation:
+                    self._looked = generation
+                    self._reaching.look(self.seat.name, self.agents, self._work.changed.set)
+            case Order.LEAVE:
+                self.over = str(answer.get("verdict", "")), str(answer.get("kind", ""))
+                self._work.leave(self.over[0])
+                if self.coordinator is None:
+                    self.leave()
+                else:
+                    await self._see_off(self.coordinator)
+
+    async def _see_off(self, coordinator: Coordinator) -> None:
+        """The others are told that the run is over before the one who knows is gone."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._patience.silence):
+                await coordinator.all_told(self.seat.name)
+        self.leave()
+
+    # --- nobody answers -------------------------------------------------------------------------
+    async def _look_around(self) -> None:
+        """One round of the search."""
+        self._work.changed.clear()  # what has changed here is said to all who are asked
+        begun = self._now
+        if self._search is None:
+            self._ask_no_more()  # so there is a connection to ask on
+            self._search = Search(self._secret)
+        search = self._search
+        term, holder = await asyncio.to_thread(newest_term, self._store)
+        if term > self.seat.term:
+            await self._check()
+            address = "" if holder is None else str(holder.get("address", ""))
+            self._end_search()
+            self._set(election.found(self.seat, term, address, self._now))
+            return
+        leads = "" if holder is None else str(holder.get("node", ""))
+        if not search.sign:
+            await asyncio.to_thread(search.look, self._store, self.seat.name, leads)
+        others = {name: addr for name, addr in self.agents.items() if name != self.seat.name}
+        peers = await search.round(
+            others, term, lambda: self._ask(JOIN, self._joining()), lambda: self._silent,
+            max(ROUND_SECONDS, self._beat),
+        )  # fmt: skip
+        if peers is not None and self._silent:
+            newest = await asyncio.to_thread(search.look, self._store, self.seat.name, leads)
+            alive = search.leader_moves(max(ROUND_SECONDS, self._beat))
+            self._set(
+                election.asked(
+                    self.seat, peers, newest, self._now, self._patience, search.sign, alive
+                )
+            )
+        if self._silent:
+            await self._pause(max(0.0, min(PAUSE_SECONDS, self._beat / 2) - (self._now - begun)))
+        if not self._silent:
+            await search.end(self.seat.standing is Standing.FOLLOWING)
+            self._end_search()
+
+    @property
+    def _silent(self) -> bool:
+        return self.seat.standing is Standing.SILENT
+
+    def _end_search(self) -> None:
+        if self._search is not None:
+            self._search.close()
+            self._search = None
+
+    # --- leading --------------------------------------------------------------------------------
+    async def _claim(self) -> None:
+        term, number = self._own, self.seat.term
+        if self._faults:  # what ended a term so may end the next: others are to have a chance
+            await asyncio.sleep(min(2.0**self._faults, LONGEST_REST))
+        if term is None:
+            await self._check()
+            number += 1
+            term = await asyncio.to_thread(
+                claim, self._store, number, self._address, self.seat.name
+            )
+        if term is None:
+            self._set(election.claimed(self.seat, number, False, self._now))
+            return
+        silent = self.seat.holder
+        self.coordinator = coordinator = await self._make_reign(term)
+        coordinator.doubt(silent)
+        self._set(election.claimed(self.seat, number, True, self._now))
+        self._reigning = asyncio.create_task(coordinator.run())
+        self._reigning.add_done_callback(lambda task: self._reigned(task, coordinator))
+        await self._ask(JOIN, self._joining())
+
+    def _reigned(self, task: asyncio.Task[Any], coordinator: Coordinator) -> None:
+        if task.cancelled() or self.coordinator is not coordinator:
+            return
+        if self._own is not None and coordinator.reign.phase is not Phase.ENDED:
+            self.fault = task.exception()
+            self.leave()
+            return
+        if coordinator.reign.phase is Phase.FENCED or task.exception() is not None:
+            self.coordinator = None
+            self._set(election.fenced(self.seat, self._now))
+            self._work.changed.set()
+        if (error := task.exception()) is not None:
+            self._faults += 1
+            self._complain(f"the coordinator ended by a fault of its own: {error!r}")
+
+    # --- the rest -------------------------------------------------------------------------------
+    @property
+    def _now(self) -> float:
+        return self._loop.time()
+
+    def _set(self, seat: Seat) -> None:
+        if self.seat.standing is not Standing.LEFT:
+            self.seat = seat
+
+    def _say(self, sentence: str) -> None:
+        if sentence != self._said:
+            self._said = sentence
+            self._complain(sentence)
+
+    async def _pause(self, seconds: float) -> None:
+        await within(self._work.changed, seconds)

@@ -1,0 +1,239 @@
+"""The agent's own children, started by module name: the template and the mover.
+
+Both get the read end of the lifeline; both are in sessions of their own, so that Ctrl-C in the
+terminal reaches the agent alone. Nothing secret stands in their arguments or environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from holdfast.core.json_parsing import parsed
+from holdfast.elastic.protocol.fork_channel import Lines, encode
+from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.errors import HoldfastError
+from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import spoken_error
+
+START_SECONDS = 180.0
+"""A template imports torch: seconds on a quiet machine, far more on a cold or a busy one."""
+
+
+class ChildFailedError(HoldfastError):
+    """A child did not come up; the message ends with its last words."""
+
+
+class Child:
+    """One running child process: its output goes to a log file, its end is told once."""
+
+    def __init__(
+        self, name: str, process: asyncio.subprocess.Process, log: Path, gone: Callable[[], None]
+    ) -> None:
+        self.name = name
+        self.process = process
+        self.log = log
+        self._watch = asyncio.create_task(self._wait(gone))
+
+    async def _wait(self, gone: Callable[[], None]) -> None:
+        await self.process.wait()
+        gone()
+
+    @property
+    def alive(self) -> bool:
+        return self.process.returncode is None
+
+    async def stop(self, seconds: float = 5.0) -> None:
+        """Ask it to end (a template that serves ends with its control socket, and ignores the
+        signal); kill it after `seconds`. Nobody is told."""
+        self._watch.cancel()
+        with suppress(ProcessLookupError):
+            self.process.terminate()
+        try:
+            await asyncio.wait_for(self.process.wait(), seconds)
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+
+    def failure(self) -> ChildFailedError:
+        words = last_lines(self.log, 3)
+        return ChildFailedError(f"the {self.name} did not start: {words or 'it said nothing'}")
+
+
+class Template(Child):
+    """The template, and its control socket."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        log: Path,
+        gone: Callable[[], None],
+        control: socket.socket,
+        told: Callable[[dict[str, Any]], None],
+    ) -> None:
+        super().__init__("template", process, log, gone)
+        self._control = control
+        self._lines = Lines()
+        self._told = told
+        self._speaks = True  # its end of the control socket is open
+        self._ready = asyncio.Event()
+        asyncio.get_running_loop().add_reader(control.fileno(), self._read)
+
+    @staticmethod
+    async def start(
+        lifeline: int,
+        entry: str,
+        preloads: Sequence[str],
+        log: Path,
+        told: Callable[[dict[str, Any]], None],
+        gone: Callable[[], None],
+    ) -> Template:
+        """Start one that imports `preloads` too; `told` gets its "forked" and "exited" messages,
+        `gone` its end."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            process = await _spawn(
+                ["holdfast.elastic.worker.fork_server", "--control", str(theirs.fileno()),
+                 "--lifeline", str(lifeline), "--entry", entry, *preloads],
+                log, (theirs.fileno(), lifeline),
+            )  # fmt: skip
+        return Template(process, log, gone, ours, told)
+
+    async def ready(self) -> None:
+        """Wait until it has imported what workers need. Raises ChildFailedError."""
+        await _first(self._ready.wait(), self.process, self)
+
+    async def fork(self, boot: WorkerBoot, secret: Secret) -> None:
+        await self._send({"op": "fork", "boot": boot.to_json(), "secret": secret.hex()})
+
+    async def kill(self) -> None:
+        """Kill every worker, those too whose fork has been asked for and not been told yet."""
+        await self._send({"op": "kill"})
+
+    async def stop(self, seconds: float = 5.0) -> None:
+        if self._speaks:
+            self._speaks = False
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+        self._control.close()
+        await super().stop(seconds)
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # its end is told by `gone`
+            await asyncio.get_running_loop().sock_sendall(self._control, encode(message))
+
+    def hear_out(self) -> None:
+        """Take now what it said before it ended."""
+        while self._speaks and self._read():
+            pass
+
+    def _read(self) -> bool:
+        """Whether there was something to read."""
+        try:
+            data = self._control.recv(1 << 16)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            self._speaks = False
+            asyncio.get_running_loop().remove_reader(self._control.fileno())
+            return False
+        for message in self._lines.feed(data):
+            if message["event"] == "ready":
+                self._ready.set()
+            else:
+                self._told(message)
+        return True
+
+
+async def start_mover(line: bytes, lifeline: int, log: Path, gone: Callable[[], None]) -> Child:
+    """Start the mover; `line` (its MoverBoot) goes to its standard input, and nowhere else.
+
+    Raises ChildFailedError when it does not say that it listens.
+    """
+    process = await _spawn(["holdfast.checkpoint.mover.main"], log, (lifeline,), pipes=True)
+    mover = Child("mover", process, log, gone)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(BrokenPipeError, ConnectionResetError):
+        process.stdin.write(line)
+        await process.stdin.drain()
+        process.stdin.close()
+    answer = await _first(process.stdout.readline(), process, mover)
+    try:
+        ready = bool(parsed(answer)["ready"])
+    except (ValueError, KeyError, TypeError):
+        ready = False
+    if not ready:
+        await mover.stop(0.0)
+        raise mover.failure()
+    return mover
+
+
+async def _spawn(
+    arguments: Sequence[str], log: Path, fds: Sequence[int], pipes: bool = False
+) -> asyncio.subprocess.Process:
+    environment = dict(os.environ)
+    # A pool of threads that exists before a fork is lost in it; workers set their own number.
+    environment["OMP_NUM_THREADS"] = "1"
+    # A thread that spins at a barrier takes the core of the worker it waits for.
+    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    pipe = asyncio.subprocess.PIPE
+    nothing = asyncio.subprocess.DEVNULL
+    with _open_log(log) as output:
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", *arguments,
+            stdin=pipe if pipes else nothing,
+            stdout=pipe if pipes else output,
+            stderr=output,
+            env=environment,
+            pass_fds=tuple(fds),
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def _open_log(path: Path) -> BinaryIO:
+    """Raises RunFolderError, OutOfSpaceError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        raise spoken_error(error, path.parent) from error
+
+
+async def _first(wanted: Any, process: asyncio.subprocess.Process, child: Child) -> Any:
+    """What `wanted` gives, unless the process ends or START_SECONDS pass before."""
+    task = asyncio.ensure_future(wanted)
+    end = asyncio.ensure_future(process.wait())
+    done, _ = await asyncio.wait(
+        {task, end}, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED
+    )
+    end.cancel()
+    if task not in done:
+        task.cancel()
+        if child.alive:
+            process.send_signal(signal.SIGKILL)
+        raise child.failure()
+    return task.result()
+
+
+def last_lines(path: Path, count: int, limit: int = 8192) -> str:
+    """The last non-empty lines of a log, of its last `limit` bytes."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - limit))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return "\n".join(lines[-count:])

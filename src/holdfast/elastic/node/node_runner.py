@@ -1,0 +1,403 @@
+"""This node's part of a run on several nodes: what the coordinator's orders mean for its processes.
+
+`following.Follower` brings the orders; the `Host` has the processes; here is what lies between:
+
+    start   the generation's object says which ranks sit here and which process takes which; the
+            mover is told, the processes are, and what becomes of them is this node's stage
+    pause   the workers' next vote wishes it, and they hold after the same step everywhere
+    halt    they hold where they are
+    leave   the run is over
+
+What the workers hold, and how they ended, is told in `held`: by that the coordinator plans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.mover.client import Newest
+from holdfast.checkpoint.peers.config import Peer
+from holdfast.config.run import RunConfig
+from holdfast.elastic.event_log import Board, Say
+from holdfast.elastic.node.hang_monitor import Watch
+from holdfast.elastic.node.launch_specs import boots, standby_boot, standbys, wanted_workers
+from holdfast.elastic.node.mover_supervisor import MoverLink
+from holdfast.elastic.node.process_manager import Host, Start
+from holdfast.elastic.node.worker_group import Generation
+from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.generation_outcome import Failed, Finished, Left, Lost, Verdict
+from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.errors import FencedError, HoldfastError, UserError
+from holdfast.layout import Topology
+from holdfast.plan.hardware import usable_cores
+from holdfast.policy.membership.transitions import LET_GO, Stage
+from holdfast.policy.recovery.survivors import Held
+from holdfast.policy.saving.failure_history import Seen
+from holdfast.wire.secret import Secret
+
+SPARE_SECONDS = 10.0
+"""Until standbys that were lost are replaced, at the earliest."""
+ASK_AGAIN_SECONDS = 1.0
+"""Until a mover that did not answer is told once more."""
+HOLD_SECONDS = 10.0
+"""Beside three of its steps: how long a worker may take to stop where it is."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a station is told once. control: where this node's agent listens."""
+
+    config: RunConfig
+    node: str
+    folder: Path
+    secret: Secret
+    control: str
+    seen: Seen
+    places: int
+
+
+class Station:
+    """One node's `Work` (see `following`). Lives in one event loop."""
+
+    def __init__(
+        self, around: Surroundings, host: Host, mover: MoverLink, board: Board, say: Say,
+        opened: Callable[[int], None], began: Callable[[Generation], None],
+        ended: Callable[[Verdict], Awaitable[Verdict]],
+    ) -> None:  # fmt: skip
+        """opened: called with a generation's number before anything of it is done here; began: once
+        its workers can be heard; ended: with how it ended for this node, before anybody is told,
+        and makes of it what is told."""
+        self.changed = asyncio.Event()
+        self.at, self.stage = 0, Stage.IDLE
+        self.pausing = 0  # the generation whose workers are asked to end their step and hold
+        self.parting = False  # and one of its nodes leaves then
+        self.current: Generation | None = None
+        self.closing = ""  # why the run stops after this generation's first step
+        self._around, self._host, self._mover = around, host, mover
+        self._board, self._say = board, say
+        self._live = around.config.cluster.recovery == "live"
+        self._opened, self._began, self._ended = opened, began, ended
+        self._voices: dict[str, int] = {}
+        self._paced = 0.0
+        compiles = around.config.train.compile
+        self._watch = Watch(kill=host.kill, tell=self.changed.set, compiles=compiles)
+        self._outcome: dict[str, Any] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
+        self._meet = ""
+        self._all_ready = False
+        self._spares: asyncio.Task[None] | None = None
+        self._told_ready: int | None = None
+        self._spared = -math.inf  # when standbys were last seen to
+        self._counts = False  # whether it is known here which processes are ready
+        host.noticed = self._counted
+        self._halting = 0  # the newest generation that was to halt
+        self._all_here = False  # whether no other node takes part
+
+    # --- what the coordinator hears -------------------------------------------------------------
+    @property
+    def held(self) -> dict[str, Any]:
+        """By process, what those who wait hold; and how the generation ended here."""
+        holding = {str(pid): one.to_json() for pid, one in self._host.holding().items()}
+        return {"processes": holding, **self._outcome}
+
+    @property
+    def ready(self) -> int | None:
+        """Places with a process that works or could at once. As long as no others work, and where
+        new processes begin each generation, that says nothing."""
+        live = self._around.config.cluster.recovery == "live"
+        return min(self._host.ready, self._room) if live and self._counts else None
+
+    @property
+    def _room(self) -> int:
+        return self._around.places
+
+    def _counted(self) -> None:
+        if self.ready is not None and self.ready != self._told_ready:
+            self._told_ready = self.ready
+            self.changed.set()
+
+    def _become(self, stage: Stage, **outcome: Any) -> None:
+        self.stage = stage
+        self._outcome = outcome
+        self.changed.set()
+
+    # --- orders ---------------------------------------------------------------------------------
+    def start(self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]) -> None:
+        self.at, self._all_ready, self._counts = generation, False, True
+        self._spared = -math.inf
+        self._become(Stage.BUILDING)
+        self._replace_task(self._run(generation, value, begin))
+
+    def halt(self, generation: int, reason: str, *, gentle: bool) -> None:
+        if self.stage not in (Stage.BUILDING, Stage.WORKING, Stage.BROKEN):
+            return
+        if gentle and self.stage is Stage.WORKING:
+            self.pausing = generation  # told with the answer to each worker's next report
+            self.parting = reason == "notice"
+            return
+        self.pausing = 0
+        if self._halting == generation and self._task is not None and not self._task.done():
+            return  # it is told with every heartbeat, as long as it lasts
+        self._halting = generation
+        self._replace_task(self._halt(generation))
+
+    def leave(self, verdict: str) -> None:
+        """Its processes end with the agent."""
+
+    # --- who stands still -----------------------------------------------------------------------
+    @property
+    def still(self) -> dict[str, Any]:
+        """Of this node's workers; {} if nobody does. Those who hold for a pause wait for others."""
+        current = self.current
+        if current is None:
+            return {}
+        paused = self.stage is Stage.HELD and any(member.pauses for member in current.members)
+        at_work = paused or self.stage in (Stage.BUILDING, Stage.WORKING)
+        return current.still() if at_work else {}
+
+    @property
+    def paces(self) -> list[list[Any]]:
+        """How quick this node's workers were lately, once for each heartbeat."""
+        now = asyncio.get_running_loop().time()
+        current, every = self.current, self._around.config.cluster.beat_seconds / 2
+        if current is None or self.stage is not Stage.WORKING or now - self._paced < every:
+            return []
+        self._paced = now
+        return current.paces()
+
+    def blame(self, generation: int, blamed: Sequence[Blame]) -> None:
+        """The coordinator names workers of this node for whom the others wait."""
+        current = self.current
+        if current is not None and current.number == generation:
+            current.blame(blamed)
+
+    def _replace_task(self, coroutine: Any) -> None:
+        """Orders overtake each other: what was begun for an older one is given up."""
+        if self._task is not None:
+            self._task.cancel()
+        self._task = asyncio.create_task(coroutine)
+        self._task.add_done_callback(self._looked_at)
+
+    def _looked_at(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if not isinstance(error, HoldfastError):
+            self._say(f"a fault of this node's agent: {error!r}")
+        if isinstance(error, UserError) and self._all_here:
+            self._become(Stage.BROKEN, failed=str(error), code=exit_codes.USER)
+            return
+        self._become(Stage.BROKEN, cause=str(error))
+
+    def _told(self, task: asyncio.Task[None]) -> None:
+        """The workers train without what the mover could not be told."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._say(f"a fault of this node's agent, which told its mover: {error!r}")
+
+    # --- one generation -------------------------------------------------------------------------
+    async def _run(
+        self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]
+    ) -> None:
+        topology = Topology.from_json(value["topology"])
+        if self._telling is not None:
+            self._telling.cancel()
+        self._opened(generation)
+        self._meet = str(begin["meet"])
+        self.closing = str(value.get("closing", ""))
+        ranks = [rank for rank, node in enumerate(topology.nodes) if node == self._around.node]
+        self._all_here = len(ranks) == topology.world_size
+        await self._host.prepare(len(ranks))
+        newest = None if begin.get("newest") is None else Newest.from_json(begin["newest"])
+        step = int(begin["step"])
+        came_from = value.get("came_from")
+        stored = came_from is None and newest is not None and newest.durable
+        tell_mover = partial(self._tell_mover, topology, step, newest, begin, stored)
+        if came_from is None:  # the workers ask the mover for their state first
+            await tell_mover()
+        self.current = current = Generation(
+            topology, step, self._around.config.cluster, self._board, self._say, self._ready,
+            self._voices, self._around.node, self._watch,
+        )  # fmt: skip
+        self._began(current)
+        if self._done_before(value, newest, step):
+            assert newest is not None, "nobody holds a state"
+            await self._judge(await self._nothing_to_do(generation, newest))
+            return
+        if not (self._live or self._mover.alive):
+            current.decide(Lost("mover_lost", "the mover ended"))
+        processes = self._processes(value, ranks)
+        current.expect({rank: pid for rank, pid in zip(ranks, processes, strict=True) if pid})
+        told = boots(
+            self._around.config, topology, folder=self._around.folder,
+            agent=self._around.control, mover_socket=self._mover.socket_path,
+            cores=usable_cores(), restore_key=None if newest is None else newest.key,
+            start_step=step, seen=self._around.seen, node=self._around.node, meet=self._meet,
+            told=value,
+        )  # fmt: skip
+        beginning = self._host.begin(
+            Start(generation, tuple(told), tuple(processes),
+                  None if came_from is None else tuple(came_from), value.get("before"))
+        )  # fmt: skip
+        if came_from is not None:
+            self._telling = asyncio.create_task(self._tell_behind(generation, tell_mover))
+            self._telling.add_done_callback(self._told)
+        await beginning
+        if not ranks:
+            self._become(Stage.WORKING)
+            return
+        await self._judge(await current.verdict)
+
+    async def _tell_mover(
+        self, topology: Topology, step: int, newest: Newest | None, begin: Mapping[str, Any],
+        stored: bool,
+    ) -> None:  # fmt: skip
+        if begin["machines"] is None:  # this node is the run's only one
+            await self._mover.expect(topology, step, stored=stored)
+            return
+        machines = [Peer.from_json(row) for row in begin["machines"]]
+        sources = [Peer.from_json(row) for row in begin["sources"]]
+        await self._mover.expect(topology, step, newest, machines, sources, stored)
+
+    async def _tell_behind(self, generation: int, tell: Callable[[], Awaitable[None]]) -> None:
+        """Workers that have their state train without a mover that stands still; one that is
+        started in its place is told by whoever starts it."""
+        while self.at == generation and self._mover.alive:
+            try:
+                await tell()
+                return
+            except FencedError:
+                return
+            except HoldfastError as error:
+                self._say(f"the mover of {self._around.node} does not answer: {error}")
+                await asyncio.sleep(ASK_AGAIN_SECONDS)
+
+    def _done_before(self, value: Mapping[str, Any], newest: Newest | None, step: int) -> bool:
+        """Whether no step is left, and the state of the last one is this node's to look after."""
+        restored = value.get("came_from") is None and newest is not None
+        chosen = self._meet == self._around.control  # by this node's mover
+        return restored and step >= self._around.config.train.steps and self._all_here and chosen
+
+    async def _nothing_to_do(self, generation: int, newest: Newest) -> Verdict:
+        """The last step has been done. No worker will read its checkpoint, so its mover does: a
+        run is not finished with a state that nobody can have back."""
+        unsaved = None if newest.durable else await self._mover.made_durable(newest)
+        problem = None
+        if unsaved is None and newest.key is not None:
+            problem = await self._mover.damage(generation, newest.key)
+        return Finished(newest.step, unsaved) if problem is None else Lost("rot", problem, problem)
+
+    def _processes(self, value: Mapping[str, Any], ranks: list[int]) -> list[int | None]:
+        """Which process of this node takes which of its ranks; None: a newcomer. One that has died
+        since is replaced by a newcomer, too, which the others do not count on: they notice."""
+        living = {process.pid for process in self._host.workers}
+        seats = value.get("seats") or [None] * len(value["topology"]["nodes"])
+        return [pid if (pid := seats[rank]) in living else None for rank in ranks]
+
+    def _ready(self) -> None:
+        self._all_ready = True
+
+    def stored(self) -> None:
+        """What the workers have told so far is in the journal: whoever hears that this node works
+        finds there what it had still to tell of older generations."""
+        if self._all_ready and self.stage is Stage.BUILDING:
+            self._all_ready = False
+            self._become(Stage.WORKING)
+        current = self.current
+        if self.stage is Stage.WORKING and current is not None and current.has_stepped:
+            world = current.topology.world_size
+            self._keep_spares(len(current.ranks), world)  # behind the training: it costs time
+
+    # --- standbys -------------------------------------------------------------------------------
+    def outside(self) -> None:
+        """Others work: what could take part here is made ready, and then offered."""
+        if self.stage in LET_GO:
+            self._counts = True
+            self._keep_spares(0, 0)
+
+    def _keep_spares(self, here: int, everywhere: int) -> None:
+        """As many as the run file says, and one for each place that was given up with a worker."""
+        now = asyncio.get_running_loop().time()
+        busy = self._spares is not None and not self._spares.done()
+        if self._around.config.cluster.recovery != "live" or busy:
+            return
+        if now - self._spared < SPARE_SECONDS:
+            return
+        self._spared = now
+        wanted, room = wanted_workers(self._around.config), self._room - here
+        missing = min(room, wanted - everywhere) if wanted else room
+        count = standbys(self._around.config) * bool(here) + max(0, missing)
+        if count:
+            self._spares = asyncio.create_task(self._spare(count))
+            self._spares.add_done_callback(_looked_at)
+
+    async def _spare(self, count: int) -> None:
+        around = self._around
+        await self._host.prepare(0)
+        boot = standby_boot(
+            around.config, around.folder, around.control, self._mover.socket_path, usable_cores()
+        )
+        await self._host.standby(count, boot)
+
+    async def _judge(self, verdict: Verdict) -> None:
+        verdict = await self._ended(verdict)
+        match verdict:
+            case Finished(step, unsaved, missing) | Left(step, unsaved, missing):
+                kind = "finished" if isinstance(verdict, Finished) else "left"
+                self._become(Stage.DONE, kind=kind, step=step, unsaved=unsaved, missing=missing)
+            case Failed(sentence, code):
+                self._become(Stage.BROKEN, failed=sentence, code=code)
+            case Lost(reason, cause, rotten):
+                self._become(Stage.BROKEN, reason=reason, cause=cause, rotten=rotten)
+
+    def held_one(self, rank: int, held: Held) -> None:
+        """A worker has stopped and waits. When all have for a pause, this node holds."""
+        current = self.current
+        if current is None or held.kind != "paused":
+            return
+        if all(member.held is not None for member in current.members if member.alive):
+            if self._task is not None:
+                self._task.cancel()  # it waits for a verdict that nobody will give
+            self._become(Stage.HELD)
+
+    async def _halt(self, generation: int) -> None:
+        """Whatever was under way here, nobody works when this returns."""
+        current = self.current
+        seconds = HOLD_SECONDS
+        inside: list[int] = []
+        if current is not None and current.number == generation:
+            seconds += 3 * current.step_seconds
+            lost = {member.rank for member in current.members if not member.alive}
+            verdict = current.ended
+            lost |= verdict.ranks if isinstance(verdict, Lost) else frozenset()
+            # A replica that spans nodes may have lost somebody elsewhere: then all of it is woken.
+            inside = [
+                rank
+                for replica in current.topology.replicas
+                if lost & set(replica.ranks) or self._spans(current.topology, replica.ranks)
+                for rank in replica.ranks
+            ]
+        if self._live and "failed" not in self._outcome:
+            with suppress(FencedError):
+                await self._host.halt(generation, inside, seconds)
+        else:
+            await self._host.clear()
+        if self._all_here:  # the next generation fences what is being saved
+            with suppress(HoldfastError):
+                await self._mover.settle(generation)
+        self._become(Stage.HELD, **self._outcome)
+
+    def _spans(self, topology: Topology, ranks: tuple[int, ...]) -> bool:
+        return len({topology.nodes[rank] for rank in ranks}) > 1
+
+
+def _looked_at(task: asyncio.Task[None]) -> None:
+    """Standbys that could not be made: they are tried again when somebody misses them."""
+    if not task.cancelled() and isinstance(task.exception(), HoldfastError):
+        return

@@ -1,0 +1,53 @@
+"""What a node's mover is told about the memory of other machines, out of the run file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast.checkpoint.memory.limits import available
+from holdfast.checkpoint.peers.config import Peer, PeerSettings
+from holdfast.config.checkpoint import CheckpointConfig
+from holdfast.config.peers import MachineConfig
+from holdfast.policy.placement import DOMAINS, Machine
+
+GB = 1_000_000_000
+BITS = 8
+UNBOUNDED = 1 << 60
+
+
+def peer_settings(config: CheckpointConfig, node: str = "", port: int = 0) -> PeerSettings | None:
+    """None where the run file names no peers and keeps nothing for others: then nobody listens.
+
+    All machines of a run may share one run file: this machine is no peer of its own. node: what
+    this node is called in the topology, where the run may have several: then its mover listens in
+    any case and keeps copies for the others, in half of what memory is left where the run file does
+    not say how much. port: one that it had before, where the run file leaves it open.
+    """
+    others = [peer for peer in config.peers if peer.name not in (node, config.machine.name)]
+    if not others and not config.peer_memory_gb and not node:
+        return None
+    own = _machine(config.machine)
+    return PeerSettings(
+        machine=replace(own, name=node, node=own.node or node) if node else own,
+        peers=tuple(
+            Peer(_machine(p, int(p.memory_gb * GB) or None), p.address) for p in others
+        ),
+        interface=config.peer_interface,
+        port=config.peer_port or port,
+        advertise=config.peer_advertise,
+        every_steps=1 if config.peer_every_steps == "auto" else config.peer_every_steps,
+        copies=config.peer_copies,
+        stable=next((p.name for p in others if p.stable), None),
+        bytes_per_second=config.peer_mbps * 1e6 / BITS,
+        room=int(config.peer_memory_gb * GB) or (_half() if node else 0),
+    )  # fmt: skip
+
+
+def _half() -> int:
+    """Of the memory that is left. The arenas of the own ranks need some, too."""
+    left = available()
+    return UNBOUNDED if left is None else left // 2
+
+
+def _machine(section: MachineConfig, room: int | None = None) -> Machine:
+    return Machine(section.name, room=room, **{kind: getattr(section, kind) for kind in DOMAINS})

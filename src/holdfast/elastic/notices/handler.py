@@ -1,0 +1,206 @@
+"""What a run does when it hears that a machine is about to go: the save that will be complete.
+
+A notice is a deadline in seconds, the nodes that go (none named: this one), and whether the run is
+to leave. It comes from SIGTERM where `cluster.grace_seconds` says how long afterwards the kill
+follows, from the cloud's metadata service (`clouds.py`, `cluster.notices`), or by the verb
+`/notice`, which `holdfast notice` speaks, signed like every request. From the measured bandwidth of
+each tier `policy/saving/emergency.py` picks what will be complete in time:
+
+    the run goes on   rank 0 is asked, once, for a save into those tiers after the next step
+    the run leaves    a durable save, as always; where the disk would not make it and a peer does,
+                      a snapshot for peers instead ("brief"), and the agent waits until they have it
+
+Where nothing would be complete the quickest is tried all the same: a bandwidth is a guess, too.
+
+In the same way a durable save is asked for that a change of generation has cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast.config.run import RunConfig
+from holdfast.core.sharding.state_table import state_table
+from holdfast.events import (
+    CheckpointCommitted,
+    CheckpointFailed,
+    EmergencyPlanned,
+    Event,
+    GenerationStarted,
+    NoticeReceived,
+    Record,
+    SnapshotKept,
+)
+from holdfast.layout import Topology
+from holdfast.policy.saving.emergency import MARGIN, Emergency, Route, at_risk, emergency
+from holdfast.policy.saving.tier_durations import Measured
+from holdfast.policy.saving.tiers import BUCKET, DISK, PEERS, Tiers
+
+NOTICE = "/notice"
+"""The path of a notice on the agent's control port."""
+ASSUMED = {PEERS: 100e6, DISK: 200e6, BUCKET: 50e6}
+"""Bytes a second where nothing was measured yet: a link of 1 Gbit/s, a slow disk."""
+
+
+@dataclass(frozen=True)
+class Notice:
+    """seconds: until the nodes are gone. leave: the run is to end by then."""
+
+    seconds: float
+    nodes: tuple[str, ...] = ()
+    leave: bool = False
+    source: str = "notice"
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Notice:
+        """Raises ValueError, KeyError and TypeError for what is none."""
+        seconds, nodes = float(value["seconds"]), tuple(map(str, value.get("nodes", ())))
+        if not 0 < seconds < 1e6:
+            raise ValueError(f"a notice of {seconds:g} seconds makes no sense")
+        return Notice(seconds, nodes, bool(value.get("leave", False)))
+
+
+class Pending:
+    """Notices that came while no generation was at work, for the one that begins next. Pure: who
+    calls says what time it is, in seconds of any clock that goes evenly."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, tuple[str, ...], bool], tuple[float, Notice]] = {}
+
+    def hold(self, notice: Notice, now: float) -> None:
+        """Of two from one source about the same nodes the later counts."""
+        self._held[notice.source, notice.nodes, notice.leave] = (now + notice.seconds, notice)
+
+    def take(self, now: float) -> list[Notice]:
+        """All that is held, with the seconds that are left, and nothing is held any more: first
+        what makes the run leave, the soonest first. What was only a warning is dropped when its
+        time is over; who has to leave has to, with a second left."""
+        found = [replace(notice, seconds=max(1.0, end - now))
+                 for end, notice in self._held.values() if notice.leave or end > now]  # fmt: skip
+        self._held.clear()
+        return sorted(found, key=lambda notice: (not notice.leave, notice.seconds))
+
+
+class Notices:
+    """What was heard, and what the workers are asked for. Lives in the agent's event loop."""
+
+    def __init__(
+        self, config: RunConfig, emit: Callable[[Event], object], say: Callable[[str], None]
+    ) -> None:
+        self.measured = Measured()
+        self._config, self._emit, self._say = config, emit, say
+        self._folder_survives = config.checkpoint.folder_survives
+        self._present = Tiers.of(config.checkpoint).present
+        self._request = 0
+        self._into: tuple[int, ...] = ()
+        self._deadline: float | None = None
+        self._brief = False
+        self._kept = -1  # the newest step of this generation that a peer has
+        self._owed: int | None = None  # the step of a durable save that a new generation cut off
+        self._news = asyncio.Event()
+
+    # --- what is done about it ------------------------------------------------------------------
+    def heard(self, notice: Notice, topology: Topology, step: int) -> Emergency:
+        """Decide, write it down, and ask for it. Raises ValueError for a node that is not there."""
+        nodes = notice.nodes or tuple(sorted(set(topology.nodes)))
+        table = state_table(self._config.model, self._config.train.precision)
+        lost = at_risk(topology, table, nodes)
+        plan = emergency(notice.seconds, lost.bytes, self.routes(lost.bytes))
+        self._emit(NoticeReceived(
+            notice.seconds, list(nodes), notice.leave, notice.source, step=step))  # fmt: skip
+        self._emit(EmergencyPlanned(
+            list(plan.tiers), notice.seconds, lost.bytes, plan.reason, step=step))  # fmt: skip
+        self._say(f"{', '.join(nodes)} will be gone in {notice.seconds:g} s: {plan.reason}")
+        chosen = plan.tiers or self._quickest(lost.bytes)
+        if notice.leave:
+            self._deadline = time.monotonic() + notice.seconds * (1 - MARGIN / 2)
+            # A bucket that will have it is fed by a durable save, and keeps it for good.
+            self._brief = PEERS in chosen and not {DISK, BUCKET} & set(chosen)
+        else:
+            self._request += 1
+            # The bucket is fed from the run folder, wherever that lies.
+            fed = BUCKET in chosen and DISK not in chosen
+            self._into = (*chosen, DISK) if fed else tuple(chosen)
+        return plan
+
+    def routes(self, nbytes: int) -> tuple[Route, ...]:
+        """The ways out of this machine, as measured. A save begins at the next step boundary, and
+        the bucket is fed from the run store."""
+        wait = self.measured.step_seconds
+        speed = {
+            tier: self.measured.bytes_per_second(tier) or assumed
+            for tier, assumed in ASSUMED.items()
+        }
+        links = {PEERS: (wait, "network"), DISK: (wait, "disk"),
+                 BUCKET: (wait + nbytes / speed[DISK], "network")}  # fmt: skip
+        return tuple(
+            Route(tier, speed[tier], seconds, tier != DISK or self._folder_survives, link)
+            for tier, (seconds, link) in links.items() if tier in self._present
+        )  # fmt: skip
+
+    def _quickest(self, nbytes: int) -> tuple[int, ...]:
+        routes = self.routes(nbytes)
+        surviving = [route for route in routes if route.survives] or routes
+        return (min(surviving, key=lambda route: route.needs(nbytes)).tier,)
+
+    # --- what the workers are told --------------------------------------------------------------
+    def answer(self, rank: int, first: int = 0) -> dict[str, Any]:
+        """Part of the answer to a worker's report. first: the rank of this node that asks for all,
+        with its vote."""
+        told: dict[str, Any] = {"brief": self._brief}
+        if rank == first:
+            told |= {"request": self._request, "into": list(self._into)}
+        if rank == 0:
+            told["durations"] = self.measured.to_json()
+        return told
+
+    def begin(self) -> None:
+        """A generation begins: what peers had of older ones is not its state."""
+        self._kept = -1
+
+    # --- leaving --------------------------------------------------------------------------------
+    def seconds_left(self) -> float | None:
+        """Until this machine is gone, with some to spare; None where nobody said when."""
+        return None if self._deadline is None else self._deadline - time.monotonic()
+
+    def observe(self, record: Record) -> None:
+        self.measured.observe(record)
+        if isinstance(record.event, GenerationStarted):
+            self.begin()
+        elif isinstance(record.event, SnapshotKept):
+            self._kept = max(self._kept, record.event.step)
+            self._news.set()
+        elif isinstance(record.event, CheckpointFailed):
+            if 0 < record.event.generation < record.generation:
+                self._owe(record.event.step)
+        elif isinstance(record.event, CheckpointCommitted):
+            self._made_good(record.event.step)
+
+    def _made_good(self, step: int) -> None:
+        if self._owed is not None and step >= self._owed:
+            self._owed, self._into = None, ()
+
+    def _owe(self, step: int) -> None:
+        """Whoever was to write a save of an older generation may not any more. The present one
+        makes it good at once: where nodes come and go, the next that is due may be cut off too."""
+        self._owed = step
+        self._request += 1
+        self._into = tuple(dict.fromkeys((*self._into, DISK)))
+
+    async def not_kept(self, step: int) -> str | None:
+        """Where the run leaves with a snapshot for peers: why none has the state after `step`, or
+        None. Waits for it until time is up."""
+        if not self._brief or self._deadline is None:
+            return None
+        while self._kept < step:
+            self._news.clear()
+            left = self._deadline - time.monotonic()
+            try:
+                await asyncio.wait_for(self._news.wait(), max(0.0, left))
+            except TimeoutError:
+                return "time was up before a peer had it"
+        return None

@@ -1,0 +1,69 @@
+"""A child of the agent that asks Ray's head which nodes drain: see `ray_notices.py`.
+
+    python -m holdfast.elastic.notices.ray_probe HOST:PORT NODE_ID EVERY
+
+Prints {"deadline_ms": null or milliseconds since 1970} for this node, again and again, or
+{"error": ...} and ends. Ends with its standard input, that is with the agent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import psutil
+
+
+def main(address: str, node: str, every: float) -> None:
+    threading.Thread(target=_end_with_agent, daemon=True).start()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # sent to every process of a job, they are the agent's
+    try:
+        state = _connected(address)
+        own = node or _own_node(state.node_table())
+        while True:
+            _say({"deadline_ms": state.get_draining_nodes().get(own)})
+            time.sleep(every)
+    except Exception as error:  # whatever ray raises: the agent is told, and starts another child
+        _say({"error": f"{type(error).__name__}: {error}"})
+
+
+def _connected(address: str) -> Any:
+    """Ray's own view of its head. Private, as is every way to the nodes that drain."""
+    state = importlib.import_module("ray._private.state").GlobalState()
+    options = importlib.import_module("ray._raylet").GcsClientOptions
+    state._initialize_global_state(
+        options.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+    )
+    return state
+
+
+def _own_node(table: list[dict[str, Any]]) -> str:
+    """The one node with an address of this machine."""
+    here = {a.address for found in psutil.net_if_addrs().values() for a in found}
+    own = [n["NodeID"] for n in table if n.get("Alive") and n.get("NodeManagerAddress") in here]
+    if len(own) != 1:
+        raise ValueError(f"{len(own)} nodes have an address of this machine; set "
+                         "HOLDFAST_RAY_NODE_ID")  # fmt: skip
+    return str(own[0])
+
+
+def _end_with_agent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def _say(what: dict[str, Any]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]))

@@ -1,0 +1,31 @@
+"""Messages between agents and the coordinator, with their HTTP paths."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+JOIN, BEAT = "/join", "/beat"
+
+
+JOIN_FIRST, REPLACED = "join", "replaced"
+"""Orders to whom the coordinator does not know, or knows as another process by now."""
+
+
+HANG = "hang"
+"""Why a generation is ended in which all wait."""
+
+
+TAKEN = "taken"
+"""Of what a generation begins from: how many places of each node it uses. That is not told."""
+
+
+@dataclass
+class Known:
+    """What an agent said of itself, beyond what the decisions need. told: when it joined. held:
+    what its workers hold, once they have stopped, and how its last generation ended there: `at`."""
+
+    told: Mapping[str, Any]
+    held: Mapping[str, Any] = field(default_factory=dict)
+    at: int = 0

@@ -1,0 +1,36 @@
+"""Lines of JSON over an inherited socket: how the agent and its template talk.
+
+The socket pair has no name and no port: whoever holds an end was given it, so nothing is signed.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.core.json_parsing import parsed
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+class Lines:
+    """Cuts what arrives into messages."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """The messages that `data` completes."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        for line in whole:
+            yield parsed(line)
+
+
+def receive(control: socket.socket, lines: Lines) -> list[dict[str, Any]] | None:
+    """What has arrived on a readable socket; None when the other end is closed."""
+    data = control.recv(1 << 16)
+    return list(lines.feed(data)) if data else None

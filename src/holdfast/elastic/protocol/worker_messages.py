@@ -1,0 +1,10 @@
+"""Messages between a worker and its agent."""
+
+from __future__ import annotations
+
+AT_WORK = ("compute", "reduce", "vote")
+"""Phases of a step: what lies between them may take long."""
+
+
+LONGEST_POLL = 20.0
+"""Seconds after which an unfinished wait is answered, so that no connection looks dead."""

@@ -1,0 +1,87 @@
+"""What a worker is told when it is forked: one frozen value, JSON on the way."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from holdfast.layout import Topology
+
+if TYPE_CHECKING:
+    from holdfast.config.run import RunConfig
+
+DEFAULT_ENTRY = "holdfast.elastic.worker.main:run"
+"""A worker's main function, `module:function`."""
+
+
+def preloads(config: RunConfig) -> tuple[str, ...]:
+    """What the workers of this run import beside their main function's module. The template does it
+    for them: FSDP2 brings DTensor and torch's compiler, which is as much again as all the rest."""
+    kinds = [degrees for _, degrees in config.layout.kinds]
+    needed = []
+    if config.layout.zero > 1 and any(degrees.dp_shard > 1 for degrees in kinds):
+        needed += ["holdfast.parallel.fsdp", _COMPILER]
+    elif config.train.compile:
+        needed += [_COMPILER]
+    if any(degrees.pp > 1 for degrees in kinds):
+        needed += ["torch.fx.experimental.symbolic_shapes"]  # a backward that is given a gradient
+    return tuple(needed)
+
+
+_COMPILER = "torch._dynamo"
+
+
+@dataclass(frozen=True)
+class WorkerBoot:
+    """Everything a worker needs to begin, except the run's secret, which travels beside it.
+
+    `config` is the RunConfig as JSON (`RunConfig.model_validate` takes it back) and `topology`
+    the Topology's. `restore_key` is the commit to begin from; None means initial weights, and
+    `start_step` is then 0. `forked` is the node's monotonic clock just before the fork, in
+    seconds, for `WorkerReady.seconds`. `hazard` is what the agent has seen break so far, as
+    Hazard's JSON, and `classes` what it took with it, as the counts of `Classes`; None
+    where nobody asks. `skips` is what the run leaves out of its data, as Skips' JSON; `again` what
+    is said of a bad step that this generation does again, as Retry's.
+
+    `orders`: the agent answers /orders, so the process stays when its generation ends, and waits
+    for what comes next. `rank` is then -1 for a standby, whose topology is any of the run's.
+    """
+
+    config: dict[str, Any]
+    topology: dict[str, Any]
+    generation: int
+    rank: int
+    threads: int  # cores this worker may compute on
+    agent: str  # "host:port" of the agent's control
+    mover_socket: str  # path of the mover's unix socket, "" without a mover
+    run_folder: str
+    dataset: str  # folder of the prepared dataset
+    restore_key: str | None
+    start_step: int
+    device: str  # "cpu", "cuda:0", ...
+    log: str  # file that the worker's output goes to
+    gloo_interface: str = "lo"
+    heartbeat_seconds: float = 0.2
+    forked: float = 0.0
+    hazard: dict[str, Any] | None = None
+    classes: list[float] | None = None
+    skips: list[dict[str, Any]] | None = None
+    again: dict[str, Any] | None = None
+    orders: bool = False
+    meet: str = ""  # "host:port" where the generation's workers find each other; "": the agent's
+
+    @property
+    def world_size(self) -> int:
+        return len(self.topology["nodes"])
+
+    def placed(self) -> Topology:
+        return Topology.from_json(self.topology)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> WorkerBoot:
+        """Keys of a newer version are dropped. Raises TypeError when one is missing."""
+        known = {f.name for f in fields(WorkerBoot)}
+        return WorkerBoot(**{key: item for key, item in value.items() if key in known})

@@ -1,0 +1,208 @@
+"""The template: a process that has imported torch and touched no device, and is forked.
+
+    python -m holdfast.elastic.worker.fork_server --control FD --lifeline FD --entry MODULE:FUNCTION
+        [MODULE ...]
+
+Imports are most of a worker's start, so they happen once, here; a worker is a fork away (a few
+milliseconds). The template itself has one thread, since a fork copies only the thread that calls
+it and any lock that another held would stay locked for ever in the child.
+
+On the control socket it takes {"op": "fork", "boot": ..., "secret": hex} and {"op": "kill"} (all
+its workers), and tells {"event": "ready"}, "forked" (rank, pid) and "exited" (pid, code).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.fork_channel import Lines, encode, receive
+from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY, WorkerBoot
+from holdfast.elastic.worker.output import redirect
+from holdfast.errors import UserError
+from holdfast.wire import lifeline
+from holdfast.wire.secret import Secret
+
+Entry = Callable[[WorkerBoot, Secret], int]
+"""A worker's main function: returns its exit code (`elastic.protocol.exit_codes`)."""
+
+# What any worker needs. The rest comes with the module of its entry, and with those named besides.
+_PRELOAD = ("torch", "torch.distributed")
+
+
+class Template:
+    """Forks workers, reaps them, tells the agent."""
+
+    def __init__(self, control: socket.socket, lifeline_fd: int, entry: Entry) -> None:
+        self._control = control
+        self._lifeline = lifeline_fd
+        self._entry = entry
+        self._lines = Lines()
+        self._children: dict[int, int] = {}  # pid -> rank
+        self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def run(self) -> None:
+        """Serve until the agent is gone."""
+        # A child's end writes a byte into the pipe: noticed at once, without polling.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        with selectors.PollSelector() as selector:  # no descriptor of its own to leak into forks
+            for source in (self._control, self._wake, self._lifeline):
+                selector.register(source, selectors.EVENT_READ)
+            self._tell({"event": "ready", "pid": os.getpid()})
+            while True:
+                ready = {key.fileobj for key, _ in selector.select()}
+                if self._lifeline in ready:
+                    lifeline.end_now()
+                if self._wake in ready:
+                    os.read(self._wake, 4096)
+                    self._reap()
+                if self._control in ready:
+                    messages = receive(self._control, self._lines)
+                    if messages is None:
+                        return
+                    for message in messages:
+                        self._obey(message)
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        if message["op"] == "fork":
+            boot = WorkerBoot.from_json(message["boot"])
+            self._fork(boot, Secret.from_hex(message["secret"]))
+        elif message["op"] == "kill":
+            for pid in self._children:
+                self._kill(pid)
+
+    def _fork(self, boot: WorkerBoot, secret: Secret) -> None:
+        boot = replace(boot, forked=time.monotonic())
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(boot, secret)
+        with suppress(ProcessLookupError, PermissionError):
+            os.setpgid(pid, pid)  # whichever of the two comes first, the group exists from here on
+        self._children[pid] = boot.rank
+        self._tell({"event": "forked", "rank": boot.rank, "pid": pid})
+
+    def _become_worker(self, boot: WorkerBoot, secret: Secret) -> None:
+        """In the child: never returns."""
+        code = exit_codes.CRASHED
+        try:
+            with suppress(PermissionError):  # the parent may have made the group already
+                os.setpgid(0, 0)
+            _reset_signals()
+            redirect(boot.log)
+            self._control.close()
+            os.close(self._wake)
+            os.close(self._woken)
+            # The kernel's signal is for a worker whose interpreter is stuck; see `lifeline`.
+            lifeline.watch(self._lifeline)
+            _settle(boot)
+            code = self._entry(boot, secret)
+        except UserError as error:
+            print(error, flush=True)
+            code = exit_codes.USER
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else exit_codes.CRASHED
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            _end(code)  # an interpreter's shutdown could wait for threads of a broken group
+
+    def _kill(self, pid: int) -> None:
+        """Kill a worker and what it started. A child that is not reaped yet keeps its number, so
+        this cannot hit a stranger."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        for pid in list(self._children):
+            try:
+                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                ended = None
+            if ended is None:
+                continue
+            self._kill(pid)  # before the number is free: processes that the worker left behind
+            _, status = os.waitpid(pid, 0)
+            rank = self._children.pop(pid)
+            code = os.waitstatus_to_exitcode(status)
+            self._tell({"event": "exited", "rank": rank, "pid": pid, "code": code})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        with suppress(BrokenPipeError, ConnectionResetError):  # the lifeline ends us next
+            self._control.sendall(encode(message))
+
+
+def _end(code: int) -> NoReturn:
+    """End this process without the interpreter's shutdown."""
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _reset_signals() -> None:
+    """A worker leaves when its agent says so: the signals of a terminal, or of a scheduler that
+    warns every process of a job, are the agent's."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in lifeline.OF_THE_AGENT:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _settle(boot: WorkerBoot) -> None:
+    """What must be set after the fork and before the first collective."""
+    import torch
+
+    torch.set_num_threads(boot.threads)
+    # Named by the run file, not guessed; "=": this one, and none whose name begins so.
+    os.environ["GLOO_SOCKET_IFNAME"] = boot.gloo_interface
+    os.environ["NCCL_SOCKET_IFNAME"] = f"={boot.gloo_interface}"
+    os.environ.setdefault("NCCL_RAS_ENABLE", "0")  # a listener that asks nobody for a proof
+
+
+def load_entry(name: str) -> Entry:
+    """The function that `module:function` names."""
+    module, _, function = name.partition(":")
+    entry: Entry = getattr(importlib.import_module(module), function)
+    return entry
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--control", type=int, required=True)
+    parser.add_argument("--lifeline", type=int, required=True)
+    parser.add_argument("--entry", default=DEFAULT_ENTRY)
+    parser.add_argument("preloads", nargs="*")
+    arguments = parser.parse_args()
+    lifeline.arm(arguments.lifeline)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.disable()  # what imports make stays, and it would go through that again and again
+    for name in (*_PRELOAD, *arguments.preloads):
+        importlib.import_module(name)
+    entry = load_entry(arguments.entry)
+    gc.collect()
+    # For good: the collector of a child must not touch, and so copy, what it inherited, nor look
+    # through it (a third of a second) whenever it collects.
+    gc.freeze()
+    gc.enable()
+    for number in lifeline.OF_THE_AGENT:  # from here on it ends when its control socket does
+        signal.signal(number, signal.SIG_IGN)
+    Template(socket.socket(fileno=arguments.control), arguments.lifeline, entry).run()
+    _end(exit_codes.DONE)  # taking apart all that imports made lasts half a second: the agent waits
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""How a worker gets the state that its generation begins from.
+
+The mover says which blobs it has in memory; they are mapped and read where they lie, so a state
+that outlived its worker is copied once, into the tensors. What is not there comes from peers, then
+from the run store, then from the bucket, which is opened only for that. Every byte is checked on
+its way, by this process and only here. Where something in this node's memory is not as it was
+captured, all is read once more, from peers that hold the same too; what is rotten everywhere is the
+end of this worker, and its agent begins again from the next older checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from torch import Tensor
+
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.peers.client import PeerError
+from holdfast.checkpoint.peers.source import PeerBlobs
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.fallback_store import BUCKET, Second
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.sources import MappedSource, Mixed, Source, StoreSource, Tally
+from holdfast.core.format.manifest import Commit
+from holdfast.core.sharding.boxes import Box
+from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.worker.reporter import Reporter
+from holdfast.errors import CorruptError, HoldfastError, RunFolderError, StoreError
+from holdfast.events import CheckpointRestored, SourceRejected
+from holdfast.train.build import Session
+from holdfast.wire.secret import Secret
+from holdfast.wire.store.location import open_store
+from holdfast.wire.store.run_store import FolderStore, MissingKeyError
+
+
+class RottenError(HoldfastError):
+    """No source has every byte of the checkpoint as it was written."""
+
+
+_UNREAD = (CorruptError, MissingKeyError, RunFolderError, StoreError, PeerError)
+"""What a source says that does not give what it is asked for: it has it rotten, or not at all, or
+is out of reach."""
+
+
+def restore(
+    boot: WorkerBoot, session: Session, reporter: Reporter, secret: Secret | None,
+    check: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
+    """The state after `boot.start_step`: read by boxes, or made from the seed. `check` is called on
+    the way, and raises what is to end it.
+
+    Raises RottenError, and HoldfastError when a source that may be whole cannot be reached.
+    """
+    key = boot.restore_key
+    if key is None:
+        session.engine.initialise(session.config.seed)
+        return
+    begun, opening, tally = time.monotonic(), 0.0, Tally()
+
+    def read(everywhere: bool) -> None:
+        nonlocal opening, tally
+        with _opened(boot, key, secret, everywhere) as checkpoint:
+            opening, tally = time.monotonic() - begun, checkpoint.tally
+            _load(session, _Boxes(checkpoint, boot.start_step, reporter, check), boot.run_folder)
+
+    try:
+        try:
+            read(everywhere=False)
+        except (*_UNREAD, RottenError) as error:
+            if MappedSource.name not in {source for source, _, _ in tally.problems}:
+                raise  # all who may have it were asked
+            print(f"others are asked for it too: {error}", flush=True)
+            read(everywhere=True)
+    except (CorruptError, MissingKeyError) as error:
+        raise RottenError(str(error)) from error
+    for source, blob, reason in dict.fromkeys(tally.problems):
+        print(f"{source}: {reason}; another source had it", flush=True)
+        reporter.emit(SourceRejected(boot.rank, source, blob, reason, step=boot.start_step))
+    reporter.emit(
+        CheckpointRestored(
+            boot.rank, key, sum(tally.bytes.values()), time.monotonic() - begun,
+            {"open": opening, **tally.seconds}, dict(tally.bytes), step=boot.start_step,
+        )
+    )  # fmt: skip
+
+
+def _load(session: Session, boxes: _Boxes, run_folder: str) -> None:
+    """Where a source fails, rather than the bytes, it is asked once more. A store that answers,
+    but cannot read this, has a rotten disk; one that does not answer says nothing. A peer that
+    fails twice is as good as rotten: what it alone holds must not keep the run from going on."""
+    try:
+        session.engine.load(boxes)
+        return
+    except (RunFolderError, StoreError, PeerError) as error:
+        print(f"asked once more: {error}", flush=True)
+    try:
+        session.engine.load(boxes)
+    except PeerError as error:
+        raise RottenError(f"it cannot be read: {error}") from error
+    except (RunFolderError, StoreError) as error:
+        listing(FolderStore(run_folder))  # raises when it is out of reach
+        raise RottenError(f"it cannot be read: {error}") from error
+
+
+class _Boxes:
+    """Reads one box, or many in one pass, and says meanwhile that this rank is alive."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, step: int, reporter: Reporter, check: Callable[[], None]
+    ) -> None:
+        self._checkpoint, self._step, self._reporter = checkpoint, step, reporter
+        self._check = check
+
+    def __call__(self, box: Box, out: Tensor) -> None:
+        self._alive()
+        self._checkpoint.read(box, _bytes(out))
+
+    def many(self, wanted: Sequence[tuple[Box, Tensor]]) -> None:
+        self._alive()
+        self._checkpoint.read_all(((box, _bytes(out)) for box, out in wanted), self._alive)
+
+    def _alive(self) -> None:
+        self._check()
+        self._reporter.progress(self._step, "restore")
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+@contextmanager
+def _opened(
+    boot: WorkerBoot, key: str, secret: Secret | None, everywhere: bool = False
+) -> Iterator[Checkpoint]:
+    """The checkpoint over all sources, cheapest first; memory is given back at the end. everywhere:
+    peers too for what this node's memory has, which are not asked before it is needed."""
+    store = FolderStore(boot.run_folder)
+    if not boot.mover_socket or secret is None:
+        yield Checkpoint(store, Commit.from_bytes(store.get(key), key))
+        return
+    mover = MoverClient(boot.mover_socket, secret, boot.generation)
+    holdings = mover.holdings(key)
+    mapped = MappedSource(holdings.slots)
+    keys = [writer.blob.key for writer in holdings.commit.writers]
+    peers = [
+        PeerBlobs(row["name"], row["address"], row["keys"], secret, boot.generation, row["run"])
+        for row in (mover.holders(keys) if everywhere else holdings.peers)
+    ]
+    sources: list[Source] = [mapped, *peers, StoreSource(store)]
+    if bucket := str(boot.config["checkpoint"]["bucket"]):
+        sources.append(StoreSource(Second(lambda: open_store(bucket)), BUCKET))
+    try:
+        yield Checkpoint(Mixed(sources), holdings.commit)
+    finally:
+        for peer in peers:
+            peer.close()
+        with suppress(BufferError):  # an exception on its way up may still show a view
+            mapped.close()

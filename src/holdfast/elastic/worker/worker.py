@@ -1,0 +1,473 @@
+"""The worker: its state, its engine and what it reports, over all generations."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.capture.capturer import Capturer, Skipped, local_part
+from holdfast.checkpoint.capture.reconnecting_capturer import ReconnectingCapturer
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.config.run import RunConfig
+from holdfast.core.data.skips import Skips
+from holdfast.core.sharding.state_table import state_table
+from holdfast.data.batch import Batches
+from holdfast.data.dataset import Dataset
+from holdfast.elastic.protocol import exit_codes
+from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.elastic.worker.checkpointer import (
+    ArenaSaver,
+    LateSaver,
+    where_there_is_room,
+    while_replaced,
+)
+from holdfast.elastic.worker.commands import Before, Begin, Held, Interrupt, Orders
+from holdfast.elastic.worker.http_store import HttpStore
+from holdfast.elastic.worker.output import redirect
+from holdfast.elastic.worker.reporter import Reporter
+from holdfast.elastic.worker.restore import restore
+from holdfast.elastic.worker.sockets import cut_connections
+from holdfast.elastic.worker.step_requests import AgentMembership
+from holdfast.elastic.worker.stuck_threads import Sleeper, Who
+from holdfast.elastic.worker.warmth import warm_up
+from holdfast.errors import FencedError, HoldfastError
+from holdfast.events import BatchFed, CheckpointSkipped, Evaluated, SettingIgnored, WorkerReady
+from holdfast.layout import Topology
+from holdfast.parallel.comm.transport import Peers
+from holdfast.plan.planner import dealer_of
+from holdfast.policy.detection.bad_steps import Retry
+from holdfast.policy.saving.destinations import Into
+from holdfast.policy.saving.failure_classes import Classes
+from holdfast.policy.saving.failure_rate import Hazard
+from holdfast.train.build import Session, build_engine, meet, session_of
+from holdfast.train.engine import Dealer
+from holdfast.train.recover import Recovered, join, recover
+from holdfast.train.runner import Outcome
+from holdfast.train.runner import run as train
+from holdfast.train.save_cadence import Known
+from holdfast.train.vote import Verdict
+from holdfast.wire.http.client import Client
+from holdfast.wire.secret import Secret
+
+_ANNOUNCING = 0.5
+"""Seconds that a worker which stops waits for snapshots to be announced, where no other replica has
+its state: the next generation begins when all have stopped, and the mover refuses what is announced
+later."""
+
+
+_TOLD = 20.0
+"""Seconds that the mover is given to hear of a generation of which its agent tells all at once."""
+
+
+_JOINING = 1800.0  # seconds that bound every wait in a group; a halt ends them before
+_LAST_SLOT, _SETTLING = 60.0, 600.0  # seconds for the last save, as in `train.runner`
+
+
+class Worker:
+    """One process of a run, and what it holds, over all generations that it takes part in.
+
+    begin     connect, build, restore a checkpoint or make initial weights
+    train     until the run is finished, somebody wishes to leave, or a peer is lost
+    adopt     join the next generation with the state as it is; then `train` again
+    take      begin anew, adopt, or join as a newcomer: what the agent ordered
+    stop      give up what is left of a generation that is over; `held` says what remains
+
+    step: the state is that after this step. reporter: this process's voice in the present
+    generation; each has its own, because the agent hears only the newest. Belongs to one thread.
+    """
+
+    def __init__(self, boot: WorkerBoot, secret: Secret, orders: Orders | None = None) -> None:
+        self.step = boot.start_step
+        self._boot, self._secret, self._orders = boot, secret, orders
+        self._config = RunConfig.model_validate(boot.config)
+        self._batches: Batches | None = None
+        self._session: Session | None = None
+        self._whole = False  # whether the session's state has its values
+        self.training = False  # as opposed to being on the way into a generation
+        self._live = False  # the state came from the generation before, not from a checkpoint
+        self._verdict: Verdict | None = None  # of the step that this generation went on from
+        self._saver: ArenaSaver | LateSaver | None = None
+        self._equipped = False  # whether there has been one
+        self._voice: Reporter | None = None
+        self._meeting: Client | None = None  # for the store through which groups meet
+        self._control: Peers | None = None  # of a generation into which state is moved
+
+    @property
+    def reporter(self) -> Reporter:
+        if self._voice is None:
+            raise RuntimeError("a process without a place has no voice")
+        return self._voice
+
+    @property
+    def generation(self) -> int:
+        return self._topology.generation if self._voice is not None else self._boot.generation
+
+    def prepare(self) -> None:
+        """What can be done before this process has a place."""
+        self._read()
+        warm_up()
+
+    # --- into a generation --------------------------------------------------------------------
+    def begin(self) -> None:
+        """Ready to compute the first step of the generation that the boot tells of."""
+        boot, self.training = self._boot, False
+        if self._voice is None:
+            self._speak(boot.placed(), boot.rank)
+        with self._interruptible(self._wake_joining):
+            self._session = self._build()
+            restore(boot, self._session, self.reporter, self._secret, self._check)
+            self._whole = True
+            self._equip(boot.forked)
+
+    def adopt(self, topology: Topology, rank: int, came_from: Sequence[int | None]) -> None:
+        """Become `rank` of `topology`, which is that of a newer generation, and keep the state.
+
+        Collective over `topology`. The agent and the mover must have begun the generation.
+        came_from: see `core.sharding.reshard_plan.transfers`. Raises LayoutError, PeerLostError,
+        FencedError and HaltedError; `held` says whether the state is lost to this process then.
+        """
+        before = Before(self._present.groups.topology, self.step)
+        boot = replace(
+            self._boot, topology=topology.to_json(), generation=topology.generation, rank=rank
+        )
+        self.take(Begin(boot, tuple(came_from), before))
+
+    def take(self, order: Begin) -> None:
+        """Ready to compute in the generation that was ordered. Raises as `begin` and `adopt`."""
+        begun = time.monotonic()
+        self._follow(replace(order.boot, forked=begun))
+        if order.came_from is not None:
+            self._go_on(order, begun)
+            return
+        boot = self._boot
+        self._drop()
+        self.step = boot.start_step
+        self._speak(boot.placed(), boot.rank, boot.start_step)
+        self.begin()
+
+    def train(self) -> Outcome:
+        """From the state after `step` on. Raises as `train.runner.run` does; `step` is right then
+        too, and the state is whole unless a replica was sharded over a process that is gone."""
+        session, saver = self._present, self._saver
+        assert saver is not None, "the capturer is made with the session"
+        if self._live and self.step >= self._config.train.steps:
+            return self._save_last()
+        membership = AgentMembership(self.reporter, self.generation, self._outdated, self._spread)
+        self._read()  # of what is left out a newer boot may know more
+        retry = None if self._boot.again is None else Retry.from_json(self._boot.again)
+        if retry is not None and retry.step > self.step:
+            session.engine.deal_elsewhere(retry.step, retry.avoid)
+        engine, replica = session.engine, session.engine.groups.coordinate.replica
+        self.reporter.share = lambda: len(engine.dealt[replica])
+        self.training = True
+        try:
+            inside = len(session.groups.replica.ranks) > 1  # where nothing else ends a wait
+            waking = self._interruptible(self._wake_training, mortal=inside)
+            with waking, session.loader(self.step) as loader:
+                return train(
+                    session.engine, loader, membership, self.reporter, saver,
+                    session.evaluator, self._config, rank=self._rank, start_step=self.step,
+                    known=_known(self._boot), durations=lambda: self.reporter.wishes.durations,
+                    retry=retry,
+                )  # fmt: skip
+        finally:
+            self.step = session.engine.applied or self.step
+            saver.fence()  # the snapshot of a step that is complete is worth having in any case
+
+    # --- out of one ---------------------------------------------------------------------------
+    def stop(self, orderly: bool) -> None:
+        """The generation is over for this process. Unless that is seen to already (`orderly`),
+        nobody may go on waiting for this one, inside its replica or outside."""
+        engine = getattr(self._session, "engine", None)
+        if engine is not None and not orderly:
+            engine.interrupt(True)
+        if self._voice is None or not self._voice.owes_calls:
+            return
+        if len(self._topology.replicas) == 1 or self._spread:
+            self._voice.flush(_ANNOUNCING)
+
+    @property
+    def _spread(self) -> bool:
+        """Whether a replica lies on several nodes: one that leaves may take a part of the state
+        that nobody else holds."""
+        nodes = self._topology.nodes
+        return any(
+            len({nodes[rank] for rank in each.ranks}) > 1 for each in self._topology.replicas
+        )
+
+    def held(self, kind: str, text: str, bad: dict[str, Any] | None = None) -> Held:
+        """What this process could go on from. bad: of a step, for which it stopped."""
+        rank = self._rank if self._voice is not None else -1
+        if not self._able:
+            return Held(self.generation, rank, self.step, None, True, kind, text, bad=bad)
+        engine = self._present.engine
+        groups, whole = engine.groups, engine.held.whole
+        place = (groups.topology.generation, groups.rank)
+        applied = engine.applied or self.step  # perhaps in a recovery that did not come to its end
+        return Held(self.generation, rank, applied, whole, False, kind, text, place, bad)
+
+    def leave(self, outcome: Outcome) -> int:
+        """Tell how the run ended for this process; the exit code."""
+        self.tell(outcome)
+        self.reporter.close()
+        return exit_codes.FENCED if self.reporter.fenced else exit_codes.DONE
+
+    def tell(self, outcome: Outcome) -> bool:
+        """Whether the agent has heard it: not, where a newer generation rules."""
+        if outcome.unsaved is not None:
+            print(f"the state after step {outcome.step} is not durable: {outcome.unsaved}")
+        self.reporter.outcome(outcome.kind, outcome.step, outcome.unsaved)
+        self.reporter.flush()
+        return not self.reporter.fenced
+
+    def close(self) -> None:
+        """Leave the present generation in an orderly way. The reporter can still be heard."""
+        self._let_go()
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    # --- the state ----------------------------------------------------------------------------
+    @property
+    def _able(self) -> bool:
+        """Whether there is a state that somebody can go on from: a recovery that fails may have
+        taken the engine out of its session."""
+        engine = getattr(self._session, "engine", None)
+        return self._whole and engine is not None and not engine.torn
+
+    def _go_on(self, order: Begin, begun: float) -> None:
+        """Into the generation with what the survivors hold between them."""
+        assert order.came_from is not None
+        if order.before is None:
+            raise HoldfastError("orders to go on live do not say from which topology")
+        topology, rank, before = order.boot.placed(), order.boot.rank, order.before.topology
+        self.training = False
+        self._let_go()
+        if order.came_from[rank] is None or not self._able:
+            self._drop()
+            self.step = order.before.step
+        self._speak(topology, rank, self.step)
+        self.reporter.progress(self.step, "recover")
+        with self._interruptible(self._wake_joining):
+            if self._session is not None:
+                found = recover(
+                    self._session, topology, rank, self._store, order.came_from, step=self.step,
+                    before=before, dealer=self._dealer(topology), met=self._met,
+                )  # fmt: skip
+            else:
+                found = join(
+                    self._config, self._read(), topology, rank, self._store, self._device, before,
+                    order.came_from, dealer=self._dealer(topology), met=self._met,
+                )  # fmt: skip
+            self._found(found)
+            self._equip(begun, behind=True)
+
+    def _found(self, found: Recovered) -> None:
+        """The session of the new generation, and what the journal would miss of the old one."""
+        self._session, self.step, self._whole = found.session, found.step, True
+        self._verdict, self._live = found.verdict, True
+        for event in found.events:
+            self.reporter.emit(event)
+        parts = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in found.phases.items())
+        print(f"goes on from step {found.step} as rank {self._rank}: {parts}", flush=True)
+
+    def _drop(self) -> None:
+        """Out of the old generation without the state."""
+        self._let_go()
+        session, self._session, self._whole, self._live = self._session, None, False, False
+        if session is not None and hasattr(session, "engine"):
+            session.groups.abort()
+            session.close()
+            del session.engine, session.evaluator, session.groups, session
+            gc.collect()  # the new model needs its room
+
+    def _save_last(self) -> Outcome:
+        """The last step was applied, and who was to save it was interrupted: it is saved now."""
+        saver, step, verdict, session = self._saver, self.step, self._verdict, self._present
+        assert saver is not None
+        captured = saver.capture(step, session.engine.state(), _LAST_SLOT, True)
+        begun = time.monotonic()
+        with self._interruptible(self._wake_training):
+            found = session.evaluator.run(lambda: self.reporter.progress(step, "evaluate"))
+        if found is not None and self._rank == 0:
+            seconds = time.monotonic() - begun
+            event = Evaluated(found.loss, found.bits_per_byte, found.tokens, seconds, step=step)
+            self.reporter.emit(event)
+        if not captured:
+            return Outcome("finished", step, "no snapshot could be made of it")
+        known = {} if verdict is None else {"loss": verdict.mean_loss, "tokens": verdict.tokens}
+        saver.announce(step, known, Into(True, None, True))
+        return Outcome("finished", step, saver.settle(step, _SETTLING))
+
+    # --- parts --------------------------------------------------------------------------------
+    def _build(self) -> Session:
+        config, batches = self._config, self._read()
+        groups = meet(config, self._topology, self._rank, self._store, self._device, _JOINING)
+        try:
+            dealer = self._dealer(self._topology)
+            engine = build_engine(config, groups, self._device, dealer=dealer)
+        except BaseException:
+            groups.abort()
+            groups.close()
+            raise
+        return session_of(config, engine, batches, self._device)
+
+    def _dealer(self, topology: Topology) -> Dealer:
+        """By the weights of the replicas, which need not be alike."""
+        return dealer_of(topology, self._config.layout.schedule)
+
+    def _read(self) -> Batches:
+        """The data, opened once."""
+        if self._batches is None:
+            config = self._config
+            dataset = Dataset.open(self._boot.dataset)
+            self._batches = Batches(dataset, config.data, config.train, config.seed)
+        self._batches.skips = Skips.from_json(self._boot.skips)
+        return self._batches
+
+    def _follow(self, boot: WorkerBoot) -> None:
+        """Take over what a newer boot says of this process."""
+        if boot.config != self._boot.config or boot.dataset != self._boot.dataset:
+            self._config, self._batches = RunConfig.model_validate(boot.config), None
+        if boot.threads != self._boot.threads:
+            torch.set_num_threads(boot.threads)
+        if boot.log and boot.log != self._boot.log:
+            redirect(boot.log)
+        self._boot = boot
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self._boot.device)
+
+    def _let_go(self) -> None:
+        """Of the saver, which refers to the state."""
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+
+    @property
+    def _present(self) -> Session:
+        if self._session is None:
+            raise RuntimeError("begin() comes first, and nothing after close() or a failed adopt()")
+        return self._session
+
+    def _speak(self, topology: Topology, rank: int, start: int = 0) -> None:
+        """Connect to the agent as `rank` of a generation that goes on from the state after `start`.
+        What could not be told in the one before is told now."""
+        boot, untold = self._boot, None
+        if self._voice is not None:
+            untold = self._voice.leave().until(start)
+            if topology.generation > self.generation + 1:  # others went on without it
+                untold = untold.without(BatchFed)
+        if self._meeting is not None:
+            self._meeting.close()  # the groups that needed it are closed
+        self._topology, self._rank = topology, rank
+        self._meeting = Client(boot.meet or boot.agent, self._secret, topology.generation)
+        self._store, self._control = HttpStore(self._meeting), None
+        self._voice = Reporter(
+            Client(boot.agent, self._secret, topology.generation), rank,
+            heartbeat=boot.heartbeat_seconds, on_error=_complain, untold=untold,
+            asleep=Sleeper(Who.me()).asleep,
+        )  # fmt: skip
+        self._voice.start()
+
+    def _equip(self, begun: float, *, behind: bool = False) -> None:
+        """An arena for the state of the session, which is ready then. behind: while the first step
+        computes, where the agent gives orders."""
+        boot, config, rank = self._boot, self._config, self._rank
+        topology, reporter, let_go, step = self._topology, self.reporter, self._equipped, self.step
+        state = self._present.engine.state()
+        tensors = {local.name: local_part(local.tensor) for local in state}
+        mover = MoverClient(
+            boot.mover_socket, self._secret, topology.generation, patience=_TOLD * behind
+        )
+        table = state_table(config.model, config.train.precision)
+
+        def make(slots: int) -> Capturer:
+            return Capturer(
+                mover, topology, table, rank, tensors, run=config.name, slots=slots, let_go=let_go
+            )
+
+        def made() -> Capturer:
+            return where_there_is_room(make, config.checkpoint, self._ignored)
+
+        def equipped() -> ArenaSaver:
+            first = while_replaced(made, self._pause) if self._orders is not None else made()
+            capturer = ReconnectingCapturer(first, made, self._not_handed_over)
+            saver = ArenaSaver(capturer, reporter, rank, config, self._check)
+            reporter.emit(WorkerReady(rank, time.monotonic() - begun, step=step))
+            return saver
+
+        self._equipped = True
+        if behind and self._orders is not None:
+            self._saver = LateSaver(equipped, self._not_handed_over, reporter, self._check)
+        else:
+            self._saver = equipped()
+
+    def _not_handed_over(self, skipped: Skipped) -> None:
+        event = CheckpointSkipped(self._rank, skipped.reason, step=skipped.step)
+        self.reporter.emit(event)
+
+    def _ignored(self, key: str, reason: str) -> None:
+        self.reporter.emit(SettingIgnored(key, reason, step=self.step))
+
+    # --- being interrupted --------------------------------------------------------------------
+    def _check(self) -> None:
+        """Raises HaltedError when the agent has ended the generation."""
+        if self._orders is not None:
+            self._orders.check(self.generation)
+
+    def _pause(self, seconds: float) -> None:
+        assert self._orders is not None
+        self._orders.wait(self.generation, seconds)
+
+    def _interruptible(
+        self, interrupt: Interrupt, *, mortal: bool = False
+    ) -> AbstractContextManager[None]:
+        if self._orders is None:
+            return nullcontext()
+        return self._orders.interruptible(self.generation, interrupt, mortal=mortal)
+
+    def _met(self, control: Peers) -> None:
+        self._control = control
+        if self._orders is not None and self._orders.halted(self.generation):
+            control.abort()  # it was not there yet when the others were woken
+
+    def _wake_joining(self, inside: bool) -> None:
+        """First whoever waits for others to come, or for state; then, whoever is stuck with those
+        who came."""
+        if self._control is not None:
+            self._control.abort()
+        if not self._store.aborted:
+            self._store.abort()
+            return
+        groups = getattr(self._session, "groups", None)
+        if groups is not None:  # its inside may have been kept: not any more
+            groups.inside.broken = True
+        cut_connections(self._boot.agent)
+
+    def _wake_training(self, inside: bool) -> None:
+        self._present.engine.interrupt(inside)
+
+    def _outdated(self, step: int) -> None:
+        """A newer generation rules before `step` is voted on: it must not be. Where the agent gives
+        orders, the ranks of a replica come to the end of the step together."""
+        if self._orders is None:
+            raise FencedError(f"a newer generation began before step {step} was voted on")
+        self._present.engine.interrupt(False)
+
+
+def _known(boot: WorkerBoot) -> Known:
+    """What the agent has seen break."""
+    hazard = None if boot.hazard is None else Hazard.from_json(boot.hazard)
+    return Known(hazard, Classes(tuple(boot.classes)) if boot.classes else Classes())
+
+
+def _complain(error: BaseException) -> None:
+    print(f"reporter: {type(error).__name__}: {error}", flush=True)

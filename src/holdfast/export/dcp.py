@@ -1,0 +1,88 @@
+"""A run's checkpoint as a folder of `torch.distributed.checkpoint`, for `holdfast export`."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.checkpoint.restore.read_ahead import ReadAhead
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.format.flat_names import MOMENTS, OPTIMIZERS, SCHEMES, FlatName
+from holdfast.core.lr_schedule import learning_rate
+from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.core.sharding.state_table import PREFIXES
+from holdfast.errors import CheckpointError, OutOfSpaceError
+from holdfast.launch.runs import Run
+
+if TYPE_CHECKING:
+    from holdfast.model.dcp_export import Outgoing, Plain
+
+
+def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) -> None:
+    """The folder appears whole or not at all: it is written beside its place, as `<name>.partial`.
+
+    Raises CheckpointError for a folder that has things in it, OutOfSpaceError on a full disk.
+    """
+    from holdfast.model.dcp_export import write_dcp
+
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise CheckpointError("this is not an empty folder", where=str(to), remedy="name a new one")
+    folder = to.absolute()
+    partial = folder.with_name(f"{folder.name}.partial")
+    rows = SCHEMES[scheme](run.config.model)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+        tensors = list(_tensors(rows, checkpoint))
+        write_dcp(
+            partial, tensors, _objects(rows, run, checkpoint.step),
+            ReadAhead(checkpoint, [tensor.source for tensor in tensors]).read,
+        )  # fmt: skip
+        partial.rename(folder)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutOfSpaceError(
+                "the disk is full", where=str(to), remedy="make room, or name another place"
+            ) from None
+        raise CheckpointError(f"cannot be written ({error.strerror})", where=str(to)) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _tensors(rows: tuple[FlatName, ...], checkpoint: Checkpoint) -> Iterator[Outgoing]:
+    """Parameters under their own names, moments below the optimizer."""
+    from holdfast.model.dcp_export import Outgoing
+
+    for number, prefix in enumerate(PREFIXES):
+        for row in rows:
+            source = prefix + row.ours
+            dtype = checkpoint.spec(source).dtype
+            path: tuple[str, ...] = (row.theirs,)
+            if number:
+                path = (OPTIMIZERS[0].rstrip("."), row.state(MOMENTS[number - 1], ""))
+            yield Outgoing(".".join(path), path, source, dtype, row.shape, row.pairs)
+
+
+def _objects(rows: tuple[FlatName, ...], run: Run, step: int) -> Iterator[Plain]:
+    """What a trainer's optimizer has beside moments: the step, and each group's settings."""
+    from holdfast.model.dcp_export import Plain, optimizer_settings
+
+    train = run.config.train
+    rate = learning_rate(train, max(step, 1))
+    decays = {p.name: p.decay for p in decoder_parameters(run.config.model)}
+    root = OPTIMIZERS[0].rstrip(".")
+    groups = {
+        decay: optimizer_settings(
+            rate, train.optimizer.learning_rate, train.optimizer.betas, train.optimizer.eps,
+            train.optimizer.weight_decay if decay else 0.0,
+        )
+        for decay in (True, False)
+    }  # fmt: skip
+    for row in rows:
+        inside = row.state("step", "")
+        yield Plain(f"{root}.{inside}", (root, inside), float(step), tensor=True)
+        for key, value in groups[decays[row.ours]].items():
+            inside = f"param_groups.{row.theirs}.{key}"
+            yield Plain(f"{root}.{inside}", (root, inside), value)

@@ -1,0 +1,202 @@
+"""A trained decoder out of a run's checkpoint, for the commands that use one.
+
+This is the only part of the command line that works with tensors; it imports the rooms that
+import torch inside its functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.read_ahead import ReadAhead
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.core.sharding.boxes import Box
+from holdfast.data.vocabulary import describe, load
+from holdfast.errors import CheckpointError, DataError, HoldfastError
+from holdfast.launch.runs import Run
+from holdfast.wire.store.run_store import MissingKeyError
+
+if TYPE_CHECKING:
+    from holdfast.model.decoder import Decoder
+
+Used = TypeVar("Used")
+ATTEMPTS = 5  # to read a checkpoint before the run that goes on removes it
+
+_NUMPY = {
+    "F32": "<f4",
+    "F64": "<f8",
+}  # what parameters are stored as (core/sharding/state_table.py)
+
+
+def with_checkpoint(
+    run: Run, step: int | None, use: Callable[[Checkpoint], Used], say: Callable[[str], None]
+) -> tuple[Checkpoint, Used]:
+    """`use` the checkpoint of `step`, or the newest that is whole, and return both.
+
+    A run that goes on removes checkpoints, and may remove this one while it is read: then the
+    next newest is taken. Raises CheckpointError when that one was asked for by its step.
+    """
+    import_module("holdfast.model.decoder")  # torch: seconds in which a chosen one could go
+    for _ in range(ATTEMPTS):
+        there = listing(run.store)
+        try:
+            checkpoint = choose(run, step, say)
+            return checkpoint, use(checkpoint)
+        except (MissingKeyError, CheckpointError) as error:
+            asked_for = step is not None and isinstance(error, CheckpointError)
+            if asked_for or listing(run.store) == there:
+                raise CheckpointError(str(error)) from error
+            say("the run went on and removed the checkpoint while it was read; trying the newest")
+    raise CheckpointError(
+        "the run removes its checkpoints faster than they can be read",
+        where=str(run.folder),
+        remedy="wait for its end, or start it again with checkpoint.keep_last above 3",
+    )
+
+
+def choose(run: Run, step: int | None, say: Callable[[str], None]) -> Checkpoint:
+    """Return the checkpoint of `step`, or the newest intact one; `say` each one skipped."""
+
+    def passed_over(key: str, reason: str) -> None:
+        say(f"skipped {key}: {reason}")
+
+    if step is None:
+        newest = newest_verified(run.store, passed_over)
+        if newest is None:
+            raise CheckpointError("this run has no checkpoint yet", where=str(run.folder),
+                                  remedy="train it first")  # fmt: skip
+        return newest
+    there: list[int] = []
+    for key in listing(run.store):
+        try:
+            checkpoint = Checkpoint.open(run.store, key)
+        except HoldfastError as error:
+            passed_over(key, str(error))
+            continue
+        there.append(checkpoint.step)
+        if checkpoint.step == step:
+            problems = verify(run.store, key, first_only=True)
+            if not problems:
+                return checkpoint
+            passed_over(key, problems[0])
+    steps = ", ".join(map(str, sorted(set(there)))) or "none"
+    raise CheckpointError(f"there is no whole checkpoint of step {step}", where=str(run.folder),
+                          remedy=f"there are: {steps}")  # fmt: skip
+
+
+class Weights:
+    """A checkpoint's parameters by name, whole or in part, read when asked for; nothing is kept."""
+
+    def __init__(self, run: Run, checkpoint: Checkpoint):
+        from holdfast.core.sharding.parameters import decoder_parameters
+
+        self._checkpoint = checkpoint
+        names = [spec.name for spec in checkpoint.tensors if spec.name.startswith("model.")]
+        self._ahead = ReadAhead(checkpoint, names)
+        self._shapes = {p.name: p.shape for p in decoder_parameters(run.config.model)}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._shapes)
+
+    def whole(self, name: str) -> Any:
+        shape = tuple(self._shapes[name])
+        return self.box(name, (0,) * len(shape), shape)
+
+    def dtype(self, name: str) -> Any:
+        import torch
+
+        return {"F32": torch.float32, "F64": torch.float64}[self._stored(name)]
+
+    def box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Any:
+        import numpy as np
+        import torch
+
+        array = np.empty(tuple(lengths), _NUMPY[self._stored(name)])
+        box = Box(f"model.{name}", tuple(offsets), tuple(lengths))
+        self._ahead.read(box, array.reshape(-1).data)
+        return torch.from_numpy(array)
+
+    def _stored(self, name: str) -> str:
+        return self._checkpoint.spec(f"model.{name}").dtype
+
+
+def load_decoder(run: Run, checkpoint: Checkpoint) -> Decoder:
+    """The decoder on the CPU, with the checkpoint's weights."""
+    import torch
+
+    from holdfast.model.decoder import Decoder
+
+    weights = Weights(run, checkpoint)
+    with torch.device("meta"):
+        model = Decoder(run.config.model)
+    state = {name: weights.whole(name) for name in weights.names}
+    model.load_state_dict(state, strict=True, assign=True)
+    return model.eval()
+
+
+def write_folder(
+    to: Path,
+    run: Run,
+    checkpoint: Checkpoint,
+    tokenizer: Path | None,
+    dtype: str | None,
+    shard_bytes: int,
+) -> None:
+    """Export in Hugging Face's form; `dtype` by torch's name, None: as the state has it."""
+    import torch
+
+    from holdfast.model.huggingface import export_folder
+
+    cast = None if dtype is None else getattr(torch, dtype)
+    export_folder(
+        to, run.config.model, Weights(run, checkpoint), tokenizer, dtype=cast,
+        shard_bytes=shard_bytes,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How text is drawn from a model; `tokens` at most, fewer where it ends its document."""
+
+    tokens: int = 120
+    temperature: float = 0.8
+    top_p: float = 0.95
+    seed: int = 0
+
+
+def continuations(
+    run: Run, checkpoint: Checkpoint, prompts: Sequence[str], how: Sampling
+) -> list[str]:
+    """What the model writes after each prompt, up to the end of the document."""
+    import torch
+
+    from holdfast.model.generate import generate
+
+    path = run.dataset_folder / "tokenizer.json"
+    if not path.is_file():
+        raise DataError("the run's tokenizer is not there", where=str(path),
+                        remedy="prepare the dataset again: holdfast data prepare RUN.yaml",
+                        )  # fmt: skip
+    tokenizer = load(path)
+    end = describe(tokenizer, path).end
+    model = load_decoder(run, checkpoint)
+    texts = []
+    for prompt in prompts:
+        if any(0xD800 <= ord(c) < 0xE000 for c in prompt):  # how Python carries other bytes
+            raise DataError("the prompt is not UTF-8 text", where=repr(prompt),
+                            remedy="give it in the terminal's encoding, UTF-8")  # fmt: skip
+        ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+        found = generate(
+            model, torch.tensor([ids], dtype=torch.long).reshape(1, -1), how.tokens,
+            temperature=how.temperature, top_p=how.top_p, seed=how.seed, stop=end,
+        )  # fmt: skip
+        added = [token for token in found[0, len(ids) :].tolist() if token != end]
+        texts.append(tokenizer.decode(added, skip_special_tokens=False))
+    return texts

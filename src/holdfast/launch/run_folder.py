@@ -1,0 +1,368 @@
+"""What `train` writes into a run folder before a run starts, and what it refuses to start on.
+
+run.yaml           the run file as it was read
+resolved.json      every value, its origin, the overrides, the dataset
+environment.json   versions, git state, hardware
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from holdfast.config.identity import config_hash, refuse_other_run
+from holdfast.config.load import Loaded
+from holdfast.elastic.run_result import trains_alone
+from holdfast.errors import CorruptError, OutOfSpaceError, RunFolderError
+from holdfast.launch.runs import (
+    FAR_SECONDS,
+    NEAR_SECONDS,
+    RESOLVED,
+    answers,
+    holder_answers,
+    is_here,
+    read_resolved,
+    secrets_of,
+)
+from holdfast.plan.hardware import Machine
+from holdfast.wire.secret import VARIABLE, Secret
+from holdfast.wire.store.location import check
+from holdfast.wire.store.run_store import FolderStore, MissingKeyError
+from holdfast.wire.term import GENERATIONS, TERMS, newest_generation, newest_term, object_of
+
+FIRST = frozenset({"run.yaml", "environment.json"})
+"""What a start that was cut short may leave before `resolved.json` makes it a run folder."""
+
+PACKAGES = ("holdfast", "torch", "numpy", "pydantic", "tokenizers", "safetensors", "xxhash",
+            "httptools", "psutil", "rich", "typer")  # fmt: skip
+
+
+MOST_ASKED = 64
+"""Nodes of a run that are asked whether they are still there: if it is alive, so is one of them."""
+
+
+def refuse_in_use(folder: Path) -> None:
+    """Raises RunFolderError when a trainer of this run folder answers: who holds the newest term,
+    or a node of the newest generation, which may be about to open the next; also when it knows
+    another secret than is known here. (The term that a trainer opens is what decides; this asks
+    before anything in the folder is touched.)"""
+    if not folder.is_dir():
+        return  # what else lies there is `describe`'s to refuse
+    before, store = identity(folder), FolderStore(folder)
+    number, holder = newest_term(store)
+    secrets = secrets_of(folder)  # after the term: a trainer makes it before
+    if holder is None:
+        return
+    who = _who(holder)
+    there = holder_answers(holder, secrets)
+    if there is False:
+        there, node = _anybody(store, secrets)
+        who = f"node {node} is at work"
+    if there is False or identity(folder) != before:  # another node has begun anew: not this run's
+        return
+    if there is None:
+        raise _other_secret(folder, number, who)
+    raise RunFolderError(
+        f"another trainer uses this run folder: {who}",
+        where=str(folder),
+        remedy="stop it, or choose another with folder=...",
+    )
+
+
+def refuse_alone(folder: Path) -> None:
+    """Raises RunFolderError where somebody trains without other nodes, or with another secret than
+    a node that is started here: it would take the refusal for silence, and open the next term."""
+    number, holder = newest_term(FolderStore(folder))
+    if holder is None:
+        return
+    alone = bool(holder.get("alone"))
+    deadline = NEAR_SECONDS if alone and is_here(holder) else FAR_SECONDS
+    secrets = secrets_of(folder)
+    there = holder_answers(holder, secrets[:1], deadline)
+    if there is None and holder_answers(holder, secrets[1:], deadline):
+        raise RunFolderError(
+            f"{_who(holder)} trains with the secret in this folder, not that of {VARIABLE}",
+            where=str(folder),
+            remedy=f"unset {VARIABLE}",
+        )
+    if there is None:
+        raise _other_secret(folder, number, _who(holder))
+    if there and alone:
+        raise trains_alone(holder, str(folder))
+
+
+def _who(holder: dict[str, Any]) -> str:
+    return f"process {holder.get('pid')} on {holder.get('node')}"
+
+
+def _other_secret(folder: Path, term: int, who: str) -> RunFolderError:
+    """A trainer listens where one of this run's did, but it may be another run's by now. Only the
+    person can know; to close the term says so."""
+    closed = folder / f"{TERMS}{term:010d}-closed.json"  # as Term.close makes it
+    return RunFolderError(
+        f"a trainer with another secret than is known here uses this run folder, it seems: {who}",
+        where=str(folder),
+        remedy=f"name the file of the run's secret in {VARIABLE}, or, where this run's trainers "
+        f"are surely gone and another run listens in their place, say so with: "
+        f"touch {shlex.quote(str(closed))}",
+    )
+
+
+def _anybody(store: FolderStore, secrets: Sequence[Secret]) -> tuple[bool | None, str]:
+    """Whether a node of the newest generation answers, as `answers`, and which."""
+    newest = newest_generation(store)
+    try:
+        said = dict(object_of(store, newest).get("agents", {})) if newest else {}
+    except (CorruptError, MissingKeyError):
+        return False, ""
+    names = sorted(said)[:MOST_ASKED]
+    if not names:
+        return False, ""
+
+    def ask(name: str) -> bool | None:
+        return answers(str(said[name].get("address", "")), secrets, FAR_SECONDS)
+
+    with ThreadPoolExecutor(len(names), "ask") as threads:
+        found = {there: name for name, there in zip(names, threads.map(ask, names), strict=True)}
+    best = next(there for there in (True, None, False) if there in found)
+    return best, found[best]
+
+
+def refuse_other(folder: Path, loaded: Loaded, dataset_version: str) -> None:
+    """Raises RunFolderError when the folder belongs to a run that computes something else, or is
+    a folder with other things in it."""
+    stored = read_resolved(folder) or _just_begun(folder)
+    if stored is None:
+        return
+    refuse_other_run(stored["config"], loaded.config, str(folder))
+    before = stored.get("dataset", {}).get("version", dataset_version)
+    if before != dataset_version:
+        raise RunFolderError(
+            f"the run was trained on dataset {before}, and data.folder holds {dataset_version}",
+            where=str(folder),
+            remedy="name the folder of that dataset, or start over with --fresh",
+        )
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raises RunFolderError for a folder with things in it that no `train` put there."""
+    found: list[str] = []
+    with suppress(FileNotFoundError):  # another node may move it just now
+        found = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+    foreign = [name for name in found if name not in FIRST and not name.startswith(".tmp-")]
+    if foreign and not (folder / RESOLVED).exists():  # another node may have begun just now
+        raise RunFolderError(
+            f"this folder is not a run folder and has things in it ({', '.join(foreign[:3])})",
+            where=str(folder),
+            remedy="choose another with folder=..., or empty it",
+        )
+
+
+def _just_begun(folder: Path) -> dict[str, Any] | None:
+    """What another node has written since it was not there."""
+    refuse_foreign(folder)
+    return read_resolved(folder)
+
+
+def identity(folder: Path) -> tuple[int, int] | None:
+    """Which folder lies at that path; None for none."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def begun_beside(
+    folder: Path, before: tuple[int, int] | None, loaded: Loaded, dataset_version: str
+) -> bool:
+    """Whether another node that was started with --fresh has begun this folder: it is another one
+    than lay there `before`, when this command began, or one of this run that has no term yet."""
+    if identity(folder) != before:
+        return True
+    try:
+        refuse_other(folder, loaded, dataset_version)
+    except RunFolderError:
+        return False
+    store = FolderStore(folder)
+    return not any(store.list(prefix) for prefix in (TERMS, GENERATIONS, "commits/"))
+
+
+def set_aside(folder: Path, before: tuple[int, int] | None) -> Path | None:
+    """Move the run folder that lay there `before` to `<folder>.old-<n>`; None when there was none,
+    or another node that was started with --fresh was quicker.
+
+    Raises RunFolderError for a folder that somebody uses, or that no `train` made: it is not ours
+    to move.
+    """
+    if before is None:
+        return None
+    refuse_in_use(folder)  # may take seconds
+    try:
+        refuse_foreign(folder)
+    except RunFolderError:
+        if identity(folder) == before:
+            raise
+    number = 1
+    while True:
+        target = folder.with_name(f"{folder.name}.old-{number}")
+        if target.exists():
+            number += 1
+            continue
+        # Only now: who moves it from here on takes the same name, and the rename below then fails.
+        if identity(folder) != before:
+            return None
+        try:
+            folder.rename(target)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                continue
+            raise RunFolderError(
+                f"cannot be moved to {target} ({error.strerror})",
+                where=str(folder),
+                remedy="move it yourself, or choose another folder",
+            ) from None
+        return target
+
+
+def describe(
+    folder: Path, loaded: Loaded, machine: Machine, dataset: Path, dataset_version: str
+) -> None:
+    """Write the three files. Later starts replace them: the journal keeps what was before. Of two
+    that begin the folder in the same moment, the other one's files are replaced by the same run's
+    only.
+
+    Raises RunFolderError when the folder cannot be made or written, or was begun by another run
+    just now, and StoreError for a bucket's address that may hold a secret: the files would keep it.
+    """
+    check(loaded.config.checkpoint.bucket)
+    resolved = loaded.to_json() | {
+        "format": 1,
+        "config_hash": config_hash(loaded.config),
+        "dataset": {"folder": str(dataset.resolve()), "version": dataset_version},
+    }
+    files = {
+        "run.yaml": loaded.text,
+        "environment.json": _json(environment(machine)),
+        RESOLVED: _json(resolved),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (begins := _claimed(folder / RESOLVED, files[RESOLVED])):
+            refuse_other(folder, loaded, dataset_version)
+        try:
+            for name, text in files.items():
+                _replace(folder / name, text)
+        except OSError:
+            if begins:
+                (folder / RESOLVED).unlink(missing_ok=True)
+            raise
+    except (FileExistsError, NotADirectoryError) as error:
+        raise RunFolderError(f"{error.filename} is a file, not a folder", where=str(folder),
+                             remedy="choose another with folder=...") from None  # fmt: skip
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise OutOfSpaceError("the disk is full", where=str(folder),
+                                  remedy="free some space and run the same command again",
+                                  ) from None  # fmt: skip
+        raise RunFolderError(
+            f"the run folder cannot be written ({error.strerror})",
+            where=str(folder),
+            remedy="choose another with folder=..., or change its permissions",
+        ) from None
+
+
+def undescribe(folder: Path) -> None:
+    """Take back what `describe` wrote into a folder in which nothing else has happened."""
+    for name in (RESOLVED, *FIRST):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def _claimed(path: Path, text: str) -> bool:
+    """Write a file that is not there yet, whole or not at all; False where it is."""
+    if path.exists():
+        return False
+    temporary = _temporary(path)
+    try:
+        temporary.write_text(text, "utf-8")
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+    return True
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".tmp-{path.name}-{os.getpid()}")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all; a full disk gives back what was begun."""
+    temporary = _temporary(path)
+    try:
+        temporary.write_text(text, "utf-8")
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def environment(machine: Machine) -> dict[str, Any]:
+    """Versions, git state, hardware: enough to tell later what this was."""
+    return {
+        "time": time.time(),
+        "command": sys.argv,
+        "folder": os.getcwd(),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "git": {
+            "holdfast": git_state(Path(__file__).parent),
+            "here": git_state(Path.cwd()),
+        },
+        "hardware": machine.to_json(),
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """The commit of the work tree around `folder` and whether it has changes; None outside one."""
+    try:
+        commit = _git(folder, "rev-parse", "HEAD")
+        changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit.strip(), "changed": bool(changes.strip())}
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(folder), *arguments],
+        capture_output=True, text=True, timeout=10, check=True,
+    ).stdout  # fmt: skip
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"

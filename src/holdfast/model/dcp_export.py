@@ -1,0 +1,208 @@
+"""Writing a folder of `torch.distributed.checkpoint`: DCP itself writes, we hand it the tensors.
+
+A planner is DCP's own way to say what is saved: this one lists every tensor in pieces of at most
+`PIECE_BYTES` and reads a piece from the checkpoint when DCP's writer asks for it. The writer keeps
+a reference to every tensor that it has written (FileSystemWriter, 2.13), so all pieces live in one
+buffer that is filled anew: memory is one piece, whatever the model. That needs the writer to ask
+for one piece at a time, which `per_thread_copy_ahead=0` makes sure of on every device.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.state_table import ITEM_BYTES
+
+PIECE_BYTES = 64 * 2**20
+
+DTYPE = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A tensor under its flat name; `path` is where it stands in the nested state dictionary.
+
+    `source` names it in the checkpoint. `pairs`: so many heads, whose rows are reordered from
+    halves to pairs.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    source: str
+    dtype: str
+    shape: tuple[int, ...]
+    pairs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A number or another small object under its flat name; a float becomes a tensor if asked."""
+
+    name: str
+    path: tuple[str, ...]
+    value: Any
+    tensor: bool = False
+
+
+Read = Callable[[Box, memoryview], None]
+"""Fills memory with a box of the checkpoint, row-major."""
+
+
+def write_dcp(
+    folder: Path, tensors: Iterable[Outgoing], objects: Iterable[Plain], read: Read
+) -> None:
+    """Write the folder; it must not hold a checkpoint yet. Raises what `read` raises, and OSError
+    as the disk does. (DCP hands on what went wrong in an exception of its own.)"""
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = FileSystemWriter(
+        folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0
+    )
+    planner = _Planner(tuple(tensors), tuple(objects), read)
+    with warnings.catch_warnings():  # that one process saves is what is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            save({}, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as failed:
+            raise next(cause for cause, _ in failed.failures.values()) from None
+
+
+class _Planner(DefaultSavePlanner):
+    """Lists boxes of a checkpoint, and reads one when its turn comes."""
+
+    def __init__(
+        self, tensors: tuple[Outgoing, ...], objects: tuple[Plain, ...], read: Read
+    ) -> None:
+        super().__init__()
+        self._tensors, self._objects, self._read = tensors, objects, read
+        self._by_name = {t.name: t for t in tensors}
+        self._values = {o.name: o for o in objects}
+        largest = max((_piece_bytes(t) for t in tensors), default=0)
+        self._buffer = np.empty(largest, np.uint8)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self.is_coordinator = is_coordinator
+        self.state_dict = {}
+        self.mappings = {row.name: row.path for row in self._tensors}
+        self.mappings |= {row.name: row.path for row in self._objects}
+
+    def create_local_plan(self) -> SavePlan:
+        items = [item for tensor in self._tensors for item in _items(tensor)]
+        items += [_object_item(row) for row in self._objects]
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if plain := self._values.get(write_item.index.fqn):
+            if plain.tensor:
+                return torch.tensor(plain.value, dtype=torch.float32)
+            stream = io.BytesIO()
+            torch.save(plain.value, stream)
+            return stream
+        tensor = self._by_name[write_item.index.fqn]
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        box = Box(tensor.source, tuple(chunk.offsets), tuple(chunk.sizes))
+        flat = self._buffer[: box.size * ITEM_BYTES[tensor.dtype]]
+        self._read(box, flat.data)
+        found = torch.from_numpy(flat).view(DTYPE[tensor.dtype]).view(box.lengths)
+        if tensor.pairs:
+            found.copy_(to_pairs(found, tensor.shape[0] // tensor.pairs))
+        return found
+
+
+def to_pairs(rows: torch.Tensor, head: int) -> torch.Tensor:
+    """rows: [n*head, ...], each head two halves -> each head in pairs (a copy)."""
+    parts = rows.view(-1, 2, head // 2, *rows.shape[1:])
+    return parts.transpose(1, 2).reshape(rows.shape)
+
+
+def _rows_per_piece(tensor: Outgoing) -> int:
+    row = ITEM_BYTES[tensor.dtype]
+    for length in tensor.shape[1:]:
+        row *= length
+    unit = tensor.shape[0] // tensor.pairs if tensor.pairs else 1  # a head stays in one piece
+    return max(1, PIECE_BYTES // (row * unit)) * unit
+
+
+def _piece_bytes(tensor: Outgoing) -> int:
+    size = ITEM_BYTES[tensor.dtype]
+    for length in tensor.shape[1:]:
+        size *= length
+    return size * min(_rows_per_piece(tensor), tensor.shape[0]) if tensor.shape else size
+
+
+def _items(tensor: Outgoing) -> Iterator[WriteItem]:
+    """The pieces of a tensor, by rows."""
+    if not tensor.shape:
+        yield _item(tensor.name, tensor.dtype, (), (), ())
+        return
+    rows = _rows_per_piece(tensor)
+    for first in range(0, tensor.shape[0], rows):
+        offsets = (first, *(0 for _ in tensor.shape[1:]))
+        lengths = (min(rows, tensor.shape[0] - first), *tensor.shape[1:])
+        yield _item(tensor.name, tensor.dtype, tensor.shape, offsets, lengths)
+
+
+def _item(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    lengths: tuple[int, ...],
+) -> WriteItem:
+    data = TensorWriteData(
+        ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths)),
+        TensorProperties(DTYPE[dtype]),
+        torch.Size(shape),
+    )
+    return WriteItem(
+        MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data
+    )
+
+
+def _object_item(row: Plain) -> WriteItem:
+    if row.tensor:
+        return _item(row.name, "F32", (), (), ())
+    return WriteItem(MetadataIndex(row.name), WriteItemType.BYTE_IO)
+
+
+def optimizer_settings(
+    rate: float, peak: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> Mapping[str, Any]:
+    """What torch's AdamW keeps of a parameter group beside its parameters, and its scheduler's
+    `initial_lr`."""
+    optimizer = torch.optim.AdamW(
+        [torch.zeros(1)], lr=rate, betas=betas, eps=eps, weight_decay=weight_decay
+    )
+    (group,) = optimizer.param_groups
+    return {k: v for k, v in group.items() if k != "params"} | {"initial_lr": peak}

@@ -1,0 +1,183 @@
+"""Collectives inside a replica, plain and as pairs that autograd knows.
+
+Tensor parallelism uses the pairs:
+
+    forward          backward
+    gather           all-gather       reduce-scatter    into a tensor parallel region, tokens cut
+    scatter          reduce-scatter   all-gather        out of it
+    copy             nothing          all-reduce        into it, tokens whole
+    reduce           all-reduce       nothing           out of it
+
+(Shoeybi et al. 2019, section 3, where the last two are f and g; Korthikanti et al. 2022, section
+4.2.2, for the first two.) Rank i's part is the i-th contiguous part of dim 0, so a gather writes
+into one buffer and nothing is permuted.
+
+On the CPU, gathers and scatters are direct messages: received where they belong, and added up in
+rank order. gloo's own gather copies everything once more and its reduce-scatter moves twice the
+bytes. A send is not waited for, because one whose receiver has died may never return; that it
+arrived is known when its receiver's part of the next collective comes, and its memory is held
+until then. So every rank must call the same collectives in the same order, as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.torch_compat import gather_parts, scatter_sum
+
+_TAG = 7  # the messages of a group come in the order in which they were sent: one tag will do
+
+
+class Collectives:
+    """Collectives over one process group; `traffic` counts what leaves this rank.
+
+    kind: of that traffic. A group has one `Collectives`, whose calls come from one thread.
+    All raise RuntimeError with the backend's text when a peer is lost.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic | None = None, kind: str = "tp"):
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
+        self._traffic, self._kind = traffic, kind
+        self._sent: list[tuple[object, Tensor]] = []
+
+    # --- without gradient -----------------------------------------------------------------
+    def all_gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        """Every rank's part, in rank order.  [t, ...] -> [n * t, ...]
+
+        out: contiguous memory for the result, of which `part` may be this rank's place; without
+            it a new tensor. Neither may change until the next collective, or a vote, has ended.
+        """
+        part = part.contiguous()
+        self._count(part.nbytes * (self.size - 1))
+        if out is None:
+            out = part.new_empty(self.size * part.shape[0], *part.shape[1:])
+        if part.device.type == "cpu":
+            places = out.view(self.size, *part.shape)
+            receipts = self._exchange([part] * self.size, places)
+            places[self.rank].copy_(part)
+            self._wait(receipts)
+        else:
+            gather_parts(out, part, self.group)
+        return out
+
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
+        """This rank's part of the sum over ranks.  [n * t, ...] -> [t, ...], a new tensor
+
+        Added up in rank order, so that no part depends on the order of arrival. In half
+        precision on the CPU, the sum of more than two is taken in float32.
+        """
+        whole = whole.contiguous()
+        self._count(whole.nbytes // self.size * (self.size - 1))
+        parts = whole.view(self.size, -1, *whole.shape[1:])
+        if whole.device.type == "cpu":
+            received = torch.empty_like(parts)
+            self._wait(self._exchange(parts, received))
+            inputs = [parts[i] if i == self.rank else received[i] for i in range(self.size)]
+            return _sum_in_order(inputs)
+        out = torch.empty_like(parts[0])
+        scatter_sum(out, whole, self.group)
+        return out
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, of the same bits on each; a new tensor."""
+        out = tensor.clone(memory_format=torch.contiguous_format)
+        self._count(2 * out.nbytes * (self.size - 1) // self.size)
+        dist.all_reduce(out, group=self.group)
+        return out
+
+    # --- with gradient --------------------------------------------------------------------
+    def gather(self, part: Tensor) -> Tensor:
+        """[t, ...] -> [n * t, ...]"""
+        return _Gather.apply(part, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def scatter(self, whole: Tensor) -> Tensor:
+        """[n * t, ...] -> [t, ...], summed"""
+        return _Scatter.apply(whole, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def copy(self, x: Tensor) -> Tensor:
+        """x itself; its gradient is the sum of all ranks'."""
+        return _Copy.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x; its gradient is passed on."""
+        return _Reduce.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    # --- messages -------------------------------------------------------------------------
+    def _exchange(self, out: Sequence[Tensor] | Tensor, into: Tensor) -> list[Any]:
+        """Start to send out[i] to rank i and to receive into into[i] from it."""
+        receipts = [self.group.recv([into[peer]], peer, _TAG) for peer in self._others]
+        sends = [
+            (self.group.send([out[peer]], peer, _TAG), out[peer]) for peer in self._others
+        ]  # fmt: skip
+        self._sent.extend(sends)
+        return receipts
+
+    def _wait(self, receipts: Sequence[Any]) -> None:
+        """Every peer has sent its part, so it had received what I sent before this exchange."""
+        for receipt in receipts:
+            receipt.wait()
+        del self._sent[: len(self._sent) - len(self._others)]
+
+    def _count(self, nbytes: int) -> None:
+        if self._traffic is not None:
+            self._traffic.add(self._kind, nbytes)
+
+
+def _sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """A new tensor: the sum from the first part to the last."""
+    first, second, *rest = parts
+    half = first.dtype in (torch.bfloat16, torch.float16)
+    out = first.float().add_(second) if rest and half else first + second
+    for part in rest:
+        out.add_(part)
+    return out.to(first.dtype)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, collectives: Collectives) -> Tensor:
+        ctx.collectives = collectives
+        return collectives.all_gather(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.collectives.reduce_scatter(gradient), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, collectives: Collectives) -> Tensor:
+        ctx.collectives = collectives
+        return collectives.reduce_scatter(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.collectives.all_gather(gradient), None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
+        ctx.collectives = collectives
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.collectives.all_reduce(gradient), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, collectives: Collectives) -> Tensor:
+        return collectives.all_reduce(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

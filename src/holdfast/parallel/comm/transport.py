@@ -1,0 +1,205 @@
+"""Direct messages between the ranks of a bare gloo group that torch's registry never sees.
+
+Every message goes straight from its sender to its receiver, so the loss of a rank reaches each
+rank that waits for it at once and nobody depends on a neighbour in a ring. Three properties of
+gloo shape this file (all observed with torch 2.13):
+
+- A wait on a *send* may never return after its peer has died. Sends are therefore never waited
+  for: their buffers are reused only after the vote of the step, which proves that they arrived.
+  A send that is dropped before it has left is lost, so each is kept until then, and no longer.
+- A wait that times out closes every connection of the group. So there is one deadline, the
+  group's own, and `abort` is a deliberate short wait for a message that never comes: it wakes
+  every thread blocked in this group, here and, through closed connections, elsewhere. That takes
+  10 ms a peer; so the connections are shut down before, where they are known (`cutting.py`).
+- A receive posted before its message arrives lets the data go straight into its buffer. One of
+  which a part has come is never woken: what may be large is waited for by an errand (`errand.py`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from holdfast.errors import PeerLostError
+from holdfast.parallel.comm.abortable_wait import Errand
+from holdfast.parallel.comm.batched_store import gathered
+from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.comm.gloo_sockets import Address, cut, from_text, listening, to_text
+from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_device, gloo_group
+
+_NEVER = 0x7FFFFFF0  # a tag on which nobody sends
+SECONDS, SHUT_SECONDS = 0.001, 0.05
+"""How long an open connection is waited on before it is closed, and one that was shut down."""
+
+
+class Receives(Protocol):
+    """A group of ours or of torch's registry."""
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Work: ...
+
+
+class Peers:
+    """A fully connected group of `size` ranks under `name` in `store`.
+
+    Construction is collective: it returns when all ranks have connected, and raises
+    PeerLostError when they have not within `seconds`, which also bounds every later wait.
+    traffic: counts what leaves this rank; None does not count.
+    """
+
+    def __init__(
+        self, store: Store, name: str, rank: int, size: int, *,
+        interface: str = "lo", seconds: float = 1800.0, traffic: Traffic | None = None,
+    ):  # fmt: skip
+        self.rank, self.size, self.traffic = rank, size, traffic
+        self._sends: list[object] = []
+        self._said: list[object] = []  # the sends of the last exchange
+        self._errands: set[Errand] = set()
+        self._aborted = False
+        self._lock = threading.Lock()  # of the two
+        self._group: GlooGroup | None = None
+        self._known: tuple[Address, tuple[Address, ...]] | None = None
+        if size == 1:
+            return
+        try:
+            before = listening()
+            device = gloo_device(interface)
+            found = listening() - before
+            own = found.pop() if len(found) == 1 else None
+            # torch keeps its C++ half only
+            self._store = gathered(store, rank, size, seconds, to_text(own))
+            self._group = gloo_group(self._store, name, rank, size, device=device, seconds=seconds)
+            self._know(own)
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {rank} of {size} could not join {name}: {error}") from error
+
+    def _know(self, own: Address | None) -> None:
+        """Where the connections of this group begin and end, if all have told."""
+        told = [from_text(note) for note in getattr(self._store, "notes", ())]
+        theirs = [at for at in told if at is not None and at != own]
+        if own is not None and len(theirs) == self.size - 1:
+            self._known = own, tuple(theirs)
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Every rank but this one, beginning with the next, so that not all write to rank 0."""
+        return tuple((self.rank + i) % self.size for i in range(1, self.size))
+
+    @property
+    def group(self) -> GlooGroup:
+        if self._group is None:
+            raise PeerLostError("this group has one rank, or was closed")
+        return self._group
+
+    def send(self, tensor: Tensor, peer: int, tag: int, kind: str = "reduce") -> None:
+        """Start to send; `tensor` must stay as it is until `forget_sends`. kind: of traffic."""
+        if self.traffic is not None:
+            self.traffic.add(kind, tensor.nbytes)
+        self._sends.append(self.group.send([tensor], peer, tag))
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        """Post a receive into `tensor`, which must have the sender's dtype and size."""
+        return self.group.recv([tensor], peer, tag)
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Start gloo's own sum in place. All ranks must call in the same order."""
+        if self.traffic is not None:
+            self.traffic.add("reduce", 2 * (self.size - 1) * tensor.nbytes // self.size)
+        return self.group.allreduce([tensor])
+
+    def forget_sends(self) -> None:
+        """Drop finished sends. Call only when a vote has shown that they arrived."""
+        self._sends.clear()
+
+    def say(self, record: Tensor, tag: int) -> None:
+        """Send a record to everybody, as part of an exchange."""
+        if self.traffic is not None:
+            self.traffic.add("control", record.nbytes * len(self.others))
+        self._said += [self.group.send([record], peer, tag) for peer in self.others]
+
+    def heard(self) -> None:
+        """An exchange has ended, so everybody had ended the one before: forget its sends."""
+        del self._said[: len(self._said) - len(self.others)]
+
+    def send_out(self, errand: Errand) -> None:
+        """Start an errand that waits for messages of this group: it is given up with it."""
+        with self._lock:
+            self._errands.add(errand)
+            aborted = self._aborted
+        if aborted:
+            errand.give_up()
+        errand.start()
+
+    def fetch(self, errand: Errand) -> None:
+        """Return when it is over. Raises what `Errand.join` raises."""
+        try:
+            errand.join()
+        finally:
+            with self._lock:
+                self._errands.discard(errand)
+
+    def abort(self) -> None:
+        """Close every connection: all waits in this group raise, here and at the peers; but for
+        those of messages of which a part has come, unless an errand waits for them."""
+        if self._group is None:
+            return
+        if self._known is not None:
+            cut(*self._known)
+        hang_up(self._group, self.others, SHUT_SECONDS if self._known is not None else SECONDS)
+        with self._lock:
+            self._aborted = True
+            errands = list(self._errands)
+        for errand in errands:
+            errand.give_up()
+
+    def close(self) -> None:
+        """Give the group up after an orderly end."""
+        self._sends.clear()
+        self._said.clear()
+        self._group = None
+
+
+def hang_up(group: Receives, others: Iterable[int], seconds: float = SECONDS) -> None:
+    """Close every connection of a gloo group to other ranks; each that is open still after
+    `seconds`.
+
+    What closes them is a wait that times out. On a connection that has failed there is no such
+    wait: it raises at once and leaves the others open. So every peer is asked.
+    """
+    nothing = torch.empty(1)
+    for peer in others:
+        with suppress(RuntimeError):
+            group.recv([nothing], peer, _NEVER).wait(timedelta(seconds=seconds))
+
+
+def exchange(
+    peers: Peers, record: Tensor, lengths: list[int], tag: int,
+    said: Callable[[], None] = lambda: None,
+) -> list[Tensor]:  # fmt: skip
+    """Everybody's record, in rank order. A small all-gather by direct messages.
+
+    record: [lengths[rank]] int64. said: called when nobody waits for this rank any more. Raises
+    PeerLostError when a peer is gone.
+    """
+    out = [
+        record if rank == peers.rank else torch.empty(length, dtype=torch.int64)
+        for rank, length in enumerate(lengths)
+    ]
+    if peers.size == 1:
+        return out
+    try:
+        receipts = [peers.receive(out[peer], peer, tag) for peer in peers.others]
+        peers.say(record, tag)
+        said()
+        for receipt in receipts:
+            receipt.wait()
+        peers.heard()
+    except RuntimeError as error:
+        peers.abort()
+        raise PeerLostError(f"a peer was lost during an exchange: {error}") from error
+    return out

@@ -1,0 +1,246 @@
+"""The `dp_shard` axis: FSDP2 inside a replica, its units summed over replicas by the reducer.
+
+Each block is one FSDP2 unit, the root takes what is left: on a pipeline stage the embedding, or
+the last norm and the head, or nothing. A unit's reduce-scatter adds up the parts of a logical
+microbatch over the shards; the flat result, which the all-reduce hook is given, is this shard's
+gradient of the unit. Replicas of one sharding therefore sum the same buckets in the same tree
+and are bit-equal for any number of them.
+
+The reduce-scatter is our own: an all-to-all and a sum in shard order. gloo's moves twice the
+bytes; and where a leaf replaces what its slot holds, and the unit lies in one cell as FSDP2
+packs it, the sum is written straight into the slot.
+
+Gradients are sums, so FSDP2's own division is switched off. Its sharded `.grad` is dropped after
+each microbatch, or FSDP2 would go on adding in sequence; the optimizer reads the reducer's
+buffer instead, through the same offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from holdfast.core.sharding.boxes import Box
+from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.gradients.feeder import Cells, Feeder
+from holdfast.parallel.gradients.reducer import Slot
+from holdfast.parallel.torch_compat import ShardedParameter, fsdp_group, gather_parts, local
+
+
+def apply_fsdp(
+    root: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, compute: torch.dtype | None,
+    zero: int = 3,
+) -> None:  # fmt: skip
+    """Shard `root` over the mesh in place: each of `blocks` as a unit, the rest as the last one.
+
+    compute: dtype of parameters in the forward and backward (bf16 in mixed precision); None: as
+        they are. They stay in their own dtype between steps, and so does the reduction. Inputs
+        are not cast, so that the rotary tables keep their precision.
+    zero: 3 shards parameters between forward and backward too; 2 gathers them once for both
+        (Rajbhandari et al., 2020, section 5: stages of ZeRO). State is sharded alike.
+    """
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute,
+        reduce_dtype=None if compute is None else torch.float32,
+        cast_forward_inputs=False,
+    )
+    again = None if zero == 3 else False  # None: all but the root, which the backward begins with
+    nothing = {p for p in root.parameters() if p.numel() == 0}  # has no shards
+    for module in (*blocks, root):
+        fully_shard(
+            module, mesh=mesh, mp_policy=policy, reshard_after_forward=again,
+            ignored_params=nothing,
+        )  # fmt: skip
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What FSDP2 reduces together: a flat output of `size` elements.
+
+    places: (index of the parameter, its first element) in the output's order. run: (cell, first
+    element) where all of it lies in one cell's buffer just as FSDP2 packs it; None: it is copied
+    box by box, because it is padded, or unaligned, or because another replica is cut otherwise.
+    """
+
+    size: int
+    places: tuple[tuple[int, int], ...]
+    run: tuple[int, int] | None
+
+
+class ShardedGradients(Feeder):
+    """Feeds reducers from the units of a module that `apply_fsdp` sharded.
+
+    named: the parameters by name in forward order: what FSDP2 made of them, or plain ones of no
+        elements. boxes: what this rank holds of each. traffic: counts FSDP2's own collectives.
+    See `Feeder` for the rest.
+    """
+
+    def __init__(
+        self, root: nn.Module, named: Mapping[str, nn.Parameter], boxes: Mapping[str, Box],
+        cells: Cells, *, dtype: torch.dtype, fast: bool = False, traffic: Traffic | None = None,
+    ):  # fmt: skip
+        self._parameters = list(named.values())
+        super().__init__(
+            {name: boxes[name] for name in named}, cells, dtype=dtype, by_unit=True, fast=fast,
+            device=local(self._parameters[0]).device, bucket_bytes=0,
+        )  # fmt: skip
+        self._units: list[Unit] = []
+        self._slot: Slot | None = None
+        self._missing: set[int] = set()
+        index_of = {id(parameter): i for i, parameter in enumerate(self._parameters)}
+        for module in root.modules():
+            members = fsdp_group(module) if isinstance(module, FSDPModule) else ()
+            if members:
+                number = len(self._units)
+                self._units.append(self._unit(members, index_of))
+                self._listen(module, number, traffic)
+
+    def start_leaf(self, leaf: int) -> None:
+        """The next backward pass belongs to `leaf`."""
+        self._slot = self._open(leaf)
+        self._missing = set(range(len(self._units)))
+
+    def end_leaf(self) -> None:
+        """The backward pass is over: drop FSDP2's own gradients."""
+        if self._missing and self._slot is not None:
+            self.fail(RuntimeError(f"units {sorted(self._missing)} gave no gradient"))
+        else:
+            self._close()
+        self._slot = None
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _unit(self, members: Sequence[ShardedParameter], index_of: Mapping[int, int]) -> Unit:
+        places: list[tuple[int, int]] = []
+        at, starts = 0, set[tuple[int, int] | None]()
+        for member in members:
+            index = index_of[id(member.parameter)]
+            places.append((index, at))
+            starts.add(self._start(index, at, member.flat_size))
+            at += member.flat_size
+        return Unit(at, tuple(places), starts.pop() if len(starts) == 1 else None)
+
+    def _start(self, index: int, at: int, flat_size: int) -> tuple[int, int] | None:
+        """(cell, place) at which a unit begins if this member of it, `at` elements further on,
+        lies in that cell's buffer whole and unpadded."""
+        patches = self.patches[index]
+        if len(patches) != 1 or patches[0].region is not None:
+            return None
+        piece = self.reducers[patches[0].cell].layout.slices[patches[0].number]
+        return (patches[0].cell, piece.start - at) if piece.size == flat_size else None
+
+    def _listen(self, module: Any, number: int, traffic: Traffic | None) -> None:
+        """Put our own parts into a unit's communication."""
+        unit = self._units[number]
+        module.set_all_reduce_hook(self._hook(number))
+        module.set_custom_reduce_scatter(SumInOrder(unit.size, lambda: self._run(unit), traffic))
+        if traffic is not None:
+            module.set_custom_all_gather(CountedGather(traffic))
+
+    def _run(self, unit: Unit) -> Tensor | None:
+        """Where FSDP2 may write a unit's sum itself: its place in the slot, if that is replaced."""
+        if self._slot is None or self.accumulate:
+            return None
+        return self._place(unit)
+
+    def _place(self, unit: Unit) -> Tensor | None:
+        if self._slot is None or unit.run is None:
+            return None
+        cell, start = unit.run
+        return self.reducers[cell].slot(self._slot).narrow(0, start, unit.size)
+
+    def _hook(self, number: int) -> Callable[[Tensor], None]:
+        unit = self._units[number]
+
+        def take(output: Tensor) -> None:
+            if self._slot is None:
+                return
+            try:
+                if output.numel() != unit.size:
+                    raise RuntimeError(
+                        f"unit {number} gave {output.numel()} elements, {unit.size} are due"
+                    )
+                self._missing.discard(number)
+                self._put(unit, output)
+            except Exception as error:  # raised by check(), not inside the backward
+                self.fail(error)
+
+        return take
+
+    def _put(self, unit: Unit, output: Tensor) -> None:
+        """Move a unit's sum into the current slot.  output: [unit.size]"""
+        place = self._place(unit)
+        if place is not None:
+            if self.accumulate:
+                place.add_(output)
+            elif place.data_ptr() != output.data_ptr():
+                place.copy_(output)
+        for index, at in unit.places:
+            if place is None:
+                shard = local(self._parameters[index])
+                self._take(index, output[at : at + shard.numel()].view(shard.shape))
+            else:
+                self._came(index)
+
+
+class CountedGather:
+    """FSDP2's all-gather of one unit, counted (`fully_shard`'s custom communication interface)."""
+
+    def __init__(self, traffic: Traffic):
+        self._traffic = traffic
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:  # fmt: skip
+        """output: [shards * n]; input: [n]"""
+        self._traffic.add("gather", (group.size() - 1) * input_tensor.nbytes)
+        return gather_parts(output_tensor, input_tensor, group, async_op)
+
+
+class SumInOrder:
+    """FSDP2's reduce-scatter of one unit (`fully_shard`'s custom communication interface).
+
+    output_size: elements of the result. slot: where the result may be written, or None.
+    """
+
+    def __init__(
+        self, output_size: int, slot: Callable[[], Tensor | None], traffic: Traffic | None = None
+    ):
+        self._output_size, self._slot, self._traffic = output_size, slot, traffic
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the input (all shards' parts) or the output (this shard's sum)."""
+        slot = self._slot() if prod(size) == self._output_size else None
+        if slot is not None and slot.dtype == dtype:
+            return slot
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any,
+        async_op: bool = False,
+    ) -> None:  # fmt: skip
+        """output: [n]; input: [shards * n], the parts of all shards one after another."""
+        if self._traffic is not None:
+            self._traffic.add("scatter", (group.size() - 1) * output_tensor.nbytes)
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        first, second, *rest = received.view(group.size(), -1)
+        torch.add(first, second, out=output_tensor)
+        for part in rest:
+            output_tensor.add_(part)

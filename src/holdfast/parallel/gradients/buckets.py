@@ -1,0 +1,123 @@
+"""The flat gradient buffer: which parameter lies where, and which run of it is reduced together.
+
+Slices stand in the order in which the backward pass produces gradients (the reverse of the
+parameter order), each aligned to 16 elements. A bucket is a run of whole slices; it leaves for
+its owners as soon as its last gradient is there. Neither depends on the number of replicas:
+only the cuts of a bucket into chunks do, and a sum does not care where it is cut.
+
+FSDP2 produces the gradients of a block at once and in parameter order, so where a replica is
+sharded by it a bucket is a block in that order, and the rest of the model is the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from holdfast.core.sharding.boxes import Box
+from holdfast.parallel.gradients.grad_norm import BLOCK
+
+ALIGN = 16
+
+
+def align(size: int, to: int = ALIGN) -> int:
+    """`size`, rounded up to a multiple of `to`."""
+    return -(-size // to) * to
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A tensor's place: `size` elements from `start`, seen in `shape`."""
+
+    start: int
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This tensor's part of a flat buffer.  flat: [layout.size] -> [*shape]"""
+        return flat.narrow(0, self.start, self.size).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Elements [start, stop), holding the slices [first, last)."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    def chunk(self, index: int, parts: int) -> tuple[int, int]:
+        """(start, stop) of the part that owner `index` of `parts` adds up; may be empty."""
+        size = align(-(-(self.stop - self.start) // parts))
+        start = min(self.start + index * size, self.stop)
+        return start, min(start + size, self.stop)
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Where everything lies in a buffer of `size` elements, a multiple of the norm's block."""
+
+    slices: tuple[Slice, ...]
+    buckets: tuple[Bucket, ...]
+    size: int
+
+    @staticmethod
+    def build(groups: Sequence[Sequence[tuple[int, ...]]]) -> FlatLayout:
+        """Lay out groups of tensors, one bucket per group, in the order given."""
+        slices: list[Slice] = []
+        buckets: list[Bucket] = []
+        at = 0
+        for group in groups:
+            start, first = at, len(slices)
+            for shape in group:
+                slices.append(Slice(at, tuple(shape)))
+                at = align(at + prod(shape))
+            buckets.append(Bucket(start, at, first, len(slices)))
+        return FlatLayout(tuple(slices), tuple(buckets), align(at, BLOCK))
+
+
+def fill(shapes: Sequence[tuple[int, ...]], bucket_bytes: int, item: int) -> list[list[int]]:
+    """Indices of tensors, cut into runs of at least `bucket_bytes` bytes each (but the last)."""
+    groups: list[list[int]] = []
+    held = bucket_bytes
+    for index, shape in enumerate(shapes):
+        if held >= bucket_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(index)
+        held += prod(shape) * item
+    return groups
+
+
+def arrange(
+    boxes: Sequence[Box], bucket_bytes: int, item: int, by_unit: bool
+) -> tuple[list[int], FlatLayout]:
+    """The order of boxes (given in forward order) as slices, and their layout.
+
+    by_unit: one bucket per block, in parameter order inside; otherwise buckets of `bucket_bytes`.
+    """
+    if by_unit:
+        units: dict[str, list[int]] = {}
+        for index, box in enumerate(boxes):
+            units.setdefault(_unit(box.name), []).append(index)
+        rest = units.pop("", [])
+        groups = [*reversed(units.values()), *([rest] if rest else [])]
+    else:
+        last = len(boxes) - 1
+        shapes = [box.lengths for box in reversed(boxes)]
+        groups = [[last - i for i in group] for group in fill(shapes, bucket_bytes, item)]
+    layout = FlatLayout.build([[boxes[i].lengths for i in group] for group in groups])
+    return [i for group in groups for i in group], layout
+
+
+def _unit(name: str) -> str:
+    """The block that a parameter belongs to; "" outside of the blocks."""
+    first, _, rest = name.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "layers" else ""

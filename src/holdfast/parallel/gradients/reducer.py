@@ -1,0 +1,459 @@
+"""Gradients of logical microbatches, summed over replicas in one fixed tree order.
+
+Not DDP's all-reduce, whose order of additions depends on the number of ranks and on bucket
+rebuilds. Here the tree of `core/sharding/reduction_tree.py` decides every addition, so the result
+has the same bits for any number of replicas and any dealing, at the bytes of a ring (for one piece
+per replica).
+
+One step of a member, for each bucket of the flat gradient buffer:
+
+    leaf by leaf   its gradient goes into a partial sum of the binary counter (hooks, during the
+                   backward); a finished piece leaves at once, cut in chunks, one to each owner
+    owner          waits for everybody's pieces of its chunk, adds up the tree above the pieces
+    owner -> all   the summed chunk, received straight into the gradient buffer
+
+The first two overlap the backward pass; a thread of the step does the owner's part, bucket by
+bucket in a fixed order. Errors are stored and raised by `check` and `finish`, never inside a
+backward. With one member nothing is sent, and the tree is summed in the buffer itself.
+
+The members of a team (`core/sharding/reduction_cells.py`) are of one or several *parts*: ranks of
+one replica whose gradients of the same box are partial. Leaves are dealt to replicas, so each part
+has a tree of its own over all of them; the owner sums tree by tree and then adds the parts in
+order. Only members that receive own chunks and get sums; only those that contribute have pieces.
+Where a part lives in some replicas only, its tree has gaps, and what there is of it is added in its
+order.
+
+A step that was interrupted before anything of it was summed may go on among other members: the
+partial sums that this one holds are then pieces of their own (`keep`). A sum of another owner is
+received only once all pieces of that bucket have come here, so that nothing is overwritten before.
+
+Why no send is ever waited for, and why buffers may still be reused: a piece arrived if the
+result came back; a result arrived if its receiver voted. A contributor that does not receive
+learns from the vote alone: its piece arrived if the owner voted, because an owner votes after it
+has summed. An owner that does not contribute reuses nothing but its sum, as any other. So all
+sends of a step are over when its vote is, and `Peers.forget_sends` belongs between the vote and
+the next `begin`, once for all reducers that share the peers. See `transport.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from holdfast.core.sharding.reduction_cells import Member
+from holdfast.core.sharding.reduction_tree import Shares, Turn
+from holdfast.core.sharding.step_resume import Computed, standing
+from holdfast.errors import PeerLostError
+from holdfast.parallel.comm.abortable_wait import Errand, LeftError
+from holdfast.parallel.comm.transport import Peers
+from holdfast.parallel.gradients.buckets import Bucket, FlatLayout
+from holdfast.parallel.gradients.reduction_plan import Plan, add_up, make_plan
+from holdfast.parallel.torch_compat import Work, is_peer_loss
+from holdfast.parallel.trace import REDUCE, Recorder
+
+FIRST_TAG = 16  # lower tags are free for small exchanges in the same group
+TAGS = 1 << 20  # what one reducer may use from its first tag on
+
+Slot = tuple[int, int]
+"""(piece, 0) is where a piece ends up; (0, depth) with depth > 0 a partial sum above it."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """The members that sum one cell, and how they reach each other.
+
+    me: index of this rank in `members`. positions: each member's number in `peers`, which may
+    connect more ranks than these. first_tag: reducers that share peers need `TAGS` tags each.
+    recorder: is told when each bucket is summed.
+    Raises ValueError where two members contribute the same part of one replica, or none receives.
+    """
+
+    peers: Peers
+    members: tuple[Member, ...]
+    me: int
+    positions: tuple[int, ...]
+    first_tag: int = FIRST_TAG
+    recorder: Recorder | None = None
+
+    def __post_init__(self) -> None:
+        given = [(m.replica, m.part) for m in self.members if m.contributes]
+        if len(set(given)) != len(given):
+            raise ValueError(f"a part of a replica is contributed twice in {self.members}")
+        if not any(m.receives for m in self.members):
+            raise ValueError(f"nobody receives in {self.members}")
+
+    @staticmethod
+    def of(peers: Peers) -> Team:
+        """One member per replica, which is its number in `peers`; all contribute and receive."""
+        everybody = range(peers.size)
+        members = tuple(Member(i, i, 0, contributes=True, receives=True) for i in everybody)
+        return Team(peers, members, peers.rank, tuple(everybody))
+
+    @property
+    def own(self) -> Member:
+        return self.members[self.me]
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """Every member but this one, beginning with the next, so that not all write to one."""
+        size = len(self.members)
+        return tuple((self.me + i) % size for i in range(1, size))
+
+    @property
+    def plain(self) -> bool:
+        """Whether the backend's own all-reduce over `peers` would be the same sum."""
+        return len(self.members) == self.peers.size and all(
+            m.contributes and m.receives for m in self.members
+        )
+
+
+class Reducer:
+    """Sums a step's gradients into `gradient`, a flat buffer laid out by `layout`.
+
+    Whoever produces gradients (hooks of replicated parameters, FSDP2's buckets) asks for
+    the slot of the current leaf, writes one bucket, and calls `done(bucket)`. With `pairs` it is
+    asked to `hold` every left one of two sibling leaves and to add the right one to it.
+    fast: the backend's own all-reduce instead of the tree, where the team is all of its peers and
+        each of them contributes and receives; any other team keeps the tree.
+    failed: told of the first error of a step, so that other reducers of this rank stop too.
+    summed: something of this step was summed here, or received; what was computed is lost.
+    moved: slots do not lie where they do in other steps, because a step goes on.
+    patient: `begin` raises nothing either: other ranks compute in lockstep with this one, and must
+        not wait for it until all of them come to `finish`.
+    A bare `Peers` is a team with one member per replica.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, team: Team | Peers, *, dtype: torch.dtype, device: torch.device,
+        fast: bool = False, pairs: bool = False, failed: Callable[[Exception], None] | None = None,
+    ):  # fmt: skip
+        self.team = team if isinstance(team, Team) else Team.of(team)
+        self.layout, self.peers, self.pairs = layout, self.team.peers, pairs
+        self.fast, self._failed = fast and self.team.plain, failed
+        self.patient = self.summed = self.moved = False
+        self._spare: list[Tensor] = []  # buffers of slots that are not used now
+        self.gradient = torch.zeros(layout.size, dtype=dtype, device=device)
+        self._slots: dict[Slot, Tensor] = {(0, 0): self.gradient}
+        self._plan: Plan | None = None
+        self._dealt: tuple[int, Shares, Computed] | None = None
+        self._turn: Turn | None = None
+        self._round: Round | None = None
+        self._error: Exception | None = None
+        self._arrivals = torch.empty(0, dtype=dtype)
+        self._kept = 0  # pieces that were there when the step began
+        self._looks: list[Tensor] = []  # the sum of the elements of each bucket of own pieces
+
+    def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
+        """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`; or go on
+        with one of which the replicas have `computed` something, which `keep` has kept.
+
+        The step before must have been voted on and its sends forgotten.
+        Raises PeerLostError when a peer is known to be gone, unless it is `patient`.
+        """
+        self._error, self.summed, self._looks = None, False, []
+        if self._dealt != (leaves, shares, computed):
+            self._plan = make_plan(
+                leaves, shares, self.team.members, self.team.me, self.fast, self.pairs, computed
+            )
+            self._dealt = leaves, shares, computed
+            self._check_tags(self._plan)
+        if not (computed and computed[self.team.own.replica]):
+            self._restore()  # others may have kept something; what an older attempt left is void
+        if len(self.team.members) == 1 and len(self.plan.pieces[0]) <= 1:
+            return
+        if self.fast and not self.plan.turns:
+            self.gradient.zero_()
+        try:
+            self._round = Round(self, self.plan)
+            for index in range(len(self.layout.buckets)):
+                for ordinal in range(self._kept):
+                    self._round.piece_ready(index, ordinal)
+            self._stop_failed()  # by another thread, before it could be stopped
+        except RuntimeError as error:
+            self.fail(error)
+            if not self.patient:
+                self.check()
+
+    def regroup(self, team: Team, fast: bool) -> None:
+        """Go on with other members, in the same buffers. A step that was open is over, but for what
+        was kept of it. What still waits in the old team must have been woken."""
+        self.join()
+        self.team, self.peers = team, team.peers
+        self.fast = fast and team.plain
+        self._dealt, self.summed = None, False
+
+    def keep(self, share: Sequence[int], done: Sequence[int]) -> None:
+        """Of the share that was begun, the leaves of `done` have been computed: let their partial
+        sums be the first pieces of the step that is begun next. Nothing may be `summed`."""
+        self.join()
+        held = standing(self.plan.tree.leaves, share, done)
+        buffers = [self.slot(slot) for _, slot in held]
+        used = {id(buffer) for buffer in buffers}
+        self._spare += [b for b in self._slots.values() if id(b) not in used]
+        self._slots = {(ordinal, 0): buffer for ordinal, buffer in enumerate(buffers)}
+        self._kept, self.moved = len(held), True
+
+    def _restore(self) -> None:
+        """The slots of a step that begins at its beginning: the first is the gradient itself."""
+        if self.moved:
+            self._spare += [b for b in self._slots.values() if b is not self.gradient]
+            self._slots = {(0, 0): self.gradient}
+            self._kept, self.moved = 0, False
+
+    @property
+    def plan(self) -> Plan:
+        if self._plan is None:
+            raise RuntimeError("begin() comes before a leaf")
+        return self._plan
+
+    def start_leaf(self, leaf: int) -> Slot:
+        """The gradients that come now belong to `leaf`. Returns the slot they go to."""
+        self._turn = self.plan.turns[leaf]
+        return (self._turn.piece, 0) if self._turn.depth == 0 else (0, self._turn.depth)
+
+    @property
+    def hold(self) -> bool:
+        """Whether the current leaf stays where it is, for the next one to be added to it."""
+        return self._turn is not None and self._turn.hold
+
+    @property
+    def accumulate(self) -> bool:
+        """Whether the current leaf is added to what its slot holds, or replaces it."""
+        return self._turn is not None and self._turn.accumulate
+
+    def slot(self, slot: Slot) -> Tensor:
+        """The flat buffer of a slot. Made on first use and kept for later steps."""
+        if slot not in self._slots:
+            spare = self._spare.pop() if self._spare else None
+            self._slots[slot] = torch.zeros_like(self.gradient) if spare is None else spare
+        return self._slots[slot]
+
+    def done(self, index: int) -> None:
+        """Bucket `index` of the current leaf is complete: carry, and send a finished piece."""
+        turn, bucket = self._turn, self.layout.buckets[index]
+        if turn is None:
+            raise RuntimeError("start_leaf() comes before done()")
+        depth = turn.depth
+        for _ in range(turn.carries):
+            below = (turn.piece, 0) if depth == 1 else (0, depth - 1)
+            _part(self.slot(below), bucket).add_(_part(self.slot((0, depth)), bucket))
+            depth -= 1
+        if not turn.finished:
+            return
+        self._looks.append(_part(self.slot((turn.piece, 0)), bucket).sum())
+        if self._round is not None:
+            self._round.piece_ready(index, turn.piece)
+
+    @property
+    def sound(self) -> bool:
+        """Whether all that this member has given to the sum of this step was finite. Asked only
+        where the sum is not: nobody waits for it otherwise."""
+        return all(bool(torch.isfinite(look)) for look in self._looks)
+
+    def join(self) -> None:
+        """Wait until the step's communication is over, well or badly."""
+        if self._round is not None:
+            self._round.join()
+            self._round = None
+
+    def finish(self) -> None:
+        """Return when `gradient` holds the whole sum. Raises PeerLostError when it cannot."""
+        self.join()
+        self.check()
+
+    def fail(self, error: Exception) -> None:
+        """Store the first error of the step; wake everybody who waits, here and at the peers."""
+        first = self._error is None
+        if first:
+            self._error = error
+            self.peers.abort()
+        self._stop_failed()  # not only the first time: the round may have been in the making then
+        if first and self._failed is not None:
+            self._failed(error)
+
+    def _stop_failed(self) -> None:
+        if self._error is not None and self._round is not None:
+            self._round.stop()
+
+    def check(self) -> None:
+        """Raise the stored error, as PeerLostError where a connection broke."""
+        error = self._error
+        if error is None:
+            return
+        if is_peer_loss(error):
+            raise PeerLostError(f"a peer was lost during the reduction: {error}") from error
+        raise error
+
+    def _check_tags(self, plan: Plan) -> None:
+        needed = len(self.layout.buckets) * plan.stride
+        if needed > TAGS:
+            raise ValueError(
+                f"{len(self.layout.buckets)} buckets of {plan.stride - 1} pieces need {needed} "
+                f"message tags, there are {TAGS}: use larger buckets"
+            )
+
+    def arrivals(self, rows: int, columns: int) -> Tensor:
+        """Room for `rows` pieces of `columns` elements from other replicas, kept between steps."""
+        if self._arrivals.numel() < rows * columns:
+            self._arrivals = torch.empty(rows * columns, dtype=self.gradient.dtype)
+        return self._arrivals[: rows * columns].view(rows, columns)
+
+
+def _part(flat: Tensor, bucket: Bucket) -> Tensor:
+    return flat[bucket.start : bucket.stop]
+
+
+class Round:
+    """The communication of one step, and the thread that does an owner's part of it."""
+
+    def __init__(self, reducer: Reducer, plan: Plan):
+        self._reducer, self._plan, self._peers = reducer, plan, reducer.peers
+        self._team = reducer.team
+        self._buckets = reducer.layout.buckets
+        owners = [i for i, member in enumerate(self._team.members) if member.receives]
+        self._owners = {member: number for number, member in enumerate(owners)}
+        self._changed = threading.Condition()
+        self._ready = [0] * len(self._buckets)  # own pieces finished, per bucket
+        self._stopped = False
+        self._pieces: list[list[tuple[int, Tensor, Work]]] = [[] for _ in self._buckets]
+        self._results: list[Work] = []
+        self._errand: Errand | None = None
+        if not self._team.own.receives:
+            return
+        if not reducer.fast:
+            self._post_receives()
+        work = self._all_reduce if reducer.fast else self._own
+        self._errand = Errand(lambda errand: self._run(work, errand), "reducer")
+        self._peers.send_out(self._errand)
+
+    def piece_ready(self, index: int, ordinal: int) -> None:
+        """Own piece number `ordinal` of a bucket is final: send it to the owners of its chunks."""
+        if not self._reducer.fast:
+            slot = self._reducer.slot((ordinal, 0))
+            for member in self._team.others:
+                start, stop = self._chunk(index, member)
+                if start < stop:
+                    to = self._team.positions[member]
+                    self._peers.send(slot[start:stop], to, self._tag(index, ordinal))
+        with self._changed:
+            self._ready[index] += 1
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        """Wait for the thread of this step, or leave it to a message that never comes whole."""
+        if self._errand is not None:
+            try:
+                self._peers.fetch(self._errand)
+            except RuntimeError as error:
+                self._reducer.fail(error)
+                del self._reducer, self._pieces, self._results  # that thread is not to keep them
+
+    def stop(self) -> None:
+        """Let the thread end at its next look."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def _tag(self, index: int, ordinal: int) -> int:
+        return self._team.first_tag + index * self._plan.stride + ordinal
+
+    def _chunk(self, index: int, member: int) -> tuple[int, int]:
+        """What `member` owns of a bucket; nothing where it does not receive."""
+        number = self._owners.get(member)
+        return (0, 0) if number is None else self._buckets[index].chunk(number, len(self._owners))
+
+    def _post_receives(self) -> None:
+        """One receive for each piece of my chunks."""
+        team, plan = self._team, self._plan
+        mine = [self._chunk(index, team.me) for index in range(len(self._buckets))]
+        firsts = [sum(len(p) for p in plan.pieces[:member]) for member in range(len(plan.pieces))]
+        held = sum(len(plan.pieces[member]) for member in team.others)
+        room = self._reducer.arrivals(held, sum(stop - start for start, stop in mine))
+        at = 0
+        for index, (start, stop) in enumerate(mine):
+            row = 0
+            for member in team.others:
+                peer = team.positions[member]
+                for ordinal in range(len(plan.pieces[member])):
+                    into = room[row, at : at + stop - start]
+                    row += 1
+                    if start < stop:
+                        work = self._peers.receive(into, peer, self._tag(index, ordinal))
+                        self._pieces[index].append((firsts[member] + ordinal, into, work))
+            at += stop - start
+
+    def _expect(self, index: int) -> None:
+        """All pieces of a bucket have come: the others' sums of it may overwrite mine."""
+        self._reducer.summed = True
+        for member in self._team.others:
+            start, stop = self._chunk(index, member)
+            if start < stop:
+                into = self._reducer.gradient[start:stop]
+                peer, tag = self._team.positions[member], self._tag(index, self._plan.stride - 1)
+                self._results.append(self._peers.receive(into, peer, tag))
+
+    def _run(self, work: Callable[[Errand], None], errand: Errand) -> None:
+        try:
+            work(errand)
+        except LeftError:
+            raise
+        except Exception as error:  # stored, and raised by finish()
+            self._reducer.fail(error)
+
+    def _await_own(self, index: int, count: int) -> bool:
+        """Wait until `count` own pieces of a bucket are final; False when the step is given up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._ready[index] >= count)
+            return not self._stopped
+
+    def _own(self, errand: Errand) -> None:
+        """Add up my chunk of every bucket and give it to all; then collect the others' chunks."""
+        team, plan = self._team, self._plan
+        own, first = len(plan.pieces[team.me]), sum(len(p) for p in plan.pieces[: team.me])
+        receivers = [team.positions[m] for m in team.others if m in self._owners]
+        unowned: list[int] = []  # buckets of which I have no chunk, so that I do not see them come
+        for index in range(len(self._buckets)):
+            if not self._await_own(index, own):
+                return
+            start, stop = self._chunk(index, team.me)
+            if start == stop:
+                unowned.append(index)
+                continue
+            with self._span(f"bucket {index}"):
+                sources: dict[int, Tensor] = {}
+                for source, tensor, work in self._pieces[index]:
+                    errand.wait(work)
+                    sources[source] = tensor
+                self._expect(index)
+                for ordinal in range(own):
+                    sources[first + ordinal] = self._reducer.slot((ordinal, 0))[start:stop]
+                total = self._reducer.gradient[start:stop]
+                add_up(plan, sources, total)
+                for peer in receivers:
+                    self._peers.send(total, peer, self._tag(index, plan.stride - 1))
+        for index in unowned:
+            self._expect(index)
+        with self._span("sums of the others"):
+            for work in self._results:
+                errand.wait(work)
+
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        recorder = self._team.recorder
+        return recorder.span(REDUCE, name) if recorder else nullcontext()
+
+    def _all_reduce(self, errand: Errand) -> None:
+        """`reduction: fast`: the backend's own sum of the same buckets, in bucket order."""
+        works: list[Work] = []
+        expected = 1 if self._plan.turns else 0
+        for index, bucket in enumerate(self._buckets):
+            if not self._await_own(index, expected):
+                return
+            self._reducer.summed = True
+            works.append(self._peers.all_reduce(_part(self._reducer.gradient, bucket)))
+        for work in works:
+            errand.wait(work)

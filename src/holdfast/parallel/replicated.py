@@ -1,0 +1,102 @@
+"""Plain parameters on one device: hooks that carry each one's gradient into the reducers.
+
+Autograd calls a hook once per parameter and backward pass, when its gradient is complete. The
+hook adds it to the current leaf's slot and drops it, so no gradient outlives its use and no
+`zero_grad` is needed. Buckets fill in the order of the backward pass and leave while it goes on.
+
+Of two sibling leaves the left one is held in `.grad`, where autograd itself adds the right one:
+that is one pass over the gradients less. Not in mixed precision, where it would add in bfloat16.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.reduction_tree import Shares
+from holdfast.core.sharding.step_resume import Computed
+from holdfast.parallel.gradients.feeder import Cells, Feeder
+
+
+class ReplicatedGradients(Feeder):
+    """Feeds reducers from plain parameters: nothing is gathered or scattered around them.
+
+    named: the tensors that the module computes with (bf16 in mixed precision), in forward order;
+        one of no elements is legal. boxes: what each is of its global tensor.
+    See `Feeder` for the rest. ZeRO-1 needs of the sum its part of the rows only: `wanted`.
+    """
+
+    def __init__(
+        self, named: Mapping[str, Tensor], boxes: Mapping[str, Box], cells: Cells, *,
+        dtype: torch.dtype, bucket_bytes: int, by_unit: bool = False, fast: bool = False,
+        wanted: Mapping[str, Box] | None = None,
+    ):  # fmt: skip
+        self._parameters = list(named.values())
+        for name, parameter in named.items():
+            if tuple(parameter.shape) != boxes[name].lengths:
+                raise ValueError(f"{name} is {tuple(parameter.shape)}, its box {boxes[name]}")
+        first = self._parameters[0]
+        super().__init__(
+            {name: boxes[name] for name in named}, cells, dtype=dtype, device=first.device,
+            bucket_bytes=bucket_bytes, by_unit=by_unit, fast=fast, wanted=wanted,
+            pairs=first.dtype == dtype,
+        )  # fmt: skip
+        self._missing: set[int] = set()
+        self._listening = False
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._hook(index)
+            )
+
+    def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
+        """Start a step, see `Feeder.begin`. One that was given up between two sibling leaves left
+        the first in `.grad`, where it would be added to this step's."""
+        self._listening = False
+        for parameter in self._parameters:
+            parameter.grad = None
+        super().begin(leaves, shares, computed)
+
+    def start_leaf(self, leaf: int) -> None:
+        """The next backward pass belongs to `leaf`."""
+        if self._open(leaf) is not None:
+            self._missing = set(range(len(self._parameters)))
+            self._listening = True
+
+    def end_leaf(self) -> None:
+        """The backward pass is over. Parameters without a gradient count as zero."""
+        if self._listening:
+            self._listening = False
+            for index in self._missing:
+                self._arrived(index, self._parameters[index])
+        self._close()
+
+    def _flush(self, target: list[list[Tensor]]) -> None:
+        for index, parameter in enumerate(self._parameters):
+            gradient, parameter.grad = parameter.grad, None
+            for patch, place in zip(self.patches[index], target[index], strict=True):
+                if gradient is None:
+                    place.zero_()
+                else:
+                    place.copy_(patch.of(gradient))
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        """It must not keep this object alive. torch holds the hooks of a tensor where the garbage
+        collector cannot see them: the cycle over the parameters, and with it the whole model and
+        its gradients, would outlive every rebuild."""
+        whose = weakref.ref(self)
+
+        def listen(parameter: Tensor) -> None:
+            me = whose()
+            if me is not None and me._listening:
+                me._missing.discard(index)
+                me._arrived(index, parameter)
+
+        return listen
+
+    def _arrived(self, index: int, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        self._take(index, gradient)

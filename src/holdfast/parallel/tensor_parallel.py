@@ -1,0 +1,171 @@
+"""The `tp` axis: tensor parallelism, with sequence parallelism between its regions.
+
+A rank computes some heads of each attention and some inner units of each feed-forward (Shoeybi et
+al. 2019, section 3): their first matrices are cut by rows of the stored weight, their last ones
+by columns, so that one sum over ranks ends each. The modules see whole tokens and need no change:
+smaller weights are fewer heads. With sequence parallelism (Korthikanti et al. 2022, section
+4.2.2) the residual stream between them, and with it the norms and additions, is cut by tokens:
+the sum becomes a reduce-scatter, and an all-gather comes before the next region. As norms and
+additions act on single tokens, any cut of the tokens will do: rank i has the i-th contiguous part
+of all B*S tokens of a microbatch. Where n does not divide them, the last parts end in rows of
+zeros that belong to no token.
+
+What a rank sends for one microbatch of T = B*S tokens, in elements, forward and backward:
+
+    (n - 1) / n * T * D * (8 * blocks + 2 with the embedding + 2 with the head)
+    and 2 * (n - 1) * T for the loss, in at least float32
+
+with and without sequence parallelism: an all-reduce is a reduce-scatter and an all-gather. A
+block has two regions, each with a sum forward and a sum backward: "two all-reduces per direction".
+
+Parameters are plain tensors of local shape (`localise`), nothing is a DTensor. Gradients of what
+several ranks hold may be partial: `core/sharding/sharding_table.gradient_is_partial` says which,
+and whoever reduces gradients adds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from holdfast.config.model import ModelConfig
+from holdfast.core.sharding.boxes import Box
+from holdfast.errors import LayoutError
+from holdfast.model.decoder import Decoder
+from holdfast.parallel.comm.collectives import Collectives
+from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.vocab_parallel import VocabularyEmbedding, VocabularyPart, VocabularySoftmax
+
+
+class TensorParallel:
+    """The way into and out of the tensor parallel regions of one decoder.
+
+    `begin` says which microbatch's forward follows. A backward needs no such word, so several
+    microbatches may be in flight.
+    """
+
+    def __init__(self, collectives: Collectives, sequence_parallel: bool, part: VocabularyPart):
+        self.sequence_parallel = sequence_parallel
+        self.softmax = VocabularySoftmax(part, collectives)
+        self._collectives = collectives
+        self._shape = (0, 0)
+
+    def begin(self, batch: int, sequence: int) -> None:
+        """A forward of [batch, sequence] tokens follows."""
+        self._shape = (batch, sequence)
+
+    def compiled(self) -> None:
+        """The blocks around are to be: sends and receives are not for the compiler, so a compiled
+        block ends and begins here."""
+        aside: Any = torch.compiler.disable
+        self.enter, self.leave = aside(self.enter), aside(self.leave)  # type: ignore[method-assign]
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The residual stream, [ceil(B*S / n), D] where tokens are cut -> [B, S, D]"""
+        if not self.sequence_parallel:
+            return self._collectives.copy(x)
+        batch, sequence = self._shape
+        tokens = self._collectives.gather(x)[: batch * sequence]
+        return tokens.view(batch, sequence, -1)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Each rank's summand [B, S, D] -> the residual stream, cut where tokens are"""
+        if not self.sequence_parallel:
+            return self._collectives.reduce(x)
+        tokens = x.flatten(0, 1)
+        missing = -tokens.shape[0] % self._collectives.size
+        if missing:
+            tokens = F.pad(tokens, (0, 0, 0, missing))
+        return self._collectives.scatter(tokens)
+
+
+class Objective(Protocol):
+    """A module that computes a loss with a decoder: it calls `begin` before each forward, and
+    enters before the head (`train.objective.NextToken`)."""
+
+    decoder: Decoder
+    tensor: TensorParallel | None
+
+
+def apply_tensor_parallel(
+    objective: Objective, group: dist.ProcessGroup, *, sequence_parallel: bool = True,
+    traffic: Traffic | None = None,
+) -> TensorParallel:  # fmt: skip
+    """Compute the objective's decoder, or the stage of one, over the ranks of `group`.
+
+    Its parameters must have this rank's shape: call `localise` before or after. Apply it before
+    blocks are compiled or sharded further. Raises LayoutError for what cannot be cut.
+    """
+    decoder = objective.decoder
+    collectives = Collectives(group, traffic)
+    _check_units(decoder.config, collectives.size)
+    part = VocabularyPart.of(decoder.config, collectives.size, collectives.rank)
+    tensor = TensorParallel(collectives, sequence_parallel, part)
+    for block in decoder.layers:
+        _surround(block.attention, tensor)
+        _surround(block.ffn, tensor)
+    if decoder.embed is not None:
+        decoder.embed = VocabularyEmbedding(decoder.embed, part)
+        decoder.embed.register_forward_hook(lambda _, tokens, x: tensor.leave(x))
+    objective.tensor = tensor
+    return tensor
+
+
+def _surround(region: nn.Module, tensor: TensorParallel) -> None:
+    """Enter before the module, with its first argument; leave after it."""
+
+    def enter(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (tensor.enter(given[0]), *given[1:])
+
+    def leave(_: nn.Module, given: tuple[Any, ...], output: Tensor) -> Any:
+        return tensor.leave(output)
+
+    region.register_forward_pre_hook(enter)
+    region.register_forward_hook(leave)
+
+
+def _check_units(model: ModelConfig, tp: int) -> None:
+    """Each rank's query heads must be read with the key/value heads that it has, and no inner
+    unit may be held twice: the sum over ranks would count it twice."""
+    if model.heads % tp:
+        good = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
+        raise LayoutError(f"tp {tp} does not divide the {model.heads} query heads",
+                          where="layout.tp", remedy=f"use one of {good}")  # fmt: skip
+    if model.kv_heads % tp and tp % model.kv_heads:
+        raise LayoutError(
+            f"tp {tp} is neither a divisor nor a multiple of the {model.kv_heads} key/value heads",
+            where="layout.tp", remedy=f"use tp {model.kv_heads}",
+        )  # fmt: skip
+    if model.ffn_dim < tp:
+        raise LayoutError(f"tp {tp} is more than the {model.ffn_dim} inner units of SwiGLU",
+                          where="layout.tp", remedy=f"use tp {model.ffn_dim}")  # fmt: skip
+
+
+def localise(module: nn.Module, boxes: Mapping[str, Box]) -> None:
+    """Give every parameter the shape of this rank's box of it, in place. On the meta device: no
+    values are kept.
+
+    boxes: by parameter name, without "model."; of the tp and pp axes, not of dp_shard, whose cut
+        FSDP2 makes. Boxes of parameters that the module does not have are left aside.
+    Raises KeyError for a parameter without a box.
+    """
+    for path, owner in list(module.named_modules()):
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            box = boxes[f"{path}.{name}".removeprefix("decoder.")]
+            if box.lengths != tuple(parameter.shape):
+                made = torch.empty(box.lengths, dtype=parameter.dtype, device="meta")
+                setattr(owner, name, nn.Parameter(made))
+
+
+def residual_shape(
+    batch: int, sequence: int, dim: int, tp: int, sequence_parallel: bool
+) -> tuple[int, ...]:
+    """What a tp rank sends from one pipeline stage to the next for [batch, sequence] tokens."""
+    if tp == 1 or not sequence_parallel:
+        return (batch, sequence, dim)
+    return (-(-batch * sequence // tp), dim)

@@ -1,0 +1,151 @@
+"""ZeRO-1: parameters whole on every rank of the `dp_shard` axis, optimizer state a part on each.
+
+The three stages of ZeRO (Rajbhandari et al., 2020, section 5) are modes of `dp_shard`. What a
+rank keeps of P parameters over n shards, in mixed precision (2 bytes of bf16 copy, 4 of gradient
+sum, 12 of fp32 parameter and two moments, which the paper calls K = 12):
+
+    stage   computed with   gradient sum   optimizer state   from
+    1       2 P             4 P            12 P / n          this file and `replicate.py`
+    2       2 P             4 P / n        12 P / n          `shard.py`, gathered once per leaf
+    3       2 U             4 P / n        12 P / n          `shard.py`, gathered unit by unit
+
+counted between the forward and the backward of a leaf. U are the units that are gathered just
+then, of which the last one is always among them: FSDP2 keeps no bf16 copy of a shard, it casts
+while it gathers, so stage 3 holds less than the paper's 2 P / n until a unit is needed. Partial
+sums of several leaves (`core/sharding/reduction_tree.py`) and what others send come on top in every
+stage.
+
+Here every rank contributes its whole gradient to the sum and receives its rows of it (the cells
+of `core/sharding/reduction_cells.py` say which); it updates these rows alone; then the rows are
+gathered. Bytes per step and rank with one leaf a replica, for one replica: (n - 1) / n of the
+model's gradients to their owners and as much of its parameters from them, in all what an all-reduce
+moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.sharding_table import chunk
+from holdfast.errors import PeerLostError
+from holdfast.parallel.comm.collectives import Collectives
+from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.gradients.buckets import fill
+from holdfast.parallel.torch_compat import is_peer_loss
+
+_DIRECT = 1 << 16  # bytes from which a parameter is gathered where it lies
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Parameters that are gathered together, through a buffer: small or unevenly cut ones.
+
+    parameters: indices. sizes: elements of the largest part of each, which every rank sends.
+    """
+
+    parameters: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class OwnedRows:
+    """What one rank trains of the parameters that its `dp_shard` group computes with.
+
+    named: the whole parameters by name (of what tp and pp left to this rank). boxes: this rank's
+        part of each in global coordinates, cut along dim 0 by torch.chunk's rule; may be empty.
+    whole: the boxes of `named`. group: the ranks of the dp_shard axis, in its order.
+    state: dtype of what is trained. Where the model computes in another, `held` are copies of
+        their own (the fp32 masters); otherwise views of the rows in place.
+    Raises ValueError where a box is not the part that this rank's place in the group has.
+    """
+
+    def __init__(
+        self, named: Mapping[str, Tensor], whole: Mapping[str, Box], boxes: Mapping[str, Box],
+        group: dist.ProcessGroup, *, state: torch.dtype, bucket_bytes: int = 1 << 25,
+        traffic: Traffic | None = None,
+    ):  # fmt: skip
+        self._among = Collectives(group, traffic, kind="gather")
+        self._size, self._rank = self._among.size, self._among.rank
+        self._tensors = [tensor.detach() for tensor in named.values()]
+        rows = [self._rows(tensor, self._rank) for tensor in self._tensors]
+        for name, part in zip(named, rows, strict=True):
+            start = boxes[name].offsets[0] - whole[name].offsets[0]
+            due = chunk(whole[name].lengths[0], self._size, self._rank)
+            if boxes[name].size and (start, boxes[name].lengths[0]) != due:
+                raise ValueError(f"{boxes[name]} is not part {self._rank} of {whole[name]}")
+            if tuple(part.shape) != boxes[name].lengths:
+                raise ValueError(f"{name} is {tuple(part.shape)} here, its box {boxes[name]}")
+        self._own = rows
+        mixed = self._tensors[0].dtype != state
+        self.held = [torch.empty_like(part, dtype=state) for part in rows] if mixed else rows
+        self._direct, indirect = self._sort()
+        shapes = [tuple(self._tensors[i].shape) for i in indirect]
+        item = self._tensors[0].element_size()
+        self._packs = [
+            Pack(tuple(indirect[i] for i in run), tuple(self._share(indirect[i]) for i in run))
+            for run in fill(shapes, bucket_bytes, item)
+        ]
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Bring every rank's rows to all ranks; call after each change of `held`. Collective.
+
+        Raises PeerLostError when a rank of the group is gone: its rows are not there then.
+        """
+        if self.held is not self._own:
+            torch._foreach_copy_(self._own, self.held)
+        try:
+            for index in self._direct:
+                self._among.all_gather(self._own[index], self._tensors[index])
+            for pack in self._packs:
+                self._gather_pack(pack)
+        except RuntimeError as error:
+            if is_peer_loss(error):
+                raise PeerLostError(
+                    f"a peer was lost while gathering parameters: {error}"
+                ) from error
+            raise
+
+    def _gather_pack(self, pack: Pack) -> None:
+        """Through a buffer with one row per rank.  buffer: [ranks, sum of sizes]"""
+        first = self._tensors[pack.parameters[0]]
+        buffer = first.new_empty(self._size, sum(pack.sizes))
+        for index, place in self._places(pack, buffer[self._rank]):
+            place[: self._own[index].numel()].copy_(self._own[index].reshape(-1))
+        self._among.all_gather(buffer[self._rank], buffer.view(-1))
+        for rank in range(self._size):
+            if rank == self._rank:
+                continue
+            for index, place in self._places(pack, buffer[rank]):
+                rows = self._rows(self._tensors[index], rank)
+                rows.copy_(place[: rows.numel()].view(rows.shape))
+
+    def _places(self, pack: Pack, row: Tensor) -> Sequence[tuple[int, Tensor]]:
+        return list(zip(pack.parameters, torch.split(row, list(pack.sizes)), strict=True))
+
+    def _rows(self, tensor: Tensor, rank: int) -> Tensor:
+        start, length = chunk(tensor.shape[0], self._size, rank)
+        return tensor.narrow(0, start, length)
+
+    def _share(self, index: int) -> int:
+        """Elements of the largest part of a parameter."""
+        rows, *rest = self._tensors[index].shape
+        return -(-rows // self._size) * prod(rest)
+
+    def _sort(self) -> tuple[list[int], list[int]]:
+        """Parameters gathered where they lie, and the others; those of no elements are neither."""
+        direct: list[int] = []
+        packed: list[int] = []
+        for index, tensor in enumerate(self._tensors):
+            even = tensor.numel() > 0 and tensor.shape[0] % self._size == 0
+            if even and tensor.nbytes >= _DIRECT and tensor.is_contiguous():
+                direct.append(index)
+            elif tensor.numel():
+                packed.append(index)
+        return direct, packed

@@ -1,0 +1,94 @@
+"""What is left when ranks are lost: which replicas are whole, which bytes nobody else holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from math import prod
+
+from holdfast.config.run import RunConfig
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.state_table import TensorSpec, mesh_box
+from holdfast.errors import LayoutError
+from holdfast.layout import Coordinate, Replica, Topology, unravel
+from holdfast.plan.memory_use import known_parameters
+
+
+@dataclass(frozen=True)
+class Loss:
+    """After the loss of some ranks.
+
+    broken: replicas that lost a rank; whole: those that could go on at once.
+    waiting: ranks that are alive in a broken replica.
+    gone: bytes of state without a copy outside the lost ranks; of: bytes of all state.
+    positions: where in the model those bytes lie (-1 embedding, i block i, layers norm and head).
+    """
+
+    broken: tuple[int, ...]
+    whole: tuple[int, ...]
+    waiting: tuple[int, ...]
+    gone: int
+    of: int
+    positions: tuple[int, ...]
+
+
+def without(config: RunConfig, topology: Topology, lost: frozenset[int]) -> Loss:
+    """Take `lost` out of a topology. Raises LayoutError for a rank that is not in it."""
+    unknown = sorted(rank for rank in lost if not 0 <= rank < topology.world_size)
+    if unknown:
+        raise LayoutError(
+            f"rank {unknown[0]} is not in a world of {topology.world_size}",
+            where="--what-if",
+            remedy=f"use ranks 0 to {topology.world_size - 1}",
+        )
+    broken = tuple(r.index for r in topology.replicas if not lost.isdisjoint(r.ranks))
+    whole = tuple(r.index for r in topology.replicas if r.index not in broken)
+    waiting = tuple(
+        rank for index in broken for rank in topology.replicas[index].ranks if rank not in lost
+    )
+    gone, of = 0, 0
+    positions: set[int] = set()
+    for spec, copies in _state(config):
+        of += copies * spec.nbytes
+        if whole:
+            continue  # a replica that lost nobody holds everything
+        missing = _missing(spec, topology.replicas, lost)
+        if missing:
+            gone += copies * missing * (spec.nbytes // prod(spec.shape))
+            positions.update(spec.positions)
+    return Loss(broken, whole, waiting, gone, of, tuple(sorted(positions)))
+
+
+def _state(config: RunConfig) -> Iterable[tuple[TensorSpec, int]]:
+    """(parameter, tensors of the state that are cut like it): itself and two moments. Under
+    zero 1 every rank of dp_shard has the whole parameter, unless it computes on a bf16 copy."""
+    everywhere = config.layout.zero == 1 and config.train.precision != "bf16"
+    for spec in known_parameters(config):
+        if everywhere:
+            yield replace(spec, shard_dim=None), 1
+            yield spec, 2
+        else:
+            yield spec, 3
+
+
+def _missing(spec: TensorSpec, replicas: tuple[Replica, ...], lost: frozenset[int]) -> int:
+    """Elements of a tensor that no rank outside `lost` holds: every box's edges cut the tensor
+    into cells, and a cell that no box contains is missing."""
+    boxes: set[Box] = set()
+    for replica in replicas:
+        for mesh_rank, rank in enumerate(replica.ranks):
+            if rank not in lost:
+                at = Coordinate(replica.index, mesh_rank, *unravel(mesh_rank, replica.mesh_shape))
+                boxes.add(mesh_box(spec, replica, at))
+    boxes = {box for box in boxes if box.size}
+    edges = [
+        sorted({0, size} | {edge for b in boxes for edge in (b.offsets[dim], b.stops[dim])})
+        for dim, size in enumerate(spec.shape)
+    ]
+    missing = 0
+    for cell in product(*(pairwise(row) for row in edges)):
+        piece = Box(spec.name, tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+        if not any(box.contains(piece) for box in boxes):
+            missing += piece.size
+    return missing

@@ -1,0 +1,120 @@
+"""What every rank of a Topology holds, in words of the model and in bytes.
+
+Bytes are counted while a step's backward runs, for that is when most is held: parameters,
+gradients, AdamW's two moments. With Psi elements on a rank after tp and pp have cut, and n the
+degree of dp_shard, in the run file's precision (Rajbhandari et al. 2020, section 5, with our
+sizes: bf16 computes on a copy of fp32 parameters, and sums gradients in fp32):
+
+                    fp32                                bf16
+    zero 1          4 Psi + 4 Psi + 8 Psi/n             (2 Psi + 4 Psi/n) + 4 Psi + 8 Psi/n
+    zero 2          (4 Psi + 4 Psi/n) + (4 + 8) Psi/n   (2 Psi + 4 Psi/n) + (4 + 8) Psi/n
+    zero 3          (4 + 4 + 8) Psi/n                   (4 + 4 + 8) Psi/n
+
+Not counted: activations, partial sums and messages on their way, and what zero 2 and 3 gather or
+have not reduced yet of the block at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from holdfast.config.run import RunConfig
+from holdfast.core.sharding.sharding_table import tp_part
+from holdfast.core.sharding.state_table import (
+    ITEM_BYTES,
+    STATE_DTYPE,
+    StateTable,
+    TensorSpec,
+    mesh_box,
+    parameter_table,
+)
+from holdfast.layout import Coordinate, Replica, Topology
+
+Span = tuple[int, int]
+"""(first, number)"""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one rank."""
+
+    parameters: int
+    gradients: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.moments
+
+
+@dataclass(frozen=True)
+class Holding:
+    """One rank: where it sits, and its share of blocks, heads, vocabulary and bytes."""
+
+    rank: int
+    node: str
+    at: Coordinate
+    blocks: Span
+    embedding: bool
+    head: bool
+    heads: Span
+    kv_heads: Span
+    vocabulary: Span
+    held: Held
+
+
+def known_parameters(config: RunConfig) -> StateTable:
+    """The parameters' rows, without those of a vocabulary not known yet."""
+    table = parameter_table(config.model, config.train.precision)
+    return tuple(spec for spec in table if all(n > 0 for n in spec.shape))
+
+
+def holdings(config: RunConfig, topology: Topology) -> tuple[Holding, ...]:
+    """All ranks, in order. Ranks at the same place of like replicas are computed once."""
+    table = known_parameters(config)
+    bytes_at: dict[object, Held] = {}
+    found: list[Holding] = []
+    for rank, node in enumerate(topology.nodes):
+        replica, at = topology.replica_of(rank), topology.coordinate(rank)
+        key = (replica.kind, at.mesh_rank)
+        if key not in bytes_at:
+            bytes_at[key] = held(config, table, replica, at)
+        found.append(_holding(config, replica, at, rank, node, bytes_at[key]))
+    return tuple(found)
+
+
+def _holding(
+    config: RunConfig, replica: Replica, at: Coordinate, rank: int, node: str, held: Held
+) -> Holding:
+    model, tp = config.model, replica.degree("tp")
+    blocks = replica.blocks(at.pp) or range(model.layers)
+    return Holding(
+        rank, node, at, (blocks.start, len(blocks)),
+        embedding=replica.stage_of(-1) == at.pp,
+        head=replica.stage_of(model.layers) == at.pp,
+        heads=tp_part(model.heads, tp, at.tp),
+        kv_heads=tp_part(model.kv_heads, tp, at.tp),
+        vocabulary=tp_part(model.vocab_rows, tp, at.tp) if model.vocab_rows else (0, 0),
+        held=held,
+    )  # fmt: skip
+
+
+def held(config: RunConfig, table: StateTable, replica: Replica, at: Coordinate) -> Held:
+    """Bytes of the parameters in `table` on one rank, as the table of this module says."""
+    state = ITEM_BYTES[STATE_DTYPE[config.train.precision]]
+    mixed = config.train.precision == "bf16"
+    whole = _elements((replace(spec, shard_dim=None) for spec in table), replica, at)
+    cut = _elements(table, replica, at)
+    zero = config.layout.zero if replica.degree("dp_shard") > 1 else 1
+    if zero == 3:
+        parameters = state * cut
+    elif mixed:
+        parameters = 2 * whole + state * cut
+    else:  # zero 1 updates its rows of the parameters in place; zero 2 gathers a second copy
+        parameters = state * whole + (state * cut if zero == 2 else 0)
+    return Held(parameters, state * (whole if zero == 1 else cut), 2 * state * cut)
+
+
+def _elements(table: Iterable[TensorSpec], replica: Replica, at: Coordinate) -> int:
+    return sum(mesh_box(spec, replica, at).size for spec in table)

@@ -1,0 +1,142 @@
+"""The simple planner: as many workers as can be used, with as little change as possible.
+
+1. How many replicas of which shape: `plan/replica_counts.py`. It keeps the run file's, and makes
+   smaller ones of what is left over, so that no machine is idle because a number does not divide.
+2. Whole replicas that are there stay where they are. Then those that lost somebody are mended:
+   the others keep their places, and the gaps are filled, first from their own nodes, then with
+   workers that hold just what is missing.
+3. What is new is packed on as few nodes as possible: the loss of a node is to touch few replicas.
+   Within a node every place in the mesh goes to the worker that holds most of what it needs.
+
+A replica's weight, its share of the microbatches, is its workers times the speed of its slowest
+node. Everything is arithmetic without a clock: the same input gives the same plan everywhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from math import gcd
+
+from holdfast.config.run import RunConfig
+from holdfast.core.sharding.reduction_tree import Shares, deal
+from holdfast.errors import LayoutError
+from holdfast.layout import Replica, Topology
+from holdfast.plan.assignment import Built, Making, Old
+from holdfast.plan.interface import NodePlaces, Plan, Present
+from holdfast.plan.layouts import microbatches
+from holdfast.plan.replica_counts import fill
+from holdfast.plan.replica_shapes import Shapes
+
+_FINE = 100  # steps in which speeds are told apart
+
+
+def plan(
+    config: RunConfig, nodes: Sequence[NodePlaces], generation: int, /,
+    present: Present | None = None, *, memory: int | None = None,
+) -> Plan:  # fmt: skip
+    """A Planner. memory: bytes that a worker may hold, see `plan.replica_shapes`."""
+    shapes = Shapes(config, memory)
+    there = sum(node.places for node in nodes)
+    workers = min(there, _most(config) or there)
+    if workers < 1:
+        raise LayoutError("there is no place for a worker", where="layout.workers",
+                          remedy="wait for a node")  # fmt: skip
+    number = min(microbatches(config).values())
+    old = Old(shapes, nodes, present)
+    smaller = [shape for _, shape in old.smaller]
+    chosen = fill(shapes, workers, number, Counter(s for _, s in old.whole), smaller)
+    if not chosen.workers:
+        raise _nothing(shapes, workers, number)
+    making = Making(config, nodes, old, chosen)
+    built = making.run()
+    idle = there - chosen.workers
+    return Plan(
+        _topology(built, nodes, generation),
+        tuple(seat.was for each in built for seat in each.seats),
+        sum(each.stays for each in built),
+        sum(making.moved(each) for each in built),
+        idle,
+        _why_idle(config, idle, there - workers, number) if idle else "",
+    )
+
+
+def _topology(built: Sequence[Built], nodes: Sequence[NodePlaces], generation: int) -> Topology:
+    weights = _weights(
+        [each.shape.size for each in built],
+        [min(nodes[seat.node].speed for seat in each.seats) for each in built],
+    )
+    replicas: list[Replica] = []
+    first = 0
+    for index, (each, weight) in enumerate(zip(built, weights, strict=True)):
+        replicas.append(each.shape.replica(index, first, weight))
+        first += each.shape.size
+    names = tuple(nodes[seat.node].name for each in built for seat in each.seats)
+    return Topology(generation, tuple(replicas), names)
+
+
+def dealer_of(topology: Topology, schedule: str) -> Callable[[int, int], Shares]:
+    """Who computes which microbatch in this topology: by weight, at least one for a replica, and
+    under 1f1b as many as its pipeline has stages. `schedule` is the run file's."""
+    replicas = topology.replicas
+    least = tuple(r.degree("pp") if schedule == "1f1b" else 1 for r in replicas)
+    weights = tuple(r.weight for r in replicas)
+
+    def dealer(leaves: int, number: int) -> Shares:
+        if number != len(replicas):
+            raise ValueError(f"{number} replicas, but weights for {len(replicas)}")
+        return deal(leaves, number, weights, least)
+
+    return dealer
+
+
+def weighted(topology: Topology, speeds: Mapping[int, float]) -> Topology:
+    """The same topology with new weights. speeds: by rank, 1 where none is given; the slowest
+    rank of a replica counts."""
+    pace = [min(speeds.get(rank, 1.0) for rank in r.ranks) for r in topology.replicas]
+    weights = _weights([len(r.ranks) for r in topology.replicas], pace)
+    changed = zip(topology.replicas, weights, strict=True)
+    return replace(topology, replicas=tuple(replace(r, weight=w) for r, w in changed))
+
+
+def _weights(sizes: Sequence[int], speeds: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to size times speed, as small as they can be."""
+    fastest = max(speeds)
+    exact = [
+        size * max(1, round(_FINE * speed / fastest))
+        for size, speed in zip(sizes, speeds, strict=True)
+    ]
+    common = reduce(gcd, exact)
+    return [weight // common for weight in exact]
+
+
+def _most(config: RunConfig) -> int:
+    """Workers that the run file allows; 0: as many as there are places."""
+    layout = config.layout
+    return layout.least_workers if layout.replicas else layout.workers
+
+
+def _nothing(shapes: Shapes, workers: int, number: int) -> LayoutError:
+    smallest = min(shapes.smaller, key=lambda s: s.size)
+    if smallest.size > workers:
+        bound = "" if shapes.memory is None else f" within {shapes.memory:,} bytes a worker"
+        return LayoutError(
+            f"the smallest replica{bound} needs {smallest.size} workers, there are places for "
+            f"{workers}", where="layout",
+            remedy=f"wait for {smallest.size - workers} more, or allow more memory",
+        )  # fmt: skip
+    return LayoutError(
+        f"a step has {number} microbatches, and a pipeline under 1f1b needs more",
+        where="layout.pp", remedy="use layout.schedule=gpipe",
+    )  # fmt: skip
+
+
+def _why_idle(config: RunConfig, idle: int, over: int, number: int) -> str:
+    if idle == over:
+        key = "layout.replicas" if config.layout.replicas else "layout.workers"
+        return f"{key} asks for {_most(config)} workers"
+    most = f"a step has {number} microbatches, and every replica needs "
+    most += "one for each stage" if config.layout.schedule == "1f1b" else "one"
+    return f"no replica of {idle - over} workers or fewer can be added: {most}"

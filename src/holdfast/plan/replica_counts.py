@@ -1,0 +1,151 @@
+"""How many replicas of which shape: as many workers as can be used, in the run file's replicas
+first, and what they leave over in smaller ones.
+
+What counts, in this order: workers that are used; whole replicas as the run file names them;
+smaller replicas that are there already and stay; few replicas. Which node a worker is on does not
+matter here, as a replica may lie on any.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from holdfast.plan.replica_shapes import Shape, Shapes
+
+_TRIES = 8  # fewer whole replicas that are tried where workers would be idle
+
+
+@dataclass(frozen=True)
+class Filling:
+    """whole: how many of each of the run file's kinds. kept: numbers, in the list that was given,
+    of the smaller replicas that stay. new: shapes of smaller ones to be made."""
+
+    whole: Counter[Shape]
+    kept: tuple[int, ...] = ()
+    new: tuple[Shape, ...] = ()
+    workers: int = 0
+
+    @property
+    def score(self) -> tuple[int, int, int, int]:
+        return self.workers, self.whole.total(), len(self.kept), -len(self.new)
+
+
+def fill(
+    shapes: Shapes, workers: int, microbatches: int, there: Counter[Shape], smaller: Sequence[Shape]
+) -> Filling:
+    """there: whole replicas of the run file's kinds; smaller: others that could stay."""
+    layout = shapes.config.layout
+    if layout.replicas:
+        whole = _of_unlike(shapes, workers, microbatches, there)
+        return _with_rest(shapes, whole, workers, microbatches, smaller)
+    (shape,) = shapes.wanted
+    most = min(workers // shape.size, microbatches // shape.least) if shapes.fits(shape) else 0
+    best: Filling | None = None
+    for number in range(most, max(0, most - _TRIES) - 1, -1):
+        whole = Counter({shape: number})
+        found = _with_rest(shapes, whole, workers, microbatches, smaller)
+        if best is None or found.score > best.score:
+            best = found
+        if best.workers == workers:
+            break
+    assert best is not None
+    return best
+
+
+def _of_unlike(
+    shapes: Shapes, workers: int, microbatches: int, there: Counter[Shape]
+) -> Counter[Shape]:
+    """Of unlike replicas each once, as far as they fit; those that are there before others."""
+    chosen: Counter[Shape] = Counter()
+    have = there.copy()
+    first: list[Shape] = []
+    later: list[Shape] = []
+    for shape in shapes.wanted:
+        (first if have[shape] > 0 else later).append(shape)
+        have[shape] -= 1
+    for shape in (*first, *later):
+        if shape.size <= workers and shape.least <= microbatches and shapes.fits(shape):
+            chosen[shape] += 1
+            workers -= shape.size
+            microbatches -= shape.least
+    return chosen
+
+
+def _with_rest(
+    shapes: Shapes, whole: Counter[Shape], workers: int, microbatches: int, smaller: Sequence[Shape]
+) -> Filling:
+    used = sum(shape.size * n for shape, n in whole.items())
+    budget = microbatches - sum(shape.least * n for shape, n in whole.items())
+    new = [shape for shape in shapes.smaller if shape.least <= budget]
+    largest = max((shape.size for shape in (*new, *smaller)), default=0)
+    rest = min(workers - used, budget * largest)
+    if rest <= 0 or not largest:
+        return Filling(whole, workers=used)
+    entry = _Rest(rest, smaller, new).best(budget)
+    kept, made = entry.chosen() if entry is not None else ((), ())
+    size = sum(smaller[i].size for i in kept) + sum(shape.size for shape in made)
+    return Filling(whole, kept, made, used + size)
+
+
+class _Entry(NamedTuple):
+    """One way to use some number of workers; `item` was added to `before`: a number among the
+    replicas that are there, or a new shape."""
+
+    kept: int
+    number: int
+    least: int
+    before: _Entry | None = None
+    item: int | Shape | None = None
+
+    def chosen(self) -> tuple[tuple[int, ...], tuple[Shape, ...]]:
+        kept: list[int] = []
+        made: list[Shape] = []
+        at: _Entry | None = self
+        while at is not None and at.item is not None:
+            if isinstance(at.item, int):
+                kept.append(at.item)
+            else:
+                made.append(at.item)
+            at = at.before
+        return tuple(sorted(kept)), tuple(sorted(made, key=lambda s: (-s.size, s.mesh_shape)))
+
+
+_Better = Callable[[_Entry], tuple[int, ...]]
+
+
+class _Rest:
+    """Every number of workers up to `size`, by dynamic programming over what may be added."""
+
+    def __init__(self, size: int, there: Sequence[Shape], new: Sequence[Shape]):
+        self._size, self._there, self._new = size, there, new
+
+    def best(self, budget: int) -> _Entry | None:
+        """What uses the most workers with at most `budget` microbatches a step."""
+        entry = self._table(lambda e: (e.kept, -e.number, -e.least))[self._size]
+        if entry is not None and entry.least <= budget:
+            return entry
+        frugal = self._table(lambda e: (-e.least, e.kept, -e.number))
+        return next((e for e in reversed(frugal) if e is not None and e.least <= budget), None)
+
+    def _table(self, better: _Better) -> list[_Entry | None]:
+        best: list[_Entry | None] = [_Entry(0, 0, 0), *[None] * self._size]
+
+        def offer(size: int, shape: Shape, item: int | Shape) -> None:
+            before, now = best[size - shape.size], best[size]
+            if before is None:
+                return
+            kept = before.kept + isinstance(item, int)
+            entry = _Entry(kept, before.number + 1, before.least + shape.least, before, item)
+            if now is None or better(entry) > better(now):
+                best[size] = entry
+
+        for number, shape in enumerate(self._there):
+            for size in range(self._size, shape.size - 1, -1):
+                offer(size, shape, number)
+        for shape in self._new:
+            for size in range(shape.size, self._size + 1):
+                offer(size, shape, shape)
+        return best

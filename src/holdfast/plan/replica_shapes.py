@@ -1,0 +1,228 @@
+"""Which replicas a run may have: the run file's own, and smaller ones for what they leave over.
+
+A smaller replica has no degree above the run file's. For a number of workers the one is preferred
+whose pipeline was shortened first, then its dp_shard, then its tp: tp cuts every block, so what
+was planned inside a node stays there; and a pipeline fits any number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from holdfast.config.degrees import impossible
+from holdfast.config.layout import DegreesConfig, LayoutConfig
+from holdfast.config.run import RunConfig
+from holdfast.core.sharding.pipeline_stages import balanced, costs_of
+from holdfast.core.sharding.state_table import ITEM_BYTES, PREFIXES, STATE_DTYPE
+from holdfast.errors import LayoutError
+from holdfast.layout import Coordinate, MeshShape, Replica, Stages, ravel, unravel
+from holdfast.plan.memory_use import held, known_parameters
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A replica before it has ranks. least: microbatches that it needs in every step."""
+
+    mesh_shape: MeshShape
+    stages: Stages
+    least: int
+
+    @property
+    def size(self) -> int:
+        pp, dp_shard, _, tp = self.mesh_shape
+        return pp * dp_shard * tp
+
+    @property
+    def tp(self) -> int:
+        return self.mesh_shape[3]
+
+    def replica(self, index: int, first: int, weight: int = 1) -> Replica:
+        """On the ranks from `first` on."""
+        ranks = tuple(range(first, first + self.size))
+        return Replica(index, ranks, self.mesh_shape, self.stages, weight)
+
+
+class Shapes:
+    """Of one run file. memory: bytes that parameters, gradients and moments may take on one
+    worker (`plan.memory_use`); None for no bound.
+
+    wanted: the run file's replicas, one of each kind in its order. Raises LayoutError when none
+    of them can be held.
+    """
+
+    def __init__(self, config: RunConfig, memory: int | None = None):
+        self.config, self.memory = config, memory
+        self._table = known_parameters(config)
+        self._needs: dict[MeshShape, int] = {}
+        kinds: Sequence[DegreesConfig] = config.layout.replicas or (config.layout,)
+        self.wanted = tuple(self._shape(d.pp, d.dp_shard, d.tp, d.stages) for d in kinds)
+        if memory is not None and not any(self.fits(shape) for shape in self.wanted):
+            raise self._too_large(kinds)
+
+    def fits(self, shape: Shape) -> bool:
+        return self.memory is None or self.needs(shape) <= self.memory
+
+    def needs(self, shape: Shape) -> int:
+        """Bytes on the worker that holds the most: no part is larger than the first."""
+        if shape.mesh_shape not in self._needs:
+            replica, pp = shape.replica(0, 0), shape.mesh_shape[0]
+            self._needs[shape.mesh_shape] = max(
+                held(self.config, self._table, replica, self._at(replica, stage)).total
+                for stage in range(pp)
+            )
+        return self._needs[shape.mesh_shape]
+
+    def _at(self, replica: Replica, stage: int) -> Coordinate:
+        return Coordinate(0, ravel((stage, 0, 0, 0), replica.mesh_shape), stage, 0, 0, 0)
+
+    @cached_property
+    def smaller(self) -> tuple[Shape, ...]:
+        """At most two for a number of workers: the preferred one, and one that needs the fewest
+        microbatches. Large ones first."""
+        allowed: dict[MeshShape, None] = {}
+        for shape in self.wanted:
+            pp, dp_shard, _, tp = shape.mesh_shape
+            for mesh_shape in self._degrees(pp, dp_shard, tp):
+                allowed[mesh_shape] = None
+        by_size: dict[int, list[MeshShape]] = {}
+        for mesh in sorted(allowed, key=lambda m: (-m[3], -m[1], -m[0])):
+            if self.fits(self._of(mesh)):
+                by_size.setdefault(self._of(mesh).size, []).append(mesh)
+        chosen: list[Shape] = []
+        for size in sorted(by_size, reverse=True):
+            first, fewest = by_size[size][0], min(by_size[size], key=lambda m: m[0])
+            chosen += [self._of(mesh) for mesh in dict.fromkeys((first, fewest))]
+        return tuple(chosen)
+
+    def allows(self, mesh_shape: MeshShape) -> bool:
+        """Whether a replica that is there already may stay."""
+        pp, dp_shard, cp, tp = mesh_shape
+        inside = any(
+            pp <= s.mesh_shape[0] and dp_shard <= s.mesh_shape[1] and tp <= s.mesh_shape[3]
+            for s in self.wanted
+        )
+        possible = (pp, dp_shard, tp) in self._possible
+        return inside and possible and cp == 1 and self.fits(self._of(mesh_shape))
+
+    def least(self, pp: int) -> int:
+        return pp if self.config.layout.schedule == "1f1b" else 1
+
+    # --- parts ------------------------------------------------------------------------------
+    def _of(self, mesh_shape: MeshShape) -> Shape:
+        """As the run file names it, or else with balanced stages."""
+        pp = mesh_shape[0]
+        wanted = next((s for s in self.wanted if s.mesh_shape == mesh_shape), None)
+        return wanted or Shape(mesh_shape, self._stages(pp), self.least(pp))
+
+    def _shape(self, pp: int, dp_shard: int, tp: int, stages: Stages) -> Shape:
+        return Shape((pp, dp_shard, 1, tp), stages or self._stages(pp), self.least(pp))
+
+    def _stages(self, pp: int) -> Stages:
+        if pp == 1:
+            return ()
+        if pp not in self._balanced:
+            length = self.config.data.sequence_length
+            self._balanced[pp] = balanced(self.config.model, pp, length)
+        return self._balanced[pp]
+
+    @cached_property
+    def _balanced(self) -> dict[int, Stages]:
+        return {}
+
+    def _degrees(self, pp: int, dp_shard: int, tp: int) -> Iterable[MeshShape]:
+        for p in range(1, pp + 1):
+            for d in range(1, dp_shard + 1):
+                for t in range(1, tp + 1):
+                    if (p, d, t) in self._possible:
+                        yield p, d, 1, t
+
+    @cached_property
+    def _possible(self) -> _Possible:
+        return _Possible(self.config)
+
+    def _too_large(self, kinds: Sequence[DegreesConfig]) -> LayoutError:
+        smallest = min(self.wanted, key=self.needs)
+        degrees = kinds[self.wanted.index(smallest)]
+        return LayoutError(
+            f"one of the {degrees.ranks} workers of a replica holds {self.needs(smallest):,} bytes "
+            f"of parameters, gradients and moments, but {self.memory:,} are allowed",
+            where="layout.replicas" if self.config.layout.replicas else "layout",
+            remedy="raise dp_shard, tp or pp, or allow more memory",
+        )
+
+
+class _Possible:
+    """Whether the rules of the run file allow a degree; each axis has its own."""
+
+    def __init__(self, config: RunConfig):
+        self._config = config
+        self._known: dict[tuple[str, int], bool] = {}
+
+    def __contains__(self, degrees: tuple[int, int, int]) -> bool:
+        return all(
+            self._axis(axis, degree)
+            for axis, degree in zip(("pp", "dp_shard", "tp"), degrees, strict=True)
+        )
+
+    def _axis(self, axis: str, degree: int) -> bool:
+        if (axis, degree) not in self._known:
+            alone = LayoutConfig.model_validate({axis: degree})
+            refused = impossible(alone, self._config.model, self._config.train)
+            self._known[axis, degree] = refused is None
+        return self._known[axis, degree]
+
+
+class Parts:
+    """How much of the state at one place of a replica is at a place of another, in bytes.
+
+    An estimate: cuts are taken as exact fractions, tp's and dp_shard's as independent.
+    """
+
+    def __init__(self, config: RunConfig):
+        costs = costs_of(config.model, config.data.sequence_length)
+        one = ITEM_BYTES[STATE_DTYPE[config.train.precision]] * len(PREFIXES)
+        self._before = [one * n for n in accumulate(costs.parameters, initial=0)]
+        self._first, self._last = one * costs.first[1], one * costs.last[1]
+        self._known: dict[tuple[MeshShape, Stages, int, MeshShape, Stages, int], int] = {}
+
+    def common(
+        self, old: MeshShape, was: Stages, at: int, new: MeshShape, will: Stages, to: int
+    ) -> int:
+        """Bytes of what mesh rank `at` of an old replica holds that mesh rank `to` of a new one
+        is to hold."""
+        key = (old, was, at, new, will, to)
+        if key not in self._known:
+            a, b = unravel(at, old), unravel(to, new)
+            blocks = self._blocks(was, a[0], will, b[0], old[0], new[0])
+            part = 1.0
+            for axis in (1, 3):
+                part *= _overlap(a[axis], old[axis], b[axis], new[axis])
+            self._known[key] = round(blocks * part)
+        return self._known[key]
+
+    def whole(self, shape: Shape, at: int) -> int:
+        """Bytes that mesh rank `at` holds."""
+        mesh, stages = shape.mesh_shape, shape.stages
+        return self.common(mesh, stages, at, mesh, stages, at)
+
+    def _blocks(self, was: Stages, a: int, will: Stages, b: int, pp_a: int, pp_b: int) -> int:
+        (low, high), (start, stop) = self._range(was, a, pp_a), self._range(will, b, pp_b)
+        first, last = max(low, start), min(high, stop)
+        found = self._before[last] - self._before[first] if first < last else 0
+        found += self._first if a == b == 0 else 0
+        found += self._last if a == pp_a - 1 and b == pp_b - 1 else 0
+        return found
+
+    def _range(self, stages: Stages, stage: int, pp: int) -> tuple[int, int]:
+        if pp == 1:
+            return 0, len(self._before) - 1
+        before = sum(stages[:stage])
+        return before, before + stages[stage]
+
+
+def _overlap(a: int, of_a: int, b: int, of_b: int) -> float:
+    """Of part `a` of `of_a` equal parts of a length 1 with part `b` of `of_b`."""
+    return max(0.0, min((a + 1) / of_a, (b + 1) / of_b) - max(a / of_a, b / of_b))

@@ -1,0 +1,149 @@
+"""What those who are left of a generation hold between them, and what to begin the next one from.
+
+    live      they hold every box, after one step: the state stays where it is
+    restored  a box was held by lost processes alone, or they lie apart: everybody reads the newest
+              step that is complete in memory, else in the run store
+
+Decided before the next generation begins, from what its agents were told. The processes agree on
+the step once more among themselves (`policy/recovery/step_resolution.py`), as one of them may be
+lost meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise, product
+from typing import Any
+
+from holdfast.core.sharding.boxes import Box, whole
+from holdfast.core.sharding.state_table import StateTable, local_boxes
+from holdfast.layout import Topology
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A step that all ranks found bad alike, and did not apply. what: a phrase. dealt: the
+    microbatches of each replica. suspects: those of them that may have caused it. again: computed
+    once more in the same place they were bad again; None: they were not. bearable: it may be
+    applied all the same."""
+
+    step: int
+    what: str
+    dealt: tuple[tuple[int, ...], ...]
+    suspects: tuple[int, ...]
+    again: bool | None = None
+    bearable: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> BadStep:
+        """Raises KeyError, TypeError and ValueError for what is none."""
+        return BadStep(
+            int(value["step"]), str(value["what"]),
+            tuple(tuple(int(leaf) for leaf in share) for share in value["dealt"]),
+            tuple(int(leaf) for leaf in value["suspects"]),
+            None if (again := value.get("again")) is None else bool(again),
+            bool(value.get("bearable", False)),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one worker holds, as it says itself.
+
+    generation, rank: where it stood. applied: the step after which its state is. whole: the step
+    of which it holds the whole reduced gradient, if of any. torn: it has no state that is of use.
+    kind: why it stopped: peer, halt, error, non_finite, rotten, paused; text: the same in a
+    sentence. state: generation and rank whose boxes it holds; None where it holds none. bad: the
+    step because of which it stopped.
+    """
+
+    generation: int
+    rank: int
+    applied: int
+    whole: int | None = None
+    torn: bool = False
+    kind: str = "halt"
+    text: str = ""
+    state: tuple[int, int] | None = None
+    bad: BadStep | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Held:
+        """Keys of a newer version are dropped. Raises KeyError, TypeError and ValueError for what
+        is none."""
+        generation, rank, applied = (int(value[key]) for key in ("generation", "rank", "applied"))
+        whole, state = value.get("whole"), value.get("state", (generation, rank))
+        torn = bool(value.get("torn", False)) or state is None
+        return Held(
+            generation, rank, applied, None if whole is None else int(whole), torn,
+            str(value.get("kind", "halt")), str(value.get("text", "")),
+            None if torn else (int(state[0]), int(state[1])),
+            None if (bad := value.get("bad")) is None else BadStep.from_json(bad),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Standpoint:
+    """The survivors go on live. step: somebody's state is that after it, and nobody's is after a
+    later one; the others have it, or the gradient that leads there. ranks: who these are."""
+
+    step: int
+    ranks: frozenset[int]
+
+
+def standpoint(topology: Topology, table: StateTable, held: Mapping[int, Held]) -> Standpoint | str:
+    """Whether the survivors of `topology` can go on with what they hold, by the rank whose boxes
+    these are; else why not, as a phrase. Who lies behind the newest step, and cannot follow,
+    counts for nothing."""
+    able = {rank: one for rank, one in held.items() if not one.torn}
+    if not able:
+        return "nobody is left who holds a state"
+    step = max(one.applied for one in able.values())
+    ranks = frozenset(
+        rank
+        for rank, one in able.items()
+        if one.applied == step or (one.applied == step - 1 and one.whole == step)
+    )
+    missing = unheld(topology, table, ranks)
+    if missing is not None:
+        return f"nobody who is left holds the whole of {missing}"
+    return Standpoint(step, ranks)
+
+
+def unheld(topology: Topology, table: StateTable, ranks: Collection[int]) -> str | None:
+    """A tensor of which these ranks lack some part between them; None where they hold the whole
+    state."""
+    present = set(ranks)
+    if any(present.issuperset(replica.ranks) for replica in topology.replicas):
+        return None  # nearly always so, and cheap
+    boxes = [local_boxes(topology, table, rank) for rank in sorted(present)]
+    for row, spec in enumerate(table):
+        parts = {held[row] for held in boxes if held[row].size}
+        if not _cover(whole(spec.name, spec.shape), parts):
+            return spec.name
+    return None
+
+
+def _cover(wanted: Box, parts: Collection[Box]) -> bool:
+    """Whether `parts`, which may overlap, hold every element of `wanted`: it is cut along all
+    their edges, so that each cell lies inside or outside of each of them."""
+    edges = [
+        sorted(
+            {wanted.offsets[dim], wanted.stops[dim]}.union(
+                *((part.offsets[dim], part.stops[dim]) for part in parts)
+            )
+        )
+        for dim in range(len(wanted.lengths))
+    ]
+    for cell in product(*(pairwise(edge) for edge in edges)):
+        piece = Box(wanted.name, tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+        if piece.size and not any(part.contains(piece) for part in parts):
+            return False
+    return True

@@ -1,0 +1,106 @@
+"""What can still be saved before a machine goes: pure arithmetic over a deadline and bandwidths.
+
+A notice leaves seconds. What stays on the machine is lost with it, so only tiers that survive it
+are worth the bytes; the one that is complete first goes first, because a save that is not complete
+is none. Tiers that share a link share its time, one after the other: two halves are no save.
+
+A prediction that names nodes asks for less: only the boxes which the ranks on them own, and of
+those only what no rank elsewhere holds has to travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.core.sharding.state_table import ITEM_BYTES, StateTable
+from holdfast.layout import Topology
+from holdfast.policy.saving.failure_rate import duration
+
+MARGIN = 0.2
+"""Share of the deadline that is not planned with: a measured bandwidth is that of other minutes,
+and others on the same switch have had the same notice."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """A way into a tier, as measured. seconds: what a save costs there besides its bytes (the copy
+    out of training's memory, opening, committing)."""
+
+    tier: int
+    bytes_per_second: float
+    seconds: float = 0.0
+    survives: bool = True  # what goes: tier 0, and tier 2 on the same node, go with it
+    link: str = "network"
+
+    def needs(self, nbytes: int) -> float:
+        if nbytes <= 0:
+            return self.seconds
+        if self.bytes_per_second <= 0:
+            return float("inf")
+        return self.seconds + nbytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Emergency:
+    """What to do: save into `tiers`, in this order. done: seconds from now, one per tier."""
+
+    tiers: tuple[int, ...]
+    done: tuple[float, ...]
+    reason: str
+
+
+def emergency(deadline: float, nbytes: int, routes: Sequence[Route]) -> Emergency:
+    """Which tiers will be complete `deadline` seconds from now, the surest first; none: says so."""
+    usable = deadline * (1 - MARGIN)
+    size = f"{nbytes / 1e6:,.0f} MB"
+    busy: dict[str, float] = {}
+    tiers, done, late = [], [], []
+    surviving = [route for route in routes if route.survives]
+    for route in sorted(surviving, key=lambda r: (r.needs(nbytes), -r.tier)):
+        ready = busy.get(route.link, 0.0) + route.needs(nbytes)
+        if ready <= usable:
+            busy[route.link] = ready
+            tiers.append(route.tier)
+            done.append(ready)
+        else:
+            late.append(f"tier {route.tier} would need {duration(ready)}")
+    if not surviving:
+        return Emergency((), (), "nothing can be saved: no tier survives what is about to go")
+    told = f"of the {duration(deadline)} left, {duration(usable)} are planned with"
+    others = ", ".join(late)
+    if not tiers:
+        return Emergency(
+            (), (), f"nothing can be complete in time: {told}, and for {size} {others}"
+        )
+    saved = ", then ".join(f"tier {t} by {duration(d)}" for t, d in zip(tiers, done, strict=True))
+    reason = f"{size} into {saved}: {told}{f'; {others}' if others else ''}"
+    return Emergency(tuple(tiers), tuple(done), reason)
+
+
+@dataclass(frozen=True)
+class AtRisk:
+    """What nodes that are about to go own, by rank: the size that an emergency plans with.
+
+    It is not what is saved: a save is of the whole state, each rank's own part of it, because a
+    step counts only when every rank's part is there. So boxes that ranks elsewhere hold too are
+    neither left out of it nor sent last.
+    """
+
+    boxes: dict[int, tuple[Box, ...]]
+    bytes: int
+
+
+def at_risk(topology: Topology, table: StateTable, nodes: Collection[str]) -> AtRisk:
+    """The boxes that the ranks on `nodes` own. Raises ValueError for a node that is not there."""
+    unknown = sorted(set(nodes) - set(topology.nodes))
+    if unknown:
+        raise ValueError(
+            f"no rank is on node {unknown[0]}; there are {sorted(set(topology.nodes))}"
+        )
+    going = [rank for rank, node in enumerate(topology.nodes) if node in nodes]
+    item = {spec.name: ITEM_BYTES[spec.dtype] for spec in table}
+    boxes = {rank: owned_boxes(topology, table, rank) for rank in going}
+    return AtRisk(boxes, sum(box.size * item[box.name] for own in boxes.values() for box in own))

@@ -1,0 +1,143 @@
+"""All tiers of a run at once: which there are, what each costs, how often each is saved into. Pure.
+
+A tier's cadence is the run file's or decided here (`auto`, `interval: adaptive`). What is known:
+
+    costs      by tier, what a save into it costs training beside one into those below (SaveCost)
+    durations  by tier, seconds until such a save is done: none is asked for before (Measured)
+    hazard     failures a second, whatever they take with them (Hazard)
+    classes    how they are shared out: process, node, several nodes, run store (Classes)
+
+`interval.decide_tiers` does the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+
+from holdfast.config.checkpoint import CheckpointConfig
+from holdfast.policy.saving.failure_classes import Classes
+from holdfast.policy.saving.failure_rate import Hazard
+from holdfast.policy.saving.interval import Bounds, Decision, SaveCost, TierCost, decide_tiers
+
+MEMORY, PEERS, DISK, BUCKET = range(4)
+
+PRIORS = {MEMORY: 0.02, PEERS: 0.02, DISK: 0.2, BUCKET: 0.2}
+"""Seconds that a save is taken to cost before one was seen. Too little would make a short run save
+all the time, too much would leave it without a save, or leave the peers out for good; the first
+save corrects it."""
+FED_FROM = (MEMORY, DISK)
+"""Tiers that are never left out: peers and disk are fed from memory, and the bucket from the disk.
+Where a save passes through a lower tier anyway, saving more often into that one is never worse:
+the root of 2 (C + c) (R + r) is at least that of 2 C R and of 2 c r together (Cauchy-Schwarz)."""
+NO_LESS = 1e-3
+"""Seconds between snapshots at least; in fact a step."""
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """What the run file says of each tier of a run. auto: those to be decided."""
+
+    present: tuple[int, ...]
+    auto: frozenset[int]
+    bounds: Mapping[int, Bounds] = field(repr=False)
+
+    @staticmethod
+    def of(rules: CheckpointConfig) -> Tiers:
+        others = [peer for peer in rules.peers if peer.name != rules.machine.name]
+        there = {
+            MEMORY: rules.memory_every_steps != 0, PEERS: bool(others), DISK: True,
+            BUCKET: bool(rules.bucket),
+        }  # fmt: skip
+        decided = {
+            MEMORY: rules.memory_every_steps == "auto", PEERS: rules.peer_every_steps == "auto",
+            DISK: rules.interval == "adaptive", BUCKET: rules.bucket_every_seconds == "auto",
+        }  # fmt: skip
+        snapshots = Bounds(min(NO_LESS, rules.max_seconds), rules.max_seconds)
+        durable = Bounds(rules.min_seconds, rules.max_seconds)
+        return Tiers(
+            tuple(tier for tier, is_there in there.items() if is_there),
+            frozenset(tier for tier, is_auto in decided.items() if is_auto and there[tier]),
+            {MEMORY: snapshots, PEERS: snapshots, DISK: durable, BUCKET: durable},
+        )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What saves were seen to cost, by the highest tier that they went into."""
+
+    by_tier: Mapping[int, SaveCost] = field(
+        default_factory=lambda: {tier: SaveCost(prior) for tier, prior in PRIORS.items()}
+    )
+
+    def after(self, step: float, saved: tuple[int, float] | None = None) -> Costs:
+        """A step took `step` seconds. saved: the highest tier of the save in it, if there was one,
+        and the seconds that training stood still for it."""
+        out = dict(self.by_tier)
+        open_one = next((t for t, cost in out.items() if cost.pending is not None), None)
+        if saved is None:
+            for tier in out if open_one is None else (open_one,):
+                out[tier] = out[tier].after(step)
+            return replace(self, by_tier=out)
+        highest, blocked = saved
+        for tier, cost in self.by_tier.items():
+            if tier == highest:
+                out[tier] = cost.after(step, blocked)
+            elif cost.pending is not None:
+                out[tier] = cost.interrupted()
+            elif tier > highest and open_one is None:
+                # Where every step is captured, a usual step of the disk is one with a snapshot.
+                out[tier] = cost.after(step)
+        return replace(self, by_tier=out)
+
+    def of(self, tier: int, lower: int | None) -> float:
+        """Seconds of a save into `tier`. lower: the lowest tier, whose captures are made anyway."""
+        cost = self.by_tier[tier]
+        if lower is None or lower == tier:
+            return cost.seconds
+        return cost.beside(self.by_tier[lower].standing)
+
+
+def decide_all(
+    tiers: Tiers, costs: Costs, durations: Mapping[int, float], hazard: Hazard, classes: Classes,
+    nodes: float, fixed: Mapping[int, float], kept: Mapping[int, Decision],
+) -> dict[int, Decision]:  # fmt: skip
+    """The present decision of every tier that is to be decided.
+
+    fixed: seconds between saves into each tier that is present and the run file decides, 0 where
+    they are not known. kept: the decisions in force, each of which stands as long as it is as good.
+    """
+    seen = f"{hazard.evidence} on {nodes:g} {'node' if nodes == 1 else 'nodes'}"
+    lower = tiers.present[0] if tiers.present[0] != DISK else None
+    prices = [
+        TierCost(tier, costs.of(tier, lower), durations.get(tier, 0.0)) for tier in tiers.present
+    ]
+    made = decide_tiers(
+        prices, classes.rates(hazard.rate(nodes), tiers.present), tiers.bounds, evidence=seen,
+        kept=kept, needed=FED_FROM,
+        fixed={tier: fixed.get(tier, 0.0) for tier in tiers.present if tier not in tiers.auto},
+    )  # fmt: skip
+    return {decision.tier: decision for decision in made}
+
+
+def due_now(
+    tiers: Tiers, every: Mapping[int, float], elapsed: Mapping[int, float], made: frozenset[int]
+) -> frozenset[int]:
+    """The tiers to save into at this step.
+
+    every: seconds between saves by tier, for those that go by the clock. elapsed: since the last
+    one. made: tiers that are saved into at this step anyway, by a rule that counts steps. A tier
+    rides with a save of a lower one when that comes nearer to its time than the next one would;
+    the bucket gets what the disk gets, and nothing is saved on its account alone.
+    """
+    due = set(made)
+    for tier in tiers.present:
+        if tier in due or tier not in every or every[tier] == inf or every[tier] <= 0:
+            continue
+        if tier == BUCKET and DISK not in due:
+            continue
+        until_next = min((elapsed[lower] for lower in due if lower < tier), default=0.0)
+        if elapsed[tier] + until_next / 2 >= every[tier]:
+            due.add(tier)
+    return frozenset(due)

@@ -1,0 +1,207 @@
+"""Who runs the forward and backward passes of a share, and in which order.
+
+A replica that is one stage runs microbatch after microbatch. A pipeline runs a schedule: a table
+of actions per stage (`core/schedule/table.py`), executed by `parallel/pipeline.py`; here stands
+what an action does to the model. In both, gradients reach the reducer in rising order of
+microbatches, because its tree counts on it, and losses are known on the last stage.
+
+Every rank of a replica is fed the tokens of its samples: the first stage embeds them, the last
+one reads their targets, all of them need the documents. So only activations and their gradients
+travel between stages, and their shapes follow from the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.core.schedule.table import Schedule, build, forward_only
+from holdfast.layout import AXES
+from holdfast.parallel.pipeline import Interpreter
+from holdfast.parallel.process_groups import Groups
+from holdfast.parallel.tensor_parallel import residual_shape
+from holdfast.parallel.trace import COMPUTE, Recorder
+
+Objective = Callable[..., Tensor]
+
+
+class Inputs(Protocol):
+    """The part of a microbatch that is computed on."""
+
+    @property
+    def inputs(self) -> Tensor: ...
+
+    @property
+    def targets(self) -> Tensor: ...
+
+    @property
+    def documents(self) -> Tensor | None: ...
+
+
+class Listener(Protocol):
+    """Who takes the gradients of a microbatch while its backward pass runs."""
+
+    def start_leaf(self, leaf: int) -> None: ...
+
+    def end_leaf(self) -> None: ...
+
+    def check(self) -> None: ...
+
+
+class Executor(Protocol):
+    """Runs the passes of this rank's part of a replica."""
+
+    def train(
+        self, leaves: Sequence[int], batches: Sequence[Inputs], listener: Listener,
+        losses: list[Tensor] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """Forward and backward of each; the loss sums, in order, or none but on a last stage.
+        losses: they are put in there as they come, and stay there when this is interrupted."""
+        ...
+
+    def evaluate(self, batches: Sequence[Inputs], alive: Callable[[], None]) -> list[Tensor]:
+        """Forward of each, without gradients; loss sums as above."""
+        ...
+
+
+class WholeExecutor:
+    """One stage: the objective maps a microbatch to its loss."""
+
+    def __init__(self, objective: nn.Module, recorder: Recorder | None = None):
+        self._objective, self._recorder = objective, recorder
+
+    def train(
+        self, leaves: Sequence[int], batches: Sequence[Inputs], listener: Listener,
+        losses: list[Tensor] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        losses = [] if losses is None else losses
+        for leaf, batch in zip(leaves, batches, strict=True):
+            listener.start_leaf(leaf)
+            with self._span(f"F{leaf}"):
+                loss = self._objective(batch.inputs, batch.targets, batch.documents)
+            with self._span(f"B{leaf}"):
+                loss.backward()
+            listener.end_leaf()
+            losses.append(loss.detach())
+            listener.check()
+        return losses
+
+    def evaluate(self, batches: Sequence[Inputs], alive: Callable[[], None]) -> list[Tensor]:
+        losses = []
+        for batch in batches:
+            alive()
+            losses.append(self._objective(batch.inputs, batch.targets, batch.documents))
+        return losses
+
+    def _span(self, name: str) -> AbstractContextManager[None]:
+        return self._recorder.span(COMPUTE, name) if self._recorder else nullcontext()
+
+
+class PipelinedExecutor:
+    """One stage of several: runs this rank's column of a schedule.
+
+    schedule: "gpipe" or "1f1b". dim, dtype: of the residual stream that passes between stages.
+    """
+
+    def __init__(
+        self, objective: nn.Module, groups: Groups, schedule: str, dim: int, dtype: torch.dtype,
+        device: torch.device, *, sequence_parallel: bool,
+    ):  # fmt: skip
+        assert groups.line is not None
+        self._objective, self._schedule, self._dtype = objective, schedule, dtype
+        self._stages, self._tp = groups.degree("pp"), groups.degree("tp")
+        self._dim, self._sequence_parallel = dim, sequence_parallel
+        self._interpreter = Interpreter(groups.line, device, recorder=groups.recorder)
+
+    def table(self, microbatches: int) -> Schedule:
+        """The schedule of a share. One with fewer microbatches than 1F1B needs to fill the
+        pipeline runs as GPipe: a plan refuses that, but a dealing may leave a replica little."""
+        name = self._schedule if microbatches >= self._stages else "gpipe"
+        return build(name, self._stages, microbatches)
+
+    def train(
+        self, leaves: Sequence[int], batches: Sequence[Inputs], listener: Listener,
+        losses: list[Tensor] | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        if not batches:
+            return []
+        work = _Work(self, leaves, batches, listener)
+        work.losses = work.losses if losses is None else losses
+        self._interpreter.run(self.table(len(batches)), work)
+        return work.losses
+
+    def evaluate(self, batches: Sequence[Inputs], alive: Callable[[], None]) -> list[Tensor]:
+        if not batches:
+            return []
+        work = _Work(self, range(len(batches)), batches, None, alive)
+        self._interpreter.run(forward_only(self._stages, len(batches)), work)
+        return work.losses
+
+    def call(self, batch: Inputs, incoming: Tensor | None) -> Tensor:
+        """The stage's own part of the forward: its residual stream, or on the last stage a loss."""
+        out: Tensor = self._objective(batch.inputs, batch.targets, batch.documents, incoming)
+        return out
+
+    def boundary(self, batch: Inputs) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of what passes between two stages for a microbatch."""
+        rows, length = batch.inputs.shape
+        shape = residual_shape(rows, length, self._dim, self._tp, self._sequence_parallel)
+        return shape, self._dtype
+
+    @property
+    def last(self) -> int:
+        return self._stages - 1
+
+
+class _Work:
+    """What the interpreter's actions do: `StageWork` for one share."""
+
+    def __init__(
+        self, stage: PipelinedExecutor, leaves: Sequence[int], batches: Sequence[Inputs],
+        listener: Listener | None, alive: Callable[[], None] = lambda: None,
+    ):  # fmt: skip
+        self._stage, self._leaves, self._batches = stage, leaves, batches
+        self._listener, self._alive = listener, alive
+        self._held: dict[int, tuple[Tensor | None, Tensor]] = {}  # what came in, what went out
+        self.losses: list[Tensor] = []
+
+    def boundary(self, stage: int, microbatch: int) -> tuple[tuple[int, ...], torch.dtype]:
+        return self._stage.boundary(self._batches[microbatch])
+
+    def forward(self, stage: int, microbatch: int, incoming: Tensor | None) -> Tensor | None:
+        self._alive()
+        if incoming is not None and self._listener is not None:
+            incoming.requires_grad_()
+        out = self._stage.call(self._batches[microbatch], incoming)
+        if self._listener is not None:
+            self._held[microbatch] = incoming, out
+        if stage == self._stage.last:
+            self.losses.append(out.detach())
+            return None
+        return out.detach()
+
+    def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        assert self._listener is not None
+        incoming, out = self._held.pop(microbatch)
+        self._listener.start_leaf(self._leaves[microbatch])
+        torch.autograd.backward(out, gradient)
+        self._listener.end_leaf()
+        self._listener.check()
+        return None if incoming is None else incoming.grad
+
+
+def executor(
+    objective: nn.Module, groups: Groups, schedule: str, dim: int, dtype: torch.dtype,
+    device: torch.device, *, sequence_parallel: bool,
+) -> Executor:  # fmt: skip
+    """What fits this rank's replica."""
+    if groups.replica.mesh_shape[AXES.index("pp")] == 1:
+        return WholeExecutor(objective, groups.recorder)
+    return PipelinedExecutor(
+        objective, groups, schedule, dim, dtype, device,
+        sequence_parallel=sequence_parallel,
+    )  # fmt: skip

@@ -1,0 +1,158 @@
+"""Where a NaN or an infinity came from: the first microbatch, rank and parameter.
+
+A summed gradient only says that something is wrong. So every rank computes its own share once
+more without any reduction, looks at the outputs of modules in forward order and then at the
+gradients in backward order, and the ranks agree on the first finding: the lowest microbatch, in
+it the earliest moment (the forward passes of the stages in order, then their backward passes in
+reverse), in that the first parameter to be used, and the lowest rank for that. Nothing is
+changed: parameters keep the state before the step.
+
+What is not there once more was the device's, this time: then it counts whose own part of the sum
+was not finite, which every rank says too.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.core.sharding.parameters import Parameter
+from holdfast.parallel.comm.transport import exchange
+from holdfast.parallel.process_groups import Groups
+from holdfast.parallel.torch_compat import local
+from holdfast.train.executors import Executor, Inputs
+from holdfast.train.state import Parameters
+
+_TAG = 2
+_NONE = 2**62
+_BITS = 62  # of a mask, in one word
+SUM = "the sum of all gradients"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The same on every rank. bad: microbatches that were not finite when they were computed once
+    more; rank and parameter: the first finding among them. unsound: ranks whose part of the sum
+    was not finite in the first place."""
+
+    rank: int
+    parameter: str
+    bad: tuple[int, ...]
+    unsound: tuple[int, ...]
+
+
+def find_non_finite(
+    objective: nn.Module, executor: Executor, groups: Groups, parameters: Parameters,
+    share: Sequence[tuple[int, Inputs]], leaves: int, sound: bool,
+) -> Finding:  # fmt: skip
+    """What is found over all ranks; collective. leaves: microbatches of the step. sound: all that
+    this rank gave to the sum was finite.
+
+    Where every part is finite and only the sum overflowed, the parameter is called `SUM`.
+    Raises PeerLostError.
+    """
+    finding = [_NONE, 0, 0]  # leaf, moment, place of the parameter in it
+    named, mask = -1, 0
+    for leaf, batch in share:
+        found = _first_bad(objective, executor, leaf, batch, len(parameters.table))
+        if found is not None:
+            mask |= 1 << leaf
+        if found is not None and finding[0] == _NONE:
+            backward, index = found
+            stage, stages = groups.coordinate.pp, groups.degree("pp")
+            moment = 2 * stages - 1 - stage if backward else stage
+            finding, named = [leaf, moment, -index if backward else index], index
+        # go on: the ranks of a replica compute in lockstep
+    words = [mask >> at & (1 << _BITS) - 1 for at in range(0, leaves, _BITS)]
+    said = [*finding, int(sound), *words, *_name_at(parameters.table, named)]
+    control = groups.control
+    records = exchange(
+        control, torch.tensor(said, dtype=torch.int64), [len(said)] * control.size, _TAG
+    )
+    findings = [record.tolist() for record in records]
+    position = min(range(control.size), key=lambda p: (*findings[p][:3], p))
+    masks = [functools.reduce(or_, column) for column in zip(*(f[4:4 + len(words)]
+             for f in findings), strict=True)]  # fmt: skip
+    bad = tuple(leaf for leaf in range(leaves) if masks[leaf // _BITS] >> leaf % _BITS & 1)
+    unsound = tuple(sorted(groups.positions[p] for p, f in enumerate(findings) if not f[3]))
+    text = bytes(findings[position][4 + len(words) :]).rstrip(b"\0").decode()
+    if not bad:
+        return Finding(unsound[0] if unsound else 0, "a gradient" if unsound else SUM, (), unsound)
+    return Finding(groups.positions[position], text, bad, unsound)
+
+
+_NAME = 128  # bytes of a parameter's name on the wire: another stage does not know mine
+
+
+def _name_at(table: Sequence[Parameter], index: int) -> list[int]:
+    name = table[index].name.encode()[:_NAME] if index >= 0 else b""
+    return list(name.ljust(_NAME, b"\0"))
+
+
+def _nothing_compiled() -> AbstractContextManager[Any]:
+    """Compiled code does not call hooks that are newer than itself. Where the compiler has not been
+    imported there is none, and the others would wait for seconds until it is."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+
+
+class _Nobody:
+    """Takes no gradients: they stay where autograd leaves them."""
+
+    def start_leaf(self, leaf: int) -> None:
+        """Nothing listens."""
+
+    def end_leaf(self) -> None:
+        """Nothing listens."""
+
+    def check(self) -> None:
+        """Nothing can have failed."""
+
+
+def _first_bad(
+    objective: nn.Module, executor: Executor, leaf: int, batch: Inputs, count: int
+) -> tuple[bool, int] | None:
+    """The first parameter of one microbatch whose use or gradient is not finite: whether it was
+    found in the backward pass, and its index."""
+    parameters = list(objective.parameters())
+    order = {id(p): i for i, p in enumerate(parameters)}
+    bad: list[int] = []
+
+    # FSDP2 swaps whole parameters in for the forward, so their owners are looked up beforehand.
+    owners = {
+        id(module): [order[id(p)] for p in module.parameters(recurse=False)]
+        for module in objective.modules()
+    }
+
+    def look(module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and not bool(torch.isfinite(output).all()):
+            bad.extend(owners[id(module)])
+
+    hooks = [m.register_forward_hook(look) for m in objective.modules() if owners[id(m)]]
+    try:
+        with _nothing_compiled():
+            losses = executor.train([leaf], [batch], _Nobody())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    gradients = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    if bad:
+        return False, bad[0]
+    if not all(bool(torch.isfinite(loss)) for loss in losses):
+        return False, count - 1
+    for index in reversed(range(count)):
+        gradient = gradients[index]
+        if gradient is not None and not bool(torch.isfinite(local(gradient)).all()):
+            return True, index
+    return None

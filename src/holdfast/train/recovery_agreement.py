@@ -1,0 +1,243 @@
+"""What the processes of a new generation tell each other before any state moves.
+
+Each says in one small record what it holds: the step of its state, how far it is in the next one,
+and the numbers of that step. All then work out the same: which step everybody goes on from
+(`policy/recovery/step_resolution.py`), with which verdict, who has a state at all, and which
+replicas may keep what lies inside them. A newcomer takes part, and says that it has nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+
+from holdfast.core.sharding.step_resume import Computed
+from holdfast.errors import LayoutError
+from holdfast.layout import Replica, Topology
+from holdfast.parallel.comm.transport import Peers, exchange
+from holdfast.parallel.gradients.grad_norm import combine
+from holdfast.policy.recovery.step_resolution import Holding, Resolution, Stage, resolve
+from holdfast.train.engine import StepEngine
+from holdfast.train.vote import VERDICT_WORDS, Verdict, Wishes, verdict_of, verdict_words
+
+CameFrom = Sequence[int | None]
+
+_TAG = 10
+_STAGES = tuple(Stage)
+_BITS = 62  # of a mask, in one word
+_SUMMED, _INTACT, _VERDICT, _COUNTED = 1, 2, 4, 8
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one process says of itself.
+
+    intact: what lies inside its replica can be used. verdict: of step `verdict_step`, the newest
+    that it knows. validated: the newest step up to which every validation was computed, as far
+    as it knows. tokens, loss: of the step whose whole gradient it holds, if they are `counted`
+    and finite; squares: of what it answers for in that gradient. computed: the microbatches that
+    it has computed of a step of which it has not `summed` anything.
+    """
+
+    holding: Holding
+    intact: bool = False
+    verdict: Verdict | None = None
+    verdict_step: int = 0
+    validated: int = 0
+    counted: bool = False
+    tokens: int = 0
+    loss: float = 0.0
+    squares: float = 0.0
+    computed: tuple[int, ...] = ()
+
+
+NOTHING = Said(Holding(None))
+
+
+def said_by(engine: StepEngine, step: int) -> Said:
+    """What a process with a state can say. step: of that state, where the engine has not applied
+    any itself."""
+    if engine.torn:
+        return NOTHING
+    held, account = engine.held, engine.account
+    stage = Stage.COMPUTING if engine.stage is Stage.APPLIED else engine.stage
+    applied = step if engine.applied is None else engine.applied
+    whole = held.whole is not None and account is not None
+    counts = account is not None and account.finite and not engine.rejected
+    return Said(
+        Holding(applied, stage, engine.summed),
+        held.intact, engine.verdict, engine.verdict_step, engine.validated or 0,
+        counted=whole and counts,
+        tokens=account.tokens if whole and account is not None else 0,
+        loss=account.loss if whole and account is not None else 0.0,
+        squares=engine.squares() if whole else 0.0,
+        computed=engine.computed,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all have found out alike.
+
+    verdict: of the step that all are at, where anybody knows it. came_from: as told, without those
+    who have no state after all. kept: the replicas of the new topology whose inside stays.
+    computed: what each of them has of the next step, which goes on; empty where it begins anew.
+    validated: the newest step up to which every validation was computed; validators: who knows of
+    that, by new rank.
+    """
+
+    resolution: Resolution
+    verdict: Verdict | None
+    came_from: tuple[int | None, ...]
+    kept: frozenset[int]
+    computed: Computed = ()
+    validated: int = 0
+    validators: tuple[int, ...] = ()
+
+
+def agree(
+    control: Peers, said: Said, topology: Topology, before: Topology, came_from: CameFrom,
+    most: int,
+) -> Agreement:  # fmt: skip
+    """Exchange what everybody says over `control`, and draw the conclusions.
+
+    most: microbatches that any step has. before: the topology that the state of all who have one
+    is spread by. came_from: see `core.sharding.reshard_plan.transfers`. Raises LayoutError, on
+    every rank alike, where they were told of different rebuilds or nobody has a state, and
+    PeerLostError.
+    """
+    order = [rank for replica in topology.replicas for rank in replica.ranks]
+    plan = _digest(topology, before, came_from)
+    record = torch.tensor([*plan, *_encode(said, most)], dtype=torch.int64)
+    answers = exchange(control, record, [len(record)] * control.size, _TAG)
+    words = dict(zip(order, (answer.tolist() for answer in answers), strict=True))
+    if any(words[rank][: len(plan)] != list(plan) for rank in order):
+        raise LayoutError(
+            "ranks were told of different rebuilds", where="topology",
+            remedy="give all of them one topology, and one list of where they came from",
+        )  # fmt: skip
+    by_rank = [_decode(words[rank][len(plan) :]) for rank in range(topology.world_size)]
+    return conclude(by_rank, topology, before, came_from)
+
+
+def conclude(
+    said: Sequence[Said], topology: Topology, before: Topology, came_from: CameFrom
+) -> Agreement:
+    """What follows from what the ranks of the new topology say. Raises LayoutError."""
+    holdings = [
+        s.holding if was is not None else Holding(None)
+        for s, was in zip(said, came_from, strict=True)
+    ]
+    norm = _norm(said, before, came_from)
+    counted = norm is not None and isfinite(norm)
+    counted = counted and all(s.counted for s in said if s.holding.whole)
+    try:
+        found = resolve(holdings, counted=counted)
+    except ValueError as error:
+        raise LayoutError(f"{error}", remedy="restore this run from a checkpoint") from error
+    heard = (s.verdict for s in said if s.verdict is not None and s.verdict_step == found.step)
+    known = next((v for v in heard if v.finite and not v.wishes.reject), None)
+    if known is None and found.appliers and norm is not None:
+        one = said[min(found.appliers)]
+        known = Verdict(one.tokens, one.loss, norm, whole=True, finite=True, wishes=Wishes())
+    stayed = tuple(None if rank in found.behind else was for rank, was in enumerate(came_from))
+    kept = frozenset(
+        replica.index for replica in topology.replicas if _stays(replica, before, stayed, said)
+    )
+    computed = _computed(found, kept, topology, before, said)
+    newest = [0 if was is None else s.validated for s, was in zip(said, came_from, strict=True)]
+    validators = tuple(rank for rank, step in enumerate(newest) if step and step == max(newest))
+    return Agreement(found, known, stayed, kept, computed, max(newest), validators)
+
+
+def _computed(
+    found: Resolution, kept: frozenset[int], topology: Topology, before: Topology,
+    said: Sequence[Said],
+) -> Computed:  # fmt: skip
+    """What stays of the step that is open. Where other kinds of replicas take part the cells are
+    cut otherwise, and buffers are made anew."""
+    if not found.goes_on or set(before.kinds) != set(topology.kinds):
+        return ()
+    out: list[tuple[int, ...]] = []
+    for replica in topology.replicas:
+        sets = {said[rank].computed for rank in replica.ranks}
+        here = replica.index in kept and len(sets) == 1
+        here = here and all(said[r].holding.applied == found.step for r in replica.ranks)
+        out.append(sets.pop() if here else ())
+    return tuple(out) if any(out) else ()
+
+
+def _stays(replica: Replica, before: Topology, came_from: CameFrom, said: Sequence[Said]) -> bool:
+    """Whether a replica is made of just the ranks of an old one, in the same places, and nothing
+    inside it was given up."""
+    origins = tuple(came_from[rank] for rank in replica.ranks)
+    if origins[0] is None:
+        return False
+    old = before.replica_of(origins[0])
+    # How far each came in the step is another matter: its ranks sum different parts of it.
+    applied = {said[rank].holding.applied for rank in replica.ranks}
+    return (
+        old.ranks == origins
+        and old.kind == replica.kind
+        and len(applied) == 1
+        and all(said[rank].intact for rank in replica.ranks)
+    )
+
+
+def _norm(said: Sequence[Said], before: Topology, came_from: CameFrom) -> float | None:
+    """The norm of the whole gradient, put together as in a vote from those who are left: by the
+    first replica of which each place is still answered for, there or in another of its kind."""
+    squares = {
+        was: s.squares
+        for s, was in zip(said, came_from, strict=True)
+        if was is not None and s.holding.whole
+    }
+    for kind in before.kinds:
+        alike = [replica for replica in before.replicas if replica.kind == kind]
+        places: list[float] = []
+        for at in range(len(alike[0].ranks)):
+            found = [squares[r.ranks[at]] for r in alike if r.ranks[at] in squares]
+            places += found[:1]
+        if len(places) == len(alike[0].ranks):
+            return combine(places)
+    return None
+
+
+def _digest(topology: Topology, before: Topology, came_from: CameFrom) -> tuple[int, int]:
+    made_from = [topology.to_json(), before.to_json(), list(came_from)]
+    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
+    return int(digest[:15], 16), int(digest[15:30], 16)
+
+
+def _encode(said: Said, most: int) -> list[int]:
+    """int64 words; floats as their bits, and `most` bits that say what is computed."""
+    flags = _SUMMED * said.holding.summed | _INTACT * said.intact
+    flags |= _VERDICT * (said.verdict is not None) | _COUNTED * said.counted
+    verdict = [0] * VERDICT_WORDS if said.verdict is None else verdict_words(said.verdict)
+    applied = -1 if said.holding.applied is None else said.holding.applied
+    numbers = struct.unpack("2q", struct.pack("2d", said.loss, said.squares))
+    stage = _STAGES.index(said.holding.stage)
+    bits = sum(1 << leaf for leaf in said.computed)
+    mask = [bits >> at & (1 << _BITS) - 1 for at in range(0, most, _BITS)]
+    return [applied, stage, flags, said.tokens, *numbers, said.verdict_step, said.validated,
+            *verdict, *mask]  # fmt: skip
+
+
+def _decode(words: Sequence[int]) -> Said:
+    applied, stage, flags, tokens, loss, squares, step, validated, *rest = words
+    verdict, mask = rest[:VERDICT_WORDS], rest[VERDICT_WORDS:]
+    computed = tuple(
+        _BITS * at + bit for at, word in enumerate(mask) for bit in range(_BITS) if word >> bit & 1
+    )
+    numbers = struct.unpack("2d", struct.pack("2q", loss, squares))
+    return Said(
+        Holding(None if applied < 0 else applied, _STAGES[stage], bool(flags & _SUMMED)),
+        bool(flags & _INTACT), verdict_of(verdict) if flags & _VERDICT else None, step,
+        validated, bool(flags & _COUNTED), tokens, numbers[0], numbers[1], computed,
+    )  # fmt: skip

@@ -1,0 +1,190 @@
+"""`client`, for an event loop: signed JSON requests on one connection that stays open.
+
+An agent holds one question open at its coordinator for as long as it lives, and a benchmark holds
+thousands in one process: neither wants a thread for each. What is signed, and what an answer
+proves, is the same as there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import httptools
+
+from holdfast.core.json_parsing import parsed
+from holdfast.wire.http.auth import MISDIRECTED, Aim, Proof, check_answer, headers_of
+from holdfast.wire.http.client import ANSWER_LIMIT, OUTSIDE, UnreachableError, judged
+from holdfast.wire.secret import Secret
+
+
+class DeadError(UnreachableError):
+    """The machine answers that nobody listens at the address: who did has ended."""
+
+
+class Talker:
+    """Speaks to one address, one request at a time. Lives in one event loop."""
+
+    def __init__(self, address: str, secret: Secret, *, connect_seconds: float = 3.0) -> None:
+        """`address` is "host:port". Raises ValueError for another form."""
+        host, _, port = address.rpartition(":")
+        self.address = address
+        self._host, self._port = host.strip("[]"), int(port)
+        self._secret, self._connect_seconds = secret, connect_seconds
+        self._line: _Line | None = None
+        self._aim = Aim(time.time)
+        self._turn = asyncio.Lock()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is under way; a second one would wait for it."""
+        return self._turn.locked()
+
+    async def post(self, path: str, body: dict[str, Any], timeout: float = 10.0) -> dict[str, Any]:
+        """The answer to one request, which belongs to no generation. `timeout` bounds all of it.
+
+        A request may arrive twice when an idle connection was cut under it. Raises DeadError,
+        UnreachableError, FencedError, AuthError and RequestError as `Client.post` does.
+        """
+        content = json.dumps(body, separators=(",", ":")).encode()
+        async with self._turn:
+            kept = self._line is not None
+            try:
+                async with asyncio.timeout(timeout):
+                    try:
+                        return await self._attempt(path, content)
+                    except OSError:
+                        if not kept:
+                            raise
+                        return await self._attempt(path, content)
+            except ConnectionRefusedError as error:
+                raise DeadError(f"nobody listens at {self.address}") from error
+            except TimeoutError as error:
+                self.close()
+                raise UnreachableError(
+                    f"no answer from {self.address} to {path} within {timeout:g} s"
+                ) from error
+            except OSError as error:
+                raise UnreachableError(f"{self.address} cannot be reached: {error}") from error
+            except asyncio.CancelledError:
+                self.close()  # its answer would be taken for the next one's
+                raise
+
+    def close(self) -> None:
+        """Cut the connection; the next request makes another."""
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+    async def _attempt(self, path: str, content: bytes) -> dict[str, Any]:
+        """A request that is signed for another listener is not done, and sent once more."""
+        proof, status, data, digest = await self._exchange(path, content)
+        if status == MISDIRECTED:
+            check_answer(self._secret, proof.nonce, status, data, digest)
+            self._aim.learn(parsed(data))
+            proof, status, data, digest = await self._exchange(path, content)
+        return judged(self._secret, self.address, proof, status, data, digest)
+
+    async def _exchange(self, path: str, content: bytes) -> tuple[Proof, int, bytes, str]:
+        """The proof that was sent, and of the answer: status, body, digest."""
+        proof = self._aim.sign(self._secret, "POST", path, content, OUTSIDE)
+        try:
+            if self._line is None or self._line.over:
+                self._line = await self._connect()
+            line = self._line
+            status, data, digest = await line.ask(self._request(path, content, proof))
+        except BaseException:
+            self.close()
+            raise
+        if line.over:
+            self.close()
+        return proof, status, data, digest
+
+    async def _connect(self) -> _Line:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_seconds):
+                # asyncio turns Nagle's algorithm off by itself here.
+                _, line = await loop.create_connection(_Line, self._host, self._port)
+        except TimeoutError as error:
+            raise OSError(f"no connection within {self._connect_seconds:g} s") from error
+        return line
+
+    def _request(self, path: str, content: bytes, proof: Proof) -> bytes:
+        lines = [
+            f"POST {path} HTTP/1.1", f"host: {self.address}", "content-type: application/json",
+            f"content-length: {len(content)}",
+            *(f"{name}: {value}" for name, value in headers_of(proof, content).items()), "", "",
+        ]  # fmt: skip
+        return "\r\n".join(lines).encode("latin-1") + content
+
+
+class _Line(asyncio.Protocol):
+    """A connection that asks: `ask` raises OSError for whatever is no answer."""
+
+    def __init__(self) -> None:
+        self.over = False
+        """Whether it can be asked no more."""
+        self._parser = httptools.HttpResponseParser(self)
+        self._answer: asyncio.Future[tuple[int, bytes, str]] | None = None
+        self._digest, self._data, self._size = "", bytearray(), 0
+
+    async def ask(self, request: bytes) -> tuple[int, bytes, str]:
+        """Status, body, and what proves them."""
+        if self.over:
+            raise ConnectionResetError("the connection is closed")
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(request)
+        try:
+            return await self._answer
+        finally:
+            self._answer = None
+
+    def close(self) -> None:
+        self.over = True
+        self._transport.abort()
+
+    # --- of asyncio and of the parser -------------------------------------------------------
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._fail(ConnectionResetError("closed before an answer"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._answer is None:  # nobody has asked
+            self.close()
+            return
+        self._size += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(ConnectionResetError(f"the answer is no HTTP: {error}"))
+        if self._size > ANSWER_LIMIT:
+            self._fail(ConnectionResetError("the answer is too long"))
+
+    def on_message_begin(self) -> None:
+        self._digest, self._data = "", bytearray()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"holdfast-hmac":
+            self._digest = value.decode("latin-1")
+
+    def on_body(self, body: bytes) -> None:
+        self._data += body
+
+    def on_message_complete(self) -> None:
+        self._size = 0
+        self.over = self.over or not self._parser.should_keep_alive()
+        if self._answer is not None and not self._answer.done():
+            status = self._parser.get_status_code()
+            self._answer.set_result((status, bytes(self._data), self._digest))
+
+    def _fail(self, error: OSError) -> None:
+        self.over = True
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+        self._transport.abort()

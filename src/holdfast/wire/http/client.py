@@ -1,0 +1,166 @@
+"""Requests to an agent: JSON over HTTP/1.1, signed, on connections that stay open.
+
+`exchange` is the whole machinery: a round trip costs a fraction of what a general HTTP library
+takes, and a worker makes several a second.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any, cast
+
+from holdfast.core.json_parsing import parsed
+from holdfast.errors import FencedError, HoldfastError
+from holdfast.wire.http.auth import MISDIRECTED, Aim, AuthError, Proof, check_answer, headers_of
+from holdfast.wire.http.sync_connection import BrokenError, Link
+from holdfast.wire.secret import Secret
+
+OUTSIDE = 0
+"""The generation of a request that belongs to none, such as the question who is there."""
+
+ANSWER_LIMIT = 64 << 20
+"""Bytes of an answer at most; whoever has the port now cannot fill our memory."""
+
+
+class UnreachableError(HoldfastError):
+    """Nobody answered at the address before the deadline."""
+
+
+class RequestError(HoldfastError):
+    """The agent understood who asks, and refused what was asked. `status` is HTTP's."""
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status = status
+        super().__init__(message)
+
+
+class Client:
+    """Speaks to one agent. Threads may share it: each request has a connection to itself."""
+
+    def __init__(
+        self, address: str, secret: Secret, generation: int = OUTSIDE, *, patience: float = 2.0
+    ) -> None:
+        """`address` is "host:port"; `patience` is how many seconds a refused connection is tried
+        again for (an agent that is about to listen)."""
+        host, _, port = address.rpartition(":")
+        self.address = address
+        self.generation = generation
+        self._host, self._port = host.strip("[]"), int(port)
+        self._secret = secret
+        self._patience = patience
+        self._aim = Aim(time.time)
+        self._idle: list[Link] = []
+        self._busy: set[Link] = set()
+        self._aborted = False
+        self._lock = threading.Lock()
+        self._pause = threading.Event()  # set by close(): ends a wait between two attempts
+
+    def post(self, path: str, body: dict[str, Any], timeout: float = 10.0) -> dict[str, Any]:
+        """The answer to one request. `timeout` bounds the answer's silence, in seconds.
+
+        A request may arrive twice when an idle connection was cut under it, so what must not
+        happen twice carries a number of its own. Raises FencedError when the agent knows a newer
+        generation, UnreachableError, AuthError (who answers is not our agent, or does not take us
+        for its worker), RequestError.
+        """
+        content = json.dumps(body, separators=(",", ":")).encode()
+        deadline = time.monotonic() + self._patience
+        pause = 0.01
+        while True:
+            try:
+                return self._attempt(path, content, timeout)
+            except BrokenError as error:
+                raise UnreachableError(f"{self.address} cannot be reached: {error}") from error
+            except ConnectionError as error:
+                if time.monotonic() + pause > deadline or self._pause.wait(pause):
+                    raise UnreachableError(f"nobody answers at {self.address}") from error
+                pause = min(2 * pause, 0.25)
+            except TimeoutError as error:
+                raise UnreachableError(
+                    f"no answer from {self.address} to {path} within {timeout:g} s"
+                ) from error
+            except OSError as error:
+                raise UnreachableError(f"{self.address} cannot be reached: {error}") from error
+
+    def close(self) -> None:
+        """Close idle connections and end waits for new ones."""
+        self._pause.set()
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def abort(self) -> None:
+        """End the requests that are under way in other threads, and refuse later ones: they raise
+        UnreachableError. What was asked may have been done."""
+        with self._lock:
+            self._aborted = True
+            busy = list(self._busy)
+        for connection in busy:
+            with suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+        self.close()
+
+    def _attempt(self, path: str, content: bytes, timeout: float) -> dict[str, Any]:
+        """A request that is signed for another listener is not done, and sent once more."""
+        proof, status, data, digest = self._exchange(path, content, timeout)
+        if status == MISDIRECTED:
+            check_answer(self._secret, proof.nonce, status, data, digest)
+            self._aim.learn(parsed(data))
+            proof, status, data, digest = self._exchange(path, content, timeout)
+        return judged(self._secret, self.address, proof, status, data, digest)
+
+    def _exchange(self, path: str, content: bytes, timeout: float) -> tuple[Proof, int, bytes, str]:
+        """The proof that was sent, and of the answer: status, body, digest."""
+        proof = self._aim.sign(self._secret, "POST", path, content, self.generation)
+        headers = {"content-type": "application/json", **headers_of(proof, content)}
+        connection = self._take(timeout)
+        with self._lock:
+            aborted = self._aborted
+            self._busy.add(connection)
+        try:
+            if aborted:
+                raise UnreachableError(f"no more requests to {self.address}: they were ended")
+            answer = connection.ask("POST", path, headers, content)
+            data = answer.read(ANSWER_LIMIT)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            with self._lock:
+                self._busy.discard(connection)
+        if not answer.keep or self._aborted:
+            connection.close()
+        else:
+            with self._lock:
+                self._idle.append(connection)
+        return proof, answer.status, data, answer.header("holdfast-hmac")
+
+    def _take(self, timeout: float) -> Link:
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is None:
+            return Link(self._host, self._port, timeout)
+        connection.sock.settimeout(timeout)
+        return connection
+
+
+def judged(
+    secret: Secret, address: str, proof: Proof, status: int, data: bytes, digest: str
+) -> dict[str, Any]:
+    """The answer's value, once it has proven whose it is. Raises as `Client.post` does."""
+    if status == 401:  # the agent cannot sign for somebody it does not know
+        raise AuthError(f"{address} does not accept this run's secret")
+    check_answer(secret, proof.nonce, status, data, digest)
+    value = parsed(data)
+    if status == 409:
+        raise FencedError(str(value.get("error", "a newer generation exists")))
+    if status == MISDIRECTED:
+        raise AuthError(f"{address} changes its name at every request")
+    if status != 200:
+        raise RequestError(status, str(value.get("error", f"HTTP status {status}")))
+    return cast(dict[str, Any], value)

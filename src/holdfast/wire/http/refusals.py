@@ -1,0 +1,104 @@
+"""What listeners refused, counted by listener and reason, and told at most once a minute.
+
+Whoever refuses calls `count`, which costs a lock and two additions; nothing of a request (no
+address, no body, no header) is kept. The first refusal is told within a second, what follows within
+a minute is told together at its end: a stranger can make our journal grow by a line a minute.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal
+
+from holdfast.events import RequestsRefused
+from holdfast.wire.http.auth import Fault
+
+CONTROL, HEALTH, MOVER, PEERS = "control", "health", "mover", "peers"
+"""Names of the listeners, as counted."""
+
+Reason = (
+    Fault
+    | Literal[
+        "older generation", "unknown generation", "malformed", "too long", "slow", "crowded",
+        "no such path", "not ours", "other user", "other run",
+    ]
+)  # fmt: skip
+"""not ours: not even the protocol. crowded: made way for others, having proven nothing."""
+
+ROUTINE = frozenset({"older generation", "unknown generation"})
+"""What a process of the run itself may do that comes too late; all else is a stranger's."""
+
+TELL_SECONDS = 60.0
+GATHER_SECONDS = 1.0
+"""What follows the first refusal so closely is told with it."""
+
+
+class Refusals:
+    """Safe to use from any thread. `close` tells what is left."""
+
+    def __init__(
+        self,
+        tell: Callable[[RequestsRefused], None] | None = None,
+        every: float = TELL_SECONDS,
+    ) -> None:
+        """`tell` is called on a thread of its own."""
+        self._tell = tell
+        self._every = every
+        self._totals: Counter[tuple[str, str]] = Counter()
+        self._told: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
+
+    def count(self, listener: str, reason: Reason) -> None:
+        with self._lock:
+            self._totals[listener, reason] += 1
+            if self._tell is not None and self._thread is None and not self._closing.is_set():
+                self._thread = threading.Thread(target=self._run, name="refusals", daemon=True)
+                self._thread.start()
+
+    def totals(self) -> dict[str, dict[str, int]]:
+        """listener -> reason -> how often, since the start."""
+        with self._lock:
+            return _nested(self._totals)
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(5.0)
+
+    def _run(self) -> None:
+        """From a refusal until a minute has passed without another one."""
+        self._closing.wait(GATHER_SECONDS)
+        while True:
+            with self._lock:
+                news = self._totals - self._told
+                if not news:
+                    self._thread = None
+                    return
+                self._told = self._totals.copy()
+            if self._tell is not None:
+                self._tell(RequestsRefused(_nested(news)))
+            self._closing.wait(self._every)
+
+
+def sentence(event: RequestsRefused) -> str | None:
+    """One line about strangers; None where nobody else was refused."""
+    parts = [
+        f"{number} at {listener} ({reason})"
+        for listener, reasons in sorted(event.counts.items())
+        for reason, number in sorted(reasons.items())
+        if reason not in ROUTINE
+    ]
+    return f"refused requests: {', '.join(parts)}" if parts else None
+
+
+def _nested(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
+    nested: dict[str, dict[str, int]] = {}
+    for (listener, reason), number in sorted(counts.items()):
+        nested.setdefault(listener, {})[reason] = number
+    return nested

@@ -1,0 +1,214 @@
+"""HTTP/1.1 over one socket, for a thread that waits: heads are parsed by httptools, and a body goes
+where it is to lie.
+
+The standard library's `http.client` and `http.server` parse each head as if it were an e-mail,
+which took nearly half of what a small request cost (docs/measurements.md, "What it costs that
+nothing is lost"). `connection` is the same for listeners in an event loop.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import NamedTuple
+
+import httptools
+
+from holdfast.wire.http.head_fields import Fields
+
+HEAD_BYTES = 16 << 10
+"""A head at most; ours have less than one KiB."""
+PIECE = 4096
+"""Bytes that are asked for while a head is incomplete: little of a body is copied twice."""
+READ = 1 << 20
+"""Bytes of a body that are asked for at a time, where it is read as a whole."""
+JOINED = 64 << 10
+"""A body of so many bytes at most leaves in one piece with its head."""
+END = b"\r\n\r\n"
+
+
+class BrokenError(ConnectionError):
+    """The other end does not speak HTTP, or not to the end."""
+
+
+class Request(NamedTuple):
+    """`headers` by their names in small letters; of one that comes several times the first, and its
+    name is in `twice`. keep: whether the connection is there for another one."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    twice: frozenset[str]
+    keep: bool
+
+
+class Incoming:
+    """What comes over a socket: heads, and after each the bytes of its body."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._here = b""
+        """Has come, and was not asked for yet."""
+
+    def head(self) -> bytes:
+        """Everything until an empty line, and that; b"" where the other end has no more to say.
+
+        Raises BrokenError for a head that is too long or breaks off, TimeoutError, OSError.
+        """
+        found = self._here
+        while END not in found:
+            if len(found) > HEAD_BYTES:
+                raise BrokenError("the head is too long")
+            more = self._sock.recv(PIECE)
+            if not more:
+                if found:
+                    raise BrokenError("the head broke off")
+                return b""
+            found += more
+        end = found.index(END) + len(END)
+        if end > HEAD_BYTES:
+            raise BrokenError("the head is too long")
+        self._here = found[end:]
+        return found[:end]
+
+    def readinto(self, out: memoryview) -> int:
+        """Bytes that were put into `out`; 0 where the other end has no more to say."""
+        if not self._here:
+            return self._sock.recv_into(out)
+        count = min(len(out), len(self._here))
+        out[:count] = self._here[:count]
+        self._here = self._here[count:]
+        return count
+
+    def read(self, count: int) -> bytes:
+        """Raises BrokenError where fewer come, TimeoutError, OSError."""
+        if count <= len(self._here):
+            found, self._here = self._here[:count], self._here[count:]
+            return found
+        pieces, self._here = [self._here], b""
+        left = count - len(pieces[0])
+        while left:  # what is only promised takes no room
+            piece = self._sock.recv(min(left, READ))
+            if not piece:
+                raise BrokenError(f"{count - left} of {count} bytes came")
+            pieces.append(piece)
+            left -= len(piece)
+        return b"".join(pieces)
+
+
+class Answer:
+    """Of one request: the head is here, the body is read by whoever wants it."""
+
+    def __init__(self, incoming: Incoming, head: bytes) -> None:
+        """Raises BrokenError for what is no answer, or does not say how long it is."""
+        said = _Said()
+        parser = httptools.HttpResponseParser(said)
+        try:
+            _feed("answer", parser, said, head)
+        except ValueError as error:
+            raise BrokenError(str(error)) from error
+        length = said.headers.get("content-length", "")
+        plain = length.isdecimal() and len(length) < 16  # a row of zeros can be as long as a head
+        if not plain or "transfer-encoding" in said.headers:
+            raise BrokenError("an answer that does not say how long it is")
+        self._incoming = incoming
+        self._headers = said.headers
+        self.status: int = parser.get_status_code()
+        self.length = self.left = int(length)
+        self.keep = _keeps(parser.get_http_version(), said.headers)
+
+    def header(self, name: str) -> str:
+        """By its name in small letters; "" where it is missing."""
+        return self._headers.get(name, "")
+
+    def readinto(self, out: memoryview) -> int:
+        """Bytes of the body that were put into `out`; 0 where the other end broke off."""
+        count = self._incoming.readinto(out[: self.left])
+        self.left -= count
+        return count
+
+    def read(self, limit: int) -> bytes:
+        """The rest of the body. Raises BrokenError for one of more than `limit` bytes, or one that
+        breaks off."""
+        if self.left > limit:
+            raise BrokenError("the answer is too long")
+        found = self._incoming.read(self.left)
+        self.left = 0
+        return found
+
+
+class Link:
+    """A connection that was opened from here. One request at a time."""
+
+    def __init__(self, host: str, port: int, timeout: float) -> None:
+        """Connect; `timeout` bounds that and every silence after it, in seconds. Raises OSError."""
+        self.sock = socket.create_connection((host, port), timeout)
+        # What leaves in two writes would wait for an acknowledgement of the first (Nagle's
+        # algorithm against delayed ones: 40 ms).
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        name = f"[{host}]" if ":" in host else host
+        self._host = f"host: {name}:{port}\r\n"
+        self._incoming = Incoming(self.sock)
+
+    def ask(self, method: str, path: str, headers: Mapping[str, str], body: bytes = b"") -> Answer:
+        """Send a request, and wait for the head of the answer, whose body is to be read before the
+        next one. Raises ConnectionResetError where the other end closes without an answer,
+        BrokenError, TimeoutError, OSError."""
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        if body or method == "POST":
+            lines += f"content-length: {len(body)}\r\n"
+        head = f"{method} {path} HTTP/1.1\r\n{self._host}{lines}\r\n".encode("latin-1")
+        # Whoever refuses the head closes before the body has left, and has answered.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            if len(body) <= JOINED:
+                self.sock.sendall(head + body)
+            else:
+                self.sock.sendall(head)
+                self.sock.sendall(body)
+        found = self._incoming.head()
+        if not found:
+            raise ConnectionResetError("the connection was closed without an answer")
+        return Answer(self._incoming, found)
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def parse_request(head: bytes) -> Request:
+    """Raises ValueError for what is no request of HTTP."""
+    said = _Said()
+    parser = httptools.HttpRequestParser(said)
+    _feed("request", parser, said, head)
+    return Request(
+        parser.get_method().decode("latin-1"), said.target.decode("latin-1"), said.headers,
+        frozenset(said.twice), _keeps(parser.get_http_version(), said.headers),
+    )  # fmt: skip
+
+
+def _feed(
+    what: str, parser: httptools.HttpRequestParser | httptools.HttpResponseParser,
+    said: _Said, head: bytes,
+) -> None:  # fmt: skip
+    """Raises ValueError for what the parser does not take, or not for a whole head."""
+    try:
+        parser.feed_data(head)
+    except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+        raise ValueError(f"no {what} in HTTP: {error}") from error
+    if not said.complete:
+        raise ValueError(f"no {what} in HTTP: the head is not complete")
+
+
+def _keeps(version: str, headers: Mapping[str, str]) -> bool:
+    """Whether the connection is there for another request; the parser has forgotten that by now."""
+    options = headers.get("connection", "").lower().split(",")
+    return version == "1.1" and "close" not in map(str.strip, options)
+
+
+class _Said(Fields):
+    def __init__(self) -> None:
+        super().__init__()
+        self.complete = False
+
+    def on_headers_complete(self) -> None:
+        self.complete = True

@@ -1,0 +1,481 @@
+"""A run store in a bucket: S3 and what speaks like it, Google, Azure.
+
+Create-if-absent is one PUT with a precondition, so it is kept for objects that fit into one
+request: terms, generations, parts, commit objects. Each carries a random `writer` mark, so that an
+answer that was lost on the way, and asked for again, is known as our own.
+
+A large blob is sent in parts, several at a time, and no precondition holds for it: some servers
+ignore one where an upload in parts is completed. Nothing rests on it: a blob's key is one
+generation's, step's and writer's own, and only a commit object makes its bytes count. What makes
+an upload resumable stands beside the blob, in a small `.sum-` object written before the blob is
+completed: mark, size and checksum. Who finds a blob there with that mark, that size and the
+checksum of the bytes in hand need not send them again; anything else there is AlreadyExistsError.
+(The checksum of a stream is known at its end, when a blob's own metadata can no longer be set.
+Parts of an unfinished upload cannot be found again through obstore: they are sent anew.)
+
+Object stores cannot append: a journal segment is a row of numbered objects below its key, which
+reading joins. Names that begin with a dot are this driver's own and no keys.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+import obstore
+from obstore.exceptions import AlreadyExistsError as TakenError
+from obstore.exceptions import BaseError
+from xxhash import xxh3_128
+
+from holdfast.errors import CorruptError
+from holdfast.wire.store.bucket_errors import bucket_is_missing, spoken
+from holdfast.wire.store.rechunk import in_parts
+from holdfast.wire.store.run_store import PREFIX as SEGMENTS
+from holdfast.wire.store.run_store import (
+    AlreadyExistsError,
+    Buffer,
+    MissingKeyError,
+    Reads,
+    check_key,
+    chunks,
+)
+from holdfast.wire.store.vectored_io import in_groups
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+PART_BYTES = 8 * 2**20
+"""Objects up to this size are one request; larger ones are sent in parts of it."""
+READ_BYTES = 16 * 2**20
+"""More is read in several requests at a time, so that one request's time-out holds for each."""
+PARALLEL = 8
+ATTEMPTS = 4
+Entries = list[tuple[str, int]]
+"""(path, size) of stored objects."""
+T = TypeVar("T")
+R = TypeVar("R")
+_WRITER = "writer"
+_PIECE = re.compile(r"(.+)/\.piece-(\d{10})")
+
+
+class _Found(NamedTuple):
+    size: int
+    writer: str
+
+
+@dataclass
+class _Segment:
+    """Where the next piece of a journal segment goes, and what may have arrived unseen."""
+
+    next: int
+    unsure: bytes = b""
+    mark: str = ""
+
+
+class BucketStore:
+    """Keeps the promises of `RunStore` in `objects` (a store of obstore); `where` is for errors.
+
+    How long a request may take is decided where `objects` is made (`wire/store/location.py`).
+    """
+
+    reads = Reads(32, 4 * 2**20)
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        where: str,
+        *,
+        part_bytes: int = PART_BYTES,
+        parallel: int = PARALLEL,
+    ) -> None:
+        self.where = where
+        self._objects = objects
+        self._part_bytes = part_bytes
+        self._parallel = parallel
+        self._segments: dict[str, _Segment] = {}
+        self._appending = threading.Lock()
+
+    # --- whole objects ----------------------------------------------------------------------
+    def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
+        check_key(key)
+        if key.startswith(SEGMENTS):
+            self._begin_segment(key, b"".join(chunks(data)))
+            return
+        parts = in_parts(chunks(data), self._part_bytes)
+        first = next(parts, bytearray())
+        if len(first) < self._part_bytes:
+            self._create_small(key, key, first, secrets.token_hex(16))
+        else:
+            self._create_large(key, chain([first], parts))
+
+    def get(self, key: str) -> bytes:
+        check_key(key)
+        if key.startswith(SEGMENTS):
+            return b"".join(self._each(self._whole, [path for path, _ in self._pieces(key)]))
+        return self._whole(key)
+
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        check_key(key)
+        view = out.cast("B")
+        if key.startswith(SEGMENTS):
+            self._read_segment(key, start, view)
+            return
+        if not view:
+            self.size(key)
+            return
+        self.scatter(key, start, [view])
+
+    def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        ranges, at = [], start
+        for group in in_groups(outs, READ_BYTES):
+            ranges.append((check_key(key), at, group))
+            at += sum(map(len, group))
+        self._each(lambda each: self._read_range(*each), ranges)
+
+    def list(self, prefix: str) -> list[str]:
+        found = (_key_of(path) for path, _ in self._listing(prefix.rpartition("/")[0]))
+        return sorted({key for key in found if key is not None and key.startswith(prefix)})
+
+    def delete(self, key: str) -> None:
+        check_key(key)
+        if key.startswith(SEGMENTS):
+            self._segments.pop(key, None)
+            for path, _ in self._listing(key):
+                self._remove(path)
+            return
+        self._remove(_sum_key(key))  # first: alone it would never be listed again
+        self._remove(key)
+
+    def size(self, key: str) -> int:
+        check_key(key)
+        if key.startswith(SEGMENTS):
+            return sum(size for _, size in self._pieces(key))
+        found = self._look(key)
+        if found is None:
+            raise self._missing(key)
+        return found.size
+
+    def sweep(self, prefix: str, keep: str = "") -> int:
+        """Unfinished uploads cannot be listed through obstore (docs/stores.md: a lifecycle rule);
+        what goes here are checksums without a blob."""
+        paths = {path for path, _ in self._listing(prefix.rstrip("/"))}
+        orphans = [
+            path
+            for path in sorted(paths)
+            if (blob := _blob_of_sum(path)) and blob not in paths
+            if not (keep and path.startswith(f"{keep.rstrip('/')}/"))
+        ]
+        for path in orphans:
+            self._remove(path)
+        return len(orphans)
+
+    def matches(self, key: str, data: Iterable[Buffer]) -> bool:
+        """Whether a large blob is there and has these bytes; nothing is sent."""
+        found = self._look(check_key(key))
+        return found is not None and self._same(
+            key, found, in_parts(chunks(data), self._part_bytes)
+        )
+
+    # --- writing ----------------------------------------------------------------------------
+    def _create_small(self, key: str, path: str, data: Buffer, mark: str) -> None:
+        """One PUT if absent. Raises AlreadyExistsError when somebody else's object is there."""
+        for _ in range(ATTEMPTS):
+            try:
+                with self._spoken(key, writing=True):
+                    obstore.put(
+                        self._objects, path, data, mode="create", use_multipart=False,
+                        attributes={_WRITER: mark},
+                    )  # fmt: skip
+                return
+            except AlreadyExistsError:
+                found = self._look(path)
+                if found is not None and found.writer == mark:
+                    return  # the first answer was lost, and the client had asked again
+                if found is not None:
+                    raise
+            # Two creators collided and neither won, or the winner was deleted: once more.
+        raise AlreadyExistsError(f"{key} is taken by another writer again and again")
+
+    def _create_large(self, key: str, parts: Iterator[bytearray]) -> None:
+        found = self._look(key)
+        if found is not None:
+            if not self._same(key, found, parts):
+                raise AlreadyExistsError(f"{key} exists already")
+            return
+        digest = _Digest()
+        mark = secrets.token_hex(16)
+        stream = _Stream(parts, digest, lambda: self._write_sum(key, digest.sealed(mark)))
+        try:
+            with self._spoken(key, writing=True):
+                obstore.put(
+                    self._objects, key, stream, use_multipart=True, attributes={_WRITER: mark},
+                    chunk_size=self._part_bytes, max_concurrency=self._parallel,
+                )  # fmt: skip
+        except Exception:
+            if stream.error is not None:
+                raise stream.error from None  # the source failed, the bucket only had to give up
+            if not (stream.ended and self._arrived(key, mark, digest.size)):
+                raise
+
+    def _same(self, key: str, found: _Found, parts: Iterable[bytearray]) -> bool:
+        """Whether a blob has these bytes, by the checksum that its writer left."""
+        digest = _Digest()
+        for part in parts:
+            digest.add(part)
+        return self._sum_of(key) == digest.sealed(found.writer)
+
+    def _arrived(self, key: str, mark: str, size: int) -> bool:
+        """Whether an upload was completed although its answer was lost."""
+        with suppress(Exception):
+            return self._look(key) == _Found(size, mark)
+        return False
+
+    def _write_sum(self, key: str, content: bytes) -> None:
+        # On another thread: this one is inside the upload, where obstore cannot be called.
+        self._threads.submit(self._put, key, _sum_key(key), content).result()
+
+    def _put(self, key: str, path: str, content: bytes) -> None:
+        with self._spoken(key, writing=True):
+            obstore.put(self._objects, path, content, use_multipart=False)
+
+    def _sum_of(self, key: str) -> bytes:
+        try:
+            return self._whole(_sum_key(key))
+        except MissingKeyError:
+            return b""
+
+    def _remove(self, path: str) -> None:
+        with suppress(MissingKeyError), self._spoken(path):
+            obstore.delete(self._objects, path)
+
+    # --- reading ----------------------------------------------------------------------------
+    def _whole(self, path: str) -> bytes:
+        with self._spoken(path):
+            return bytes(obstore.get(self._objects, path).bytes())
+
+    def _look(self, path: str) -> _Found | None:
+        """Size and mark of an object, None when there is none."""
+        try:
+            with self._spoken(path):
+                found = obstore.get(self._objects, path, options={"head": True})
+        except MissingKeyError:
+            return None
+        return _Found(found.meta["size"], str(found.attributes.get(_WRITER, "")))
+
+    def _read_range(self, path: str, start: int, outs: Sequence[memoryview]) -> None:
+        due = sum(map(len, outs))
+        try:
+            with self._spoken(path):
+                data = obstore.get_range(self._objects, path, start=start, length=due)
+            count = len(data)
+            if count == due:
+                _deal(memoryview(data), outs)
+                return
+            end = start + count
+        except MissingKeyError:
+            raise
+        except Exception:
+            # A range that begins behind the end is an error of its own kind at every store.
+            found = self._look(path)
+            if found is None:
+                raise self._missing(path) from None
+            if found.size >= start + due:
+                raise
+            end = found.size
+        raise CorruptError(f"{path} ends at byte {end}, {start + due} were expected")
+
+    def _listing(self, folder: str) -> Entries:
+        """(path, size) of everything below the folder, hidden objects too."""
+        with self._spoken(folder, listing=True):
+            found = obstore.list(self._objects, folder or None, chunk_size=1000).collect()
+        return [(entry["path"], entry["size"]) for entry in found]
+
+    # --- journal segments -------------------------------------------------------------------
+    def append(self, key: str, data: Buffer, sync: bool = False) -> None:
+        check_key(key)
+        if not key.startswith(SEGMENTS):
+            raise ValueError(f"{key!r} is not a journal segment: nothing else can be appended to")
+        content = bytes(data)
+        with self._appending:
+            segment = self._segments.get(key)
+            if segment is None:
+                taken = [_number(path) for path, _ in self._stored_pieces(key)]
+                segment = self._segments[key] = _Segment(max(taken, default=-1) + 1)
+            if segment.unsure:
+                content = self._settle(key, segment, content)
+            while content:
+                mark = secrets.token_hex(16)
+                try:
+                    self._create_small(key, _piece(key, segment.next), content, mark)
+                    content = b""
+                except AlreadyExistsError:
+                    pass  # a restarted writer's, or one that does not know that it is gone
+                except Exception:
+                    segment.unsure, segment.mark = content, mark
+                    raise
+                segment.next += 1
+
+    def _settle(self, key: str, segment: _Segment, content: bytes) -> bytes:
+        """What is left to append after an append that failed, and may have arrived all the same;
+        whoever appends again begins with the same bytes."""
+        found = self._look(_piece(key, segment.next))
+        if found is not None and found.writer == segment.mark:
+            segment.next += 1
+            content = content.removeprefix(segment.unsure)
+        segment.unsure, segment.mark = b"", ""
+        return content
+
+    def _begin_segment(self, key: str, content: bytes) -> None:
+        if self._stored_pieces(key):
+            raise AlreadyExistsError(f"{key} exists already")
+        self._create_small(key, _piece(key, 0), content, secrets.token_hex(16))
+
+    def _stored_pieces(self, key: str) -> Entries:
+        return sorted(entry for entry in self._listing(key) if _key_of(entry[0]) == key)
+
+    def _pieces(self, key: str) -> Entries:
+        found = self._stored_pieces(key)
+        if not found:
+            raise self._missing(key)
+        return found
+
+    def _read_segment(self, key: str, start: int, view: memoryview) -> None:
+        stop = start + len(view)
+        wanted: list[tuple[str, int, list[memoryview]]] = []
+        at = 0
+        for path, size in self._pieces(key):
+            low, high = max(start, at), min(stop, at + size)
+            if low < high:
+                wanted.append((path, low - at, [view[low - start : high - start]]))
+            at += size
+        if at < stop:
+            raise CorruptError(f"{key} ends at byte {at}, {stop} were expected")
+        self._each(lambda piece: self._read_range(*piece), wanted)
+
+    # --- helpers ----------------------------------------------------------------------------
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._parallel, "bucket")
+
+    def _each(self, work: Callable[[T], R], items: Iterable[T]) -> Sequence[R]:
+        """All of it, several at a time; the first error once all have ended."""
+        wanted = list(items)
+        if len(wanted) < 2:
+            return [work(item) for item in wanted]
+        running = [self._threads.submit(work, item) for item in wanted]
+        errors = [error for task in running if (error := task.exception()) is not None]
+        if errors:
+            raise errors[0]
+        return [task.result() for task in running]
+
+    def _missing(self, key: str) -> MissingKeyError:
+        return MissingKeyError(f"there is no {key} in {self.where}")
+
+    @contextmanager
+    def _spoken(self, key: str, *, writing: bool = False, listing: bool = False) -> Iterator[None]:
+        """Turn what obstore says into the run store's own errors, and into one sentence."""
+        try:
+            yield
+        except TakenError:
+            raise AlreadyExistsError(f"{key} exists already") from None
+        except FileNotFoundError as error:
+            # Where a key is made, or a folder listed, only the bucket itself can be missing.
+            if writing or listing or bucket_is_missing(str(error)):
+                raise spoken(error, self.where, missing=True) from None
+            raise self._missing(key) from None
+        except (BaseError, OSError) as error:
+            raise spoken(error, self.where) from None
+
+
+class _Digest:
+    """Size and checksum of what an upload sent."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._state = xxh3_128()
+
+    def add(self, data: bytearray) -> None:
+        self._state.update(data)
+        self.size += len(data)
+
+    def sealed(self, mark: str) -> bytes:
+        value = {"size": self.size, "writer": mark, "xxh3": self._state.hexdigest()}
+        return json.dumps(value, sort_keys=True).encode() + b"\n"
+
+
+class _Stream:
+    """The parts of an upload as obstore asks for them; before the last answer, the checksum is
+    stored. What the source raises is kept: obstore may put an error of its own in its place."""
+
+    def __init__(
+        self, parts: Iterator[bytearray], digest: _Digest, at_end: Callable[[], None]
+    ) -> None:
+        self.error: BaseException | None = None
+        self.ended = False
+        self._parts, self._digest, self._at_end = parts, digest, at_end
+
+    def __iter__(self) -> _Stream:
+        return self
+
+    def __next__(self) -> bytearray:
+        try:
+            part = next(self._parts, None)
+            if part is None:
+                if not self.ended:
+                    self._at_end()
+                    self.ended = True
+                raise StopIteration
+            self._digest.add(part)
+            return part
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+def _deal(data: memoryview, outs: Iterable[memoryview]) -> None:
+    """Copy `data` into buffers that have room for just so much, without the interpreter lock."""
+    source, at = np.frombuffer(data, np.uint8), 0
+    for out in outs:
+        target = np.frombuffer(out, np.uint8)
+        np.copyto(target, source[at : at + len(target)])
+        at += len(target)
+
+
+def _piece(key: str, number: int) -> str:
+    return f"{key}/.piece-{number:010d}"
+
+
+def _number(path: str) -> int:
+    return int(path.rpartition("-")[2])
+
+
+def _key_of(path: str) -> str | None:
+    """The key that an object belongs to; None for those that are nobody's."""
+    if match := _PIECE.fullmatch(path):
+        path = match[1]
+    try:
+        return check_key(path)
+    except ValueError:
+        return None
+
+
+def _sum_key(key: str) -> str:
+    folder, slash, name = key.rpartition("/")
+    return f"{folder}{slash}.sum-{name}"
+
+
+def _blob_of_sum(path: str) -> str | None:
+    folder, slash, name = path.rpartition("/")
+    return f"{folder}{slash}{name.removeprefix('.sum-')}" if name.startswith(".sum-") else None

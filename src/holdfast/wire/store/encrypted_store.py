@@ -1,0 +1,344 @@
+"""Encryption on this side of a store: whoever keeps the bytes can neither read nor change them.
+
+What is sealed are checkpoints (blobs, part manifests, commit objects). Names and sizes, the
+journal, terms and generations lie open. A sealed object is
+
+    extent 0 | extent 1 | ... | index | footer
+
+Extents hold `extent_bytes` of the object each, the last one less, encrypted with AES-256-GCM, 16
+bytes longer each; so a range is read by the extents that it touches. The index, sealed too, says
+how long each extent is and how many bytes there are in all. The footer is open: magic, flags, the
+extent's size, which key, a salt, the index' length.
+
+**No nonce comes twice.** Each object has a key of its own, derived (HKDF-SHA256) from the master
+key, 32 random bytes of salt made anew for each create, and the object's name; under it the nonce
+counts extents, and the index has a nonce of another kind. Name, footer, kind and number are
+authenticated with each extent: one that was changed, moved to another place or name, cut off or
+taken from another object is CorruptError, and no byte of it is passed on. (A whole object can be
+put back to what it was before under the same name; a checkpoint's names are its step's alone.)
+
+With `compress`, each extent is compressed by zstd before it is sealed, where that makes it shorter.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from holdfast.errors import CorruptError, OtherKeyError
+from holdfast.wire.store.rechunk import in_parts
+from holdfast.wire.store.run_store import (
+    NEAR,
+    AlreadyExistsError,
+    Buffer,
+    Matching,
+    MissingKeyError,
+    Reads,
+    RunStore,
+    chunks,
+)
+
+SEALED = ("data/", "parts/", "commits/")
+EXTENT_BYTES = 256 * 2**10
+KEY_BYTES = 32
+_LARGEST_EXTENT = 1 << 26
+_MAGIC = b"HFSEAL01"
+_FOOTER = struct.Struct("<8sII8s32sI")  # magic, flags, extent bytes, key, salt, index bytes
+_TAG = 16
+_RAW = 1 << 31  # in the index: this extent is not compressed, although the object is
+_COMPRESSED = 1
+_EXTENT, _INDEX = 0, 1  # kinds of nonce
+_TAIL_BYTES = 64 * 2**10
+_READ_BYTES = 8 * 2**20
+_REMEMBERED = 4096
+_BESIDE = 8
+
+
+@dataclass(frozen=True)
+class _Sealer:
+    """Key, footer and name of one object."""
+
+    aead: AESGCM
+    about: bytes
+
+    def seal(self, kind: int, number: int, data: Buffer) -> bytes:
+        return self.aead.encrypt(_nonce(kind, number), bytes(data), self.about)
+
+    def open(self, kind: int, number: int, data: Buffer, key: str) -> bytes:
+        try:
+            return self.aead.decrypt(_nonce(kind, number), bytes(data), self.about)
+        except InvalidTag:
+            what = "index" if kind == _INDEX else f"extent {number}"
+            raise CorruptError(f"{key}: the seal of {what} does not hold") from None
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What the end of a sealed object says."""
+
+    sealer: _Sealer
+    extent_bytes: int
+    compressed: bool
+    size: int
+    lengths: Sequence[int]
+    offsets: Sequence[int]  # one more than extents
+
+
+class SealedStore:
+    """A run store whose checkpoints are sealed in another run store."""
+
+    def __init__(
+        self,
+        inner: RunStore,
+        key: bytes,
+        *,
+        compress: bool = False,
+        extent_bytes: int = EXTENT_BYTES,
+    ) -> None:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a key has {KEY_BYTES} bytes")
+        self.inner = inner
+        self.where = str(getattr(inner, "where", getattr(inner, "folder", "")))
+        requests, most = getattr(inner, "reads", NEAR)
+        self.reads = Reads(requests, min(most, NEAR.bytes))  # what is opened is held a second time
+        self._key = key
+        self._key_id = _derive(key, b"", b"holdfast key id")[:8]
+        self._compress = compress
+        self._extent_bytes = extent_bytes
+        self._known: OrderedDict[str, _Opened] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
+        if not key.startswith(SEALED):
+            self.inner.create(key, data)
+            return
+        if not isinstance(data, bytes | bytearray | memoryview) and self._there(key):
+            if not self.matches(key, data):
+                raise AlreadyExistsError(f"{key} exists already")
+            return
+        self.inner.create(key, self._seal(key, chunks(data), self._new_footer()))
+
+    def matches(self, key: str, data: Iterable[Buffer]) -> bool:
+        """Sealed anew, a blob that is there would look like another one. Under the salt that it has
+        the same bytes come out; they are compared, and never sent."""
+        footer = self._footer_of(key) if key.startswith(SEALED) else None
+        if footer is None or not isinstance(self.inner, Matching):
+            return False
+        return self.inner.matches(key, self._seal(key, chunks(data), footer))
+
+    def get(self, key: str) -> bytes:
+        data = self.inner.get(key)
+        if not key.startswith(SEALED):
+            return data
+        view = memoryview(data)
+        opened = self._read_end(key, len(view), view)
+        return b"".join(
+            self._extent(opened, number, view[opened.offsets[number] :], key)
+            for number in range(len(opened.lengths))
+        )
+
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        if not key.startswith(SEALED):
+            self.inner.read_into(key, start, out)
+            return
+        view = out.cast("B")
+        remembered = key in self._known
+        try:
+            self._read(key, start, view)
+        except (CorruptError, MissingKeyError):
+            with self._lock:
+                self._known.pop(key, None)
+            if not remembered:
+                raise
+            self._read(key, start, view)  # the object may have been made anew since
+
+    def list(self, prefix: str) -> list[str]:
+        return self.inner.list(prefix)
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._known.pop(key, None)
+        self.inner.delete(key)
+
+    def size(self, key: str) -> int:
+        if not key.startswith(SEALED):
+            return self.inner.size(key)
+        with self._lock:
+            self._known.pop(key, None)  # asked for to see whether it is there, and whole
+        return self._open(key).size
+
+    def append(self, key: str, data: Buffer, sync: bool = False) -> None:
+        self.inner.append(key, data, sync)
+
+    def sweep(self, prefix: str, keep: str = "") -> int:
+        return self.inner.sweep(prefix, keep)
+
+    # --- sealing ----------------------------------------------------------------------------
+    def _new_footer(self) -> bytes:
+        """Without the index' length, which is known at the end: so it is authenticated as 0."""
+        flags = _COMPRESSED if self._compress else 0
+        return _FOOTER.pack(_MAGIC, flags, self._extent_bytes, self._key_id, os.urandom(32), 0)
+
+    def _sealer(self, key: str, footer: bytes) -> _Sealer:
+        _, _, _, key_id, salt, _ = _FOOTER.unpack(footer)
+        if key_id != self._key_id:
+            if self._ours_beside(key):
+                raise CorruptError(f"{key}: its end names another key than the objects beside it")
+            raise OtherKeyError(
+                f"{key} is sealed with another key", where=self.where,
+                remedy="name the file of the key that the run was begun with",
+            )  # fmt: skip
+        about = footer + key.encode()
+        return _Sealer(AESGCM(_derive(self._key, salt, b"holdfast object " + key.encode())), about)
+
+    def _ours_beside(self, key: str) -> bool:
+        """Whether objects beside this one are sealed with our key: then not the key is wrong."""
+        beside = [k for k in self.inner.list(f"{key.rpartition('/')[0]}/") if k != key]
+        return any(self._footer_of(k) is not None for k in beside[:_BESIDE])
+
+    def _seal(self, key: str, data: Iterable[memoryview], footer: bytes) -> Iterator[bytes]:
+        _, flags, extent_bytes, key_id, salt, _ = _FOOTER.unpack(footer)
+        sealer = self._sealer(key, footer)
+        lengths: list[int] = []
+        size = 0
+        for number, part in enumerate(in_parts(data, extent_bytes)):
+            size += len(part)
+            content, mark = _packed(part) if flags & _COMPRESSED else (bytes(part), 0)
+            sealed = sealer.seal(_EXTENT, number, content)
+            lengths.append(len(sealed) | mark)
+            yield sealed
+        index = struct.pack(f"<Q{len(lengths)}I", size, *lengths)
+        sealed = sealer.seal(_INDEX, 0, index)
+        yield sealed
+        yield _FOOTER.pack(_MAGIC, flags, extent_bytes, key_id, salt, len(sealed))
+
+    # --- opening ----------------------------------------------------------------------------
+    def _open(self, key: str) -> _Opened:
+        with self._lock:
+            found = self._known.get(key)
+            if found is not None:
+                self._known.move_to_end(key)
+                return found
+        total = self.inner.size(key)
+        tail = memoryview(bytearray(min(total, _TAIL_BYTES)))
+        self.inner.read_into(key, total - len(tail), tail)
+        found = self._read_end(key, total, tail)
+        with self._lock:
+            self._known[key] = found
+            while len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return found
+
+    def _read_end(self, key: str, total: int, tail: memoryview) -> _Opened:
+        """`tail`: the last bytes of an object of `total`."""
+        footer = bytes(tail[-_FOOTER.size :])
+        if len(footer) < _FOOTER.size or not footer.startswith(_MAGIC):
+            raise CorruptError(f"{key} is not sealed, or its end is missing")
+        magic, flags, extent_bytes, key_id, salt, index_bytes = _FOOTER.unpack(footer)
+        need = index_bytes + _FOOTER.size
+        if need > total or index_bytes < 8 + _TAG:
+            raise CorruptError(f"{key}: the end of the object is not what was written")
+        if need > len(tail):
+            tail = memoryview(bytearray(need))
+            self.inner.read_into(key, total - need, tail)
+        bare = _FOOTER.pack(magic, flags, extent_bytes, key_id, salt, 0)
+        sealer = self._sealer(key, bare)
+        index = sealer.open(_INDEX, 0, tail[len(tail) - need : len(tail) - _FOOTER.size], key)
+        size, *lengths = struct.unpack(f"<Q{len(index) // 4 - 2}I", index)
+        offsets = list(accumulate((length & ~_RAW for length in lengths), initial=0))
+        if offsets[-1] + need != total:
+            raise CorruptError(f"{key} has {total} bytes, {offsets[-1] + need} were written")
+        return _Opened(sealer, extent_bytes, bool(flags & _COMPRESSED), size, lengths, offsets)
+
+    def _there(self, key: str) -> bool:
+        try:
+            self.inner.size(key)
+        except MissingKeyError:
+            return False
+        return True
+
+    def _footer_of(self, key: str) -> bytes | None:
+        """What an object that is there was sealed under; None when none is, or it is not sealed
+        with our key."""
+        try:
+            total = self.inner.size(key)
+            footer = bytearray(_FOOTER.size)
+            self.inner.read_into(key, max(0, total - len(footer)), memoryview(footer))
+        except MissingKeyError:
+            return None
+        except CorruptError:
+            footer = bytearray()
+        if not footer.startswith(_MAGIC):
+            return None
+        *known, _ = _FOOTER.unpack(footer)
+        if not 1 <= known[2] <= _LARGEST_EXTENT or known[3] != self._key_id:
+            return None  # rotten, or not what we sealed under
+        return _FOOTER.pack(*known, 0)
+
+    def _read(self, key: str, start: int, view: memoryview) -> None:
+        opened = self._open(key)
+        stop = start + len(view)
+        if stop > opened.size:
+            raise CorruptError(f"{key} ends at byte {opened.size}, {stop} were expected")
+        step = opened.extent_bytes
+        number, last = start // step, -(-stop // step)
+        while number < last and view:
+            until = number + 1
+            while (
+                until < last and opened.offsets[until + 1] - opened.offsets[number] <= _READ_BYTES
+            ):
+                until += 1
+            base = opened.offsets[number]
+            sealed = memoryview(bytearray(opened.offsets[until] - base))
+            self.inner.read_into(key, base, sealed)
+            for n in range(number, until):
+                plain = self._extent(opened, n, sealed[opened.offsets[n] - base :], key)
+                low, high = max(start, n * step), min(stop, n * step + len(plain))
+                view[low - start : high - start] = plain[low - n * step : high - n * step]
+            number = until
+
+    def _extent(self, opened: _Opened, number: int, sealed: memoryview, key: str) -> bytes:
+        """`sealed` begins with the extent."""
+        length = opened.lengths[number]
+        content = opened.sealer.open(_EXTENT, number, sealed[: length & ~_RAW], key)
+        due = min(opened.extent_bytes, opened.size - number * opened.extent_bytes)
+        if opened.compressed and not length & _RAW:
+            content = _unpacked(content, due)
+        if len(content) != due:
+            raise CorruptError(f"{key}: extent {number} has {len(content)} bytes, {due} are due")
+        return content
+
+
+def _derive(key: bytes, salt: bytes, info: bytes) -> bytes:
+    return HKDF(SHA256(), KEY_BYTES, salt, info).derive(key)
+
+
+def _nonce(kind: int, number: int) -> bytes:
+    return struct.pack(">IQ", kind, number)
+
+
+def _packed(part: bytearray) -> tuple[bytes, int]:
+    """(compressed, 0), or (as it is, the mark that says so)."""
+    import zstandard  # only where it is wanted
+
+    content = zstandard.ZstdCompressor(level=1).compress(part)
+    return (content, 0) if len(content) < len(part) else (bytes(part), _RAW)
+
+
+def _unpacked(content: bytes, size: int) -> bytes:
+    import zstandard
+
+    try:
+        return zstandard.ZstdDecompressor().decompress(content, max_output_size=size)
+    except zstandard.ZstdError:
+        return b""  # of another length than it should have

@@ -1,0 +1,440 @@
+"""Where a run store is, as text: a folder's path, or the address of a bucket.
+
+    runs/mine, file:///shared/runs/mine
+    s3://bucket/prefix, gs://bucket/prefix, az://container/prefix
+
+What a bucket needs beside its name follows as options, `s3://b/p?endpoint=https://host&region=x`.
+A location stands in run files and logs, so it holds no secret: credentials come from the
+environment, as each cloud's own tools read them, or from a file that it names. Connections are
+encrypted; an endpoint that is not has to be allowed by name.
+
+With `seal`, checkpoints are encrypted before they leave (`wire/store/encrypted_store.py`).
+
+A store is trusted only after `probe`: some servers accept create-if-absent and overwrite.
+"""
+
+from __future__ import annotations
+
+import configparser
+import importlib.util
+import os
+import secrets
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from holdfast.errors import CorruptError, StoreError
+from holdfast.wire.store.run_store import AlreadyExistsError, FolderStore, RunStore, spoken_error
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+SCHEMES = ("s3", "gs", "az")
+OPTIONS = (
+    "endpoint", "region", "account", "virtual_host", "allow_http", "credentials", "profile", "ca",
+    "timeout", "retries", "seal", "compress",
+)  # fmt: skip
+FILE_OPTIONS = ("seal", "compress")
+SEAL_KEY = "HOLDFAST_SEAL_KEY"
+"""The environment's variable that `seal=env` reads."""
+_SECRETS = ("key", "secret", "token", "password", "sas")
+_AZURE_NAMES = {
+    "AZURE_STORAGE_ACCOUNT_NAME": "account_name",
+    "AZURE_STORAGE_ACCOUNT_KEY": "account_key",
+    "AZURE_STORAGE_SAS_TOKEN": "sas_key",
+}
+PROBE = "probe/"
+RACERS = 16
+
+
+class UnfitStoreError(StoreError):
+    """The store answers, and does not keep what a run rests on: it must not be used."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A parsed location. `timeout` bounds one request, in seconds; what fails or is not answered
+    is asked again `retries` times, for at most twice the time-out after the first."""
+
+    scheme: str
+    name: str
+    prefix: str
+    endpoint: str = ""
+    region: str = ""
+    account: str = ""
+    virtual_host: bool = False
+    allow_http: bool = False
+    credentials: str = ""
+    profile: str = "default"
+    ca: str = ""
+    timeout: float = 30.0
+    retries: int = 4
+    seal: str = ""
+    compress: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"{self.scheme}://{self.name}" + (f"/{self.prefix}" if self.prefix else "")
+
+
+def open_store(location: str | Path) -> RunStore:
+    """The run store at `location`; nothing is asked of it yet.
+
+    Raises StoreError for a location that cannot be right, and where the client is not installed.
+    """
+    text = str(location)
+    if "://" not in text:
+        return FolderStore(text)
+    bucket = parse(text)
+    if bucket.scheme == "file":
+        return _sealed(bucket, FolderStore(f"/{bucket.prefix}"))
+    _need("obstore", "bucket", bucket.where)
+    from holdfast.wire.store.bucket import BucketStore
+
+    return _sealed(bucket, BucketStore(_objects(bucket), bucket.where))
+
+
+def _need(package: str, extra: str, where: str) -> None:
+    """Raises StoreError, naming the extra, where a package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise StoreError(
+            f"this needs the package {package}", where=where,
+            remedy=f"install it with: pip install 'holdfast[{extra}]'",
+        )  # fmt: skip
+
+
+def _sealed(bucket: Bucket, store: RunStore) -> RunStore:
+    """The store itself, or where the location asks for it one that seals what goes into it."""
+    if bucket.compress and not bucket.seal:
+        raise StoreError("compress needs seal", where=bucket.where, remedy="add seal=<path>")
+    if not bucket.seal:
+        return store
+    _need("cryptography", "seal", bucket.where)
+    if bucket.compress:
+        _need("zstandard", "seal", bucket.where)
+    from holdfast.wire.store.encrypted_store import KEY_BYTES, SealedStore
+
+    by_name = bucket.seal == "env"
+    source = SEAL_KEY if by_name else bucket.seal
+    text = os.environ.get(SEAL_KEY, "") if by_name else _read(Path(bucket.seal))
+    key = b""
+    with suppress(ValueError):
+        key = bytes.fromhex(text.strip())
+    if len(key) != KEY_BYTES:
+        raise StoreError(
+            "there is no key here", where=source,
+            remedy=f"put {2 * KEY_BYTES} hexadecimal digits there, as openssl rand -hex 32 does",
+        )  # fmt: skip
+    return SealedStore(store, key, compress=bool(bucket.compress))
+
+
+def parse(location: str) -> Bucket:
+    """Raises StoreError naming what is wrong; never repeats an option's value."""
+    parts = urlsplit(location)
+    where = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    if parts.scheme == "file" and (parts.netloc not in ("", "localhost") or not parts.path):
+        raise StoreError(
+            "a file's address has no host and a whole path", where=where,
+            remedy="write file:///shared/runs/mine",
+        )  # fmt: skip
+    if parts.scheme not in ("file", *SCHEMES):
+        raise StoreError(
+            f"{parts.scheme}:// is no kind of run store", where=where,
+            remedy="use a folder, or an address that begins with s3://, gs:// or az://",
+        )  # fmt: skip
+    if "@" in parts.netloc:
+        raise _no_secrets(where)
+    if not parts.netloc and parts.scheme != "file":
+        raise StoreError(
+            "the bucket's name is missing", where=where,
+            remedy=f"write {parts.scheme}://bucket/prefix",
+        )  # fmt: skip
+    prefix = unquote(parts.path).strip("/")
+    options: dict[str, Any] = {}
+    for name, value in parse_qsl(parts.query, keep_blank_values=True):
+        if name not in (OPTIONS if parts.scheme != "file" else FILE_OPTIONS):
+            if any(word in name.lower() for word in _SECRETS):
+                raise _no_secrets(where)
+            raise StoreError(
+                f"there is no option {name!r}", where=where,
+                remedy="the options are "
+                + ", ".join(OPTIONS if parts.scheme != "file" else FILE_OPTIONS),
+            )  # fmt: skip
+        options[name] = _value(name, value, where)
+    _only_an_address(options.get("endpoint", ""), where)
+    return Bucket(parts.scheme, parts.netloc, prefix, **options)
+
+
+def _value(name: str, value: str, where: str) -> Any:
+    if name in ("virtual_host", "allow_http"):
+        if value not in ("true", "false"):
+            raise StoreError(f"{name} is not true or false", where=where)
+        return value == "true"
+    if name == "timeout":
+        with suppress(ValueError):
+            if 0 < float(value) <= 3600:
+                return float(value)
+        raise StoreError("timeout is not a number of seconds", where=where, remedy="use timeout=30")
+    if name == "compress" and value != "zstd":
+        raise StoreError("compress knows zstd only", where=where, remedy="use compress=zstd")
+    if name == "retries":
+        if not value.isdecimal() or int(value) > 100:
+            raise StoreError("retries is not a number", where=where, remedy="use retries=4")
+        return int(value)
+    return value
+
+
+def check(location: str) -> None:
+    """Raises StoreError for an address that cannot be right, before it is written down anywhere."""
+    if "://" in location:
+        parse(location)
+
+
+def _only_an_address(endpoint: str, where: str) -> None:
+    """An endpoint is shown in messages and kept in the run file."""
+    if any(sign in endpoint for sign in "@?#"):
+        raise StoreError(
+            "the endpoint holds more than an address", where=where,
+            remedy="leave users, passwords and signatures to the environment or a credentials file",
+        )  # fmt: skip
+
+
+def _no_secrets(where: str) -> StoreError:
+    return StoreError(
+        "a location must hold no secret", where=where,
+        remedy="leave credentials in the environment, or name their file with ?credentials=<path>",
+    )  # fmt: skip
+
+
+# --- clients --------------------------------------------------------------------------------
+def _objects(bucket: Bucket) -> ObjectStore:
+    from obstore.exceptions import BaseError
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    endpoint = _endpoint(bucket)
+    common: dict[str, Any] = {
+        "prefix": bucket.prefix or None,
+        "client_options": _client_options(bucket, endpoint),
+        "retry_config": {
+            "max_retries": bucket.retries,
+            "retry_timeout": timedelta(seconds=2 * bucket.timeout),
+            "backoff": {
+                "init_backoff": timedelta(seconds=0.1),
+                "max_backoff": timedelta(seconds=min(5.0, bucket.timeout)),
+                "base": 2,
+            },
+        },
+    }
+    try:
+        if bucket.scheme == "gs":
+            google = _google(bucket)
+            return GCSStore(bucket.name, config=google, **common)  # type: ignore[arg-type]
+        if bucket.scheme == "az":
+            azure = _azure(bucket, endpoint)
+            return AzureStore(bucket.name, config=azure, **common)  # type: ignore[arg-type]
+        return S3Store(bucket.name, config=_s3(bucket, endpoint), **common)  # type: ignore[arg-type]
+    except (BaseError, ValueError, OSError) as error:
+        raise StoreError(
+            f"the bucket's client cannot be made ({type(error).__name__})", where=bucket.where,
+            remedy="look at the endpoint, the account and the file of credentials",
+        ) from None  # fmt: skip
+
+
+def _endpoint(bucket: Bucket) -> str:
+    """The endpoint, "" for the cloud's own. Raises StoreError for one without encryption that is
+    not allowed."""
+    found = bucket.endpoint
+    if not found and bucket.scheme == "s3":
+        names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+        found = next((os.environ[name] for name in names if os.environ.get(name)), "")
+    if bucket.endpoint and bucket.scheme == "gs":
+        raise StoreError("gs:// takes no endpoint", where=bucket.where, remedy="use s3:// for it")
+    _only_an_address(found, bucket.where)  # the environment's, too
+    if found.startswith("http://"):
+        if not bucket.allow_http:
+            raise StoreError(
+                "the endpoint is not encrypted", where=bucket.where,
+                remedy="use https://, or add allow_http=true where everybody on the way may read",
+            )  # fmt: skip
+    elif found and not found.startswith("https://"):
+        raise StoreError(
+            "the endpoint is no address", where=bucket.where, remedy="begin it with https://"
+        )
+    return found
+
+
+def _client_options(bucket: Bucket, endpoint: str) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "timeout": timedelta(seconds=bucket.timeout),
+        "connect_timeout": timedelta(seconds=min(5.0, bucket.timeout)),
+        "allow_http": endpoint.startswith("http://"),  # whatever the environment says
+    }
+    if bucket.ca:
+        options["root_certificate"] = _read(Path(bucket.ca), private=False)
+    return options
+
+
+def _s3(bucket: Bucket, endpoint: str) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "conditional_put": "etag",
+        "virtual_hosted_style_request": bucket.virtual_host,
+        # Hashing every byte with SHA-256 costs more than sending it. TLS keeps the bytes whole on
+        # the way, and every extent has a checksum of its own; without TLS the signature is all.
+        "unsigned_payload": not endpoint.startswith("http://"),
+    }
+    if endpoint:
+        config["endpoint"] = endpoint
+    region = bucket.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    config["region"] = region or "us-east-1"
+    path = bucket.credentials
+    if not path and not os.environ.get("AWS_ACCESS_KEY_ID"):
+        path = os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "")
+    if path:
+        config |= _aws_file(Path(path), bucket.profile)
+    return config
+
+
+def _aws_file(path: Path, profile: str) -> Mapping[str, str]:
+    """Access key and secret of a profile in a file as the AWS tools write it."""
+    found = configparser.ConfigParser(interpolation=None)
+    try:
+        found.read_string(_read(path))
+        section = found[profile]
+        keys = {
+            "access_key_id": section["aws_access_key_id"],
+            "secret_access_key": section["aws_secret_access_key"],
+        }
+    except (configparser.Error, KeyError):
+        raise StoreError(
+            f"no credentials of the profile {profile} in this file", where=str(path),
+            remedy=f"write [{profile}], aws_access_key_id = ... and aws_secret_access_key = ...",
+        ) from None  # fmt: skip
+    token = section.get("aws_session_token", "")
+    return keys | ({"session_token": token} if token else {})
+
+
+def _google(bucket: Bucket) -> dict[str, Any]:
+    if not bucket.credentials:
+        return {}
+    _read(Path(bucket.credentials))  # there, and nobody else's to read
+    return {"application_credentials": bucket.credentials}
+
+
+def _azure(bucket: Bucket, endpoint: str) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    if bucket.account:
+        config["account_name"] = bucket.account
+    if endpoint:
+        config["endpoint"] = endpoint
+    if bucket.credentials:
+        for line in _read(Path(bucket.credentials)).splitlines():
+            name, _, value = line.partition("=")
+            if known := _AZURE_NAMES.get(name.strip()):
+                config[known] = value.strip()
+            elif line.strip() and not line.startswith("#"):
+                raise StoreError(
+                    "a line of this file is none of " + ", ".join(_AZURE_NAMES),
+                    where=bucket.credentials, remedy="write NAME=value, one a line",
+                )  # fmt: skip
+    return config
+
+
+def _read(path: Path, *, private: bool = True) -> str:
+    """A file of credentials; as with the run's secret, nobody else may be able to read it."""
+    try:
+        status, text = path.stat(), path.read_text("utf-8")
+    except FileNotFoundError:
+        raise StoreError("there is no such file", where=str(path)) from None
+    except UnicodeDecodeError:
+        raise StoreError("this is not a text file", where=str(path)) from None
+    except OSError as error:
+        raise spoken_error(error, path) from error
+    if private and status.st_mode & 0o077:
+        raise StoreError(
+            "other users of this machine can read these credentials", where=str(path),
+            remedy=f"run: chmod 600 {path}",
+        )  # fmt: skip
+    return text
+
+
+# --- probing --------------------------------------------------------------------------------
+def probe(store: RunStore, where: str) -> None:
+    """Raises UnfitStoreError when the store does not keep what a run rests on (exactly one of
+    several creators wins, what was created is listed at once, ranges are the bytes asked for), and
+    StoreError when it cannot be asked."""
+    prefix = f"{PROBE}{secrets.token_hex(8)}/"
+    keys = [f"{prefix}{name}" for name in ("twice", "race", "range")]
+    try:
+        _probe_create(store, keys[0], where)
+        _probe_race(store, keys[1], where)
+        _probe_range(store, keys[2], where)
+        if store.list(prefix) != sorted(keys):
+            raise UnfitStoreError("what was just created is not listed", where=where)
+    finally:
+        with suppress(StoreError):  # the probe's own verdict counts
+            for key in keys:
+                store.delete(key)
+    if store.list(prefix):
+        raise UnfitStoreError("what was just deleted is still listed", where=where)
+
+
+def _probe_create(store: RunStore, key: str, where: str) -> None:
+    store.create(key, b"first")
+    with suppress(AlreadyExistsError):
+        store.create(key, b"second")
+        raise _overwrites(where)
+    if store.get(key) != b"first":
+        raise _overwrites(where)
+
+
+def _probe_race(store: RunStore, key: str, where: str) -> None:
+    start = threading.Barrier(RACERS)
+    won: list[bytes] = []
+    failed: list[Exception] = []
+
+    def race(number: int) -> None:
+        content = b"%d" % number
+        start.wait()
+        try:
+            store.create(key, content)
+        except AlreadyExistsError:
+            return
+        except Exception as error:
+            failed.append(error)
+            return
+        won.append(content)
+
+    threads = [threading.Thread(target=race, args=(n,), daemon=True) for n in range(RACERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    if len(won) != 1 or store.get(key) != won[0]:
+        raise _overwrites(where)
+
+
+def _probe_range(store: RunStore, key: str, where: str) -> None:
+    content = bytes(range(256)) * 4
+    store.create(key, content)
+    for start, stop in ((0, 16), (250, 262), (1023, 1024)):
+        out = bytearray(stop - start)
+        with suppress(CorruptError):  # `out` says it
+            store.read_into(key, start, memoryview(out))
+        if out != content[start:stop] or store.size(key) != len(content):
+            raise UnfitStoreError("a range that was read is not the bytes asked for", where=where)
+
+
+def _overwrites(where: str) -> UnfitStoreError:
+    return UnfitStoreError(
+        "the store overwrites what is there instead of refusing (it ignores If-None-Match), so two "
+        "trainers could both win",
+        where=where,
+        remedy="use one that honours it: docs/stores.md names those that were tested",
+    )

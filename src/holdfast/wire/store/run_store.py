@@ -1,0 +1,405 @@
+"""The run store: the one durable thing a run needs, as keys and bytes.
+
+Two drivers stand here: a folder, and memory (for tests and dry runs); `bucket.py` has a third. A
+bucket needs only what the protocol promises: an object appears whole or not at all, `create` lets
+exactly one of several racing writers win, and `list` is sorted. Everything else Holdfast fences
+with (terms, generations, commits) is built from create-if-absent alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from holdfast.errors import CorruptError, HoldfastError, OutOfSpaceError, RunFolderError
+from holdfast.wire.store.direct_io import DirectWriter
+from holdfast.wire.store.vectored_io import read_at
+
+Buffer = bytes | bytearray | memoryview
+"""What can be written. (`collections.abc.Buffer` is younger than Python 3.11.)"""
+
+_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_TEMPORARY = ".tmp-"  # no valid key has a segment that begins with a dot
+
+
+class AlreadyExistsError(HoldfastError):
+    """`create` came second: the key is taken and its bytes are somebody else's."""
+
+
+class MissingKeyError(HoldfastError):
+    """No object has this key."""
+
+
+class RunStore(Protocol):
+    """Keys are slash-separated; objects are immutable, save for the journal's segments."""
+
+    def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
+        """Store `data` under `key`, durable on return, whole or not at all.
+
+        Raises AlreadyExistsError when the key is taken, OutOfSpaceError when the disk is full
+        (nothing is left behind), RunFolderError when the store may not be written, StoreError (one
+        of those) when a bucket is out of reach. A bucket takes a large blob that is there, with
+        these very bytes, for the one to create: that is how the upload of a killed mover goes on.
+        """
+
+    def get(self, key: str) -> bytes:
+        """The whole object. Raises MissingKeyError."""
+
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes [start, start + len(out)) of the object.
+
+        Raises MissingKeyError, and CorruptError when the object ends before.
+        """
+
+    def list(self, prefix: str) -> list[str]:
+        """Every key that begins with `prefix`, sorted. Never a part of them for all: raises
+        RunFolderError when some cannot be read."""
+
+    def delete(self, key: str) -> None:
+        """Remove the object; a key that is not there is no error."""
+
+    def size(self, key: str) -> int:
+        """Bytes of the object. Raises MissingKeyError."""
+
+    def append(self, key: str, data: Buffer, sync: bool = False) -> None:
+        """Add `data` to the end of a journal segment, which one writer alone appends to.
+
+        With `sync` it is durable on return. Object stores cannot append: a bucket's driver makes a
+        segment of numbered objects and joins them for its readers; only keys below `journal/`.
+        """
+
+    def sweep(self, prefix: str, keep: str = "") -> int:
+        """Remove the unfinished objects that killed creators left below the folder `prefix`, save
+        for those below the folder `keep`; how many. Whoever is still creating one there fails."""
+
+
+@runtime_checkable
+class Matching(Protocol):
+    """A store that keeps a checksum of each large blob."""
+
+    def matches(self, key: str, data: Iterable[Buffer]) -> bool:
+        """Whether the blob is there and has these bytes; nothing is sent, nor read there. False
+        where that cannot be told."""
+
+
+class Reads(NamedTuple):
+    """How a store is best read: requests under way at a time, and bytes of each. A distant one
+    wants many, because each waits for its answer."""
+
+    requests: int
+    bytes: int
+
+
+NEAR = Reads(2, 8 * 2**20)
+"""One request is answered while the answer to another is checked."""
+
+FILES = Reads(2, 64 * 2**20)
+"""So long that the kernel reads ahead as far as it may within one: each request opens the file
+anew, and two that take turns in short pieces of one file look to it like no order at all."""
+
+
+@runtime_checkable
+class Scattering(Protocol):
+    """A store that reads a range into several buffers in one request."""
+
+    def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        """Fill all of `outs`, one after the other, with the object's bytes from `start` on.
+        Raises as `read_into` does."""
+
+
+def check_key(key: str) -> str:
+    """The key itself. Raises ValueError for one that could leave the store or hide in it."""
+    parts = key.split("/")
+    if len(key) > 512 or not all(_SEGMENT.fullmatch(part) for part in parts):
+        raise ValueError(f"{key!r} is not a key of the run store")
+    return key
+
+
+def chunks(data: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
+    """The data as flat byte views, without copying."""
+    parts: Iterable[Buffer] = [data] if isinstance(data, bytes | bytearray | memoryview) else data
+    for part in parts:
+        yield memoryview(part).cast("B")
+
+
+class FolderStore:
+    """A run store in a folder of a local or shared file system.
+
+    Atomicity comes from `link(2)`: the bytes are written and synced under a temporary name, and
+    the link to the final name fails if somebody else has it. (`rename` would replace silently.)
+
+    The store is the folder that was there when this object was made or first wrote, not whatever
+    has its path later: once it is moved or replaced, nothing is written or deleted any more.
+    """
+
+    reads = FILES
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self._root: int | None = None
+        self._hold_folder()
+
+    def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
+        target = self._path(key)
+        with self._spoken(key):
+            self._make_parents(target)
+            if target.exists():  # the link below decides; this spares writing a blob in vain
+                raise AlreadyExistsError(f"{key} exists already")
+            temporary = target.parent / f"{_TEMPORARY}{secrets.token_hex(8)}"
+            try:
+                self._write(temporary, data)
+                os.link(temporary, target)
+            except FileExistsError:
+                raise AlreadyExistsError(f"{key} exists already") from None
+            finally:
+                temporary.unlink(missing_ok=True)
+            _sync_folder(target.parent)
+
+    def get(self, key: str) -> bytes:
+        with self._spoken(key):
+            return self._path(key).read_bytes()
+
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        self.scatter(key, start, [out.cast("B")])
+
+    def scatter(self, key: str, start: int, outs: Sequence[memoryview]) -> None:
+        due = sum(map(len, outs))
+        with self._spoken(key):
+            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                done = read_at(fd, start, outs)
+            finally:
+                os.close(fd)
+        if done < due:
+            raise CorruptError(f"{key} ends at byte {start + done}, {start + due} were expected")
+
+    def list(self, prefix: str) -> list[str]:
+        # Only the deepest whole folder of the prefix is walked: listing one generation's journal
+        # does not read the folder of blobs.
+        parent = prefix.rpartition("/")[0]
+        root = self.folder / parent if parent else self.folder
+        if parent:
+            check_key(parent)
+        found: list[str] = []
+        with self._spoken(prefix):
+            for folder, _, names in os.walk(root, onerror=_raise_unless_missing):
+                base = Path(folder).relative_to(self.folder).as_posix()
+                start = "" if base == "." else f"{base}/"
+                found += [f"{start}{name}" for name in names if not name.startswith(_TEMPORARY)]
+        return sorted(key for key in found if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._spoken(key):
+            self._same_folder()
+            path.unlink(missing_ok=True)
+
+    def sweep(self, prefix: str, keep: str = "") -> int:
+        root, kept = self.folder / prefix.rstrip("/"), self.folder / keep.rstrip("/")
+        count = 0
+        with self._spoken(prefix):
+            self._same_folder()
+            for folder, _, names in os.walk(root, onerror=_raise_unless_missing):
+                if keep and Path(folder).is_relative_to(kept):
+                    continue
+                for name in names:
+                    if name.startswith(_TEMPORARY):
+                        Path(folder, name).unlink(missing_ok=True)
+                        count += 1
+        return count
+
+    def size(self, key: str) -> int:
+        with self._spoken(key):
+            return self._path(key).stat().st_size
+
+    def append(self, key: str, data: Buffer, sync: bool = False) -> None:
+        path = self._path(key)
+        with self._spoken(key):
+            self._make_parents(path)
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                before = os.fstat(fd).st_size
+                try:
+                    _write_all(fd, memoryview(data).cast("B"))
+                    if sync:
+                        os.fsync(fd)  # a network's file system says only here that it is full
+                except OSError:
+                    os.ftruncate(fd, before)  # no torn line: the caller may append it again
+                    raise
+                if before == 0:  # with or without `sync`: the next append would not do it
+                    _sync_folder(path.parent)
+            finally:
+                os.close(fd)
+
+    # --- helpers --------------------------------------------------------------------------
+    def _path(self, key: str) -> Path:
+        return self.folder / check_key(key)
+
+    def _make_parents(self, target: Path) -> None:
+        """Make the folders above `target`; each new one is synced into its parent."""
+        self._same_folder()
+        missing: list[Path] = []
+        folder = target.parent
+        while not folder.is_dir():
+            missing.append(folder)
+            folder = folder.parent
+        for new in reversed(missing):
+            new.mkdir(exist_ok=True)
+            _sync_folder(new.parent)
+        self._hold_folder()
+
+    def _hold_folder(self) -> None:
+        """Keep a descriptor of the folder once it is there: as long as one is open, its inode is
+        no other folder's (on FUSE and overlays a number alone may change, or come again)."""
+        if self._root is not None:
+            return
+        flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+        try:
+            self._root = os.open(self.folder, flags)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise spoken_error(error, self.folder) from error
+        weakref.finalize(self, os.close, self._root)
+
+    def _same_folder(self) -> None:
+        """Raises RunFolderError when the path leads to another folder than it did, or to none."""
+        if self._root is None:
+            return
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(os.stat(self.folder), os.fstat(self._root)):
+                return
+        raise RunFolderError(
+            "the run folder has been moved, removed or replaced", where=str(self.folder)
+        )
+
+    @staticmethod
+    def _write(path: Path, data: Buffer | Iterable[Buffer]) -> None:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            writer = DirectWriter(fd)
+            for chunk in chunks(data):
+                writer.write(chunk)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    @contextmanager
+    def _spoken(self, key: str) -> Iterator[None]:
+        """Turn what the operating system says into what the person at the keyboard can mend."""
+        try:
+            yield
+        except (FileNotFoundError, IsADirectoryError):
+            raise MissingKeyError(f"there is no {key} in {self.folder}") from None
+        except OSError as error:
+            raise spoken_error(error, self.folder) from error
+
+
+class MemoryStore:
+    """A run store in this process's memory, with the same promises but durability."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, bytearray] = {}
+        self._lock = threading.Lock()
+
+    def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
+        check_key(key)
+        whole = bytearray().join(chunks(data))
+        with self._lock:
+            if key in self._objects:
+                raise AlreadyExistsError(f"{key} exists already")
+            self._objects[key] = whole
+
+    def get(self, key: str) -> bytes:
+        with self._lock:
+            return bytes(self._find(key))
+
+    def read_into(self, key: str, start: int, out: memoryview) -> None:
+        view = out.cast("B")
+        with self._lock:
+            found = memoryview(self._find(key))[start : start + len(view)]
+            if len(found) < len(view):
+                raise CorruptError(
+                    f"{key} ends at byte {start + len(found)}, {start + len(view)} were expected"
+                )
+            view[:] = found
+
+    def list(self, prefix: str) -> list[str]:
+        with self._lock:
+            return sorted(key for key in self._objects if key.startswith(prefix))
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._objects.pop(check_key(key), None)
+
+    def size(self, key: str) -> int:
+        with self._lock:
+            return len(self._find(key))
+
+    def append(self, key: str, data: Buffer, sync: bool = False) -> None:
+        check_key(key)
+        with self._lock:
+            self._objects[key] = self._objects.get(key, bytearray()) + bytes(data)
+
+    def sweep(self, prefix: str, keep: str = "") -> int:
+        return 0  # objects appear in one assignment
+
+    def _find(self, key: str) -> bytearray:
+        try:
+            return self._objects[check_key(key)]
+        except KeyError:
+            raise MissingKeyError(f"there is no {key} in memory") from None
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    """`os.walk` leaves out what it cannot read: taken for absent, a checkpoint would be removed."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new name durable: a file's own fsync does not cover the entry in its folder."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def spoken_error(error: OSError, folder: Path) -> HoldfastError:
+    where = str(folder)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OutOfSpaceError(
+            "the disk is full", where=where, remedy="free some space, or use another folder"
+        )
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno == errno.EPERM and error.filename2 is not None:
+            return RunFolderError(
+                "the file system cannot make hard links, which create-if-absent needs",
+                where=where,
+                remedy="use a folder on a local disk or on NFS",
+            )
+        return RunFolderError(
+            "no permission to read or write the run folder",
+            where=where,
+            remedy="use a folder of your own, with folder=<path>",
+        )
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        return RunFolderError("the run folder is not a folder", where=where)
+    return RunFolderError(f"the run folder failed: {error.strerror}", where=where)
+
+
+PREFIX = "journal/"
