@@ -71,8 +71,8 @@ chaos: $(VENV)/.installed
 	  --layout replicated,two,dp_shard,tp,pp,zero,mixed,wide,uneven
 
 rotten: $(VENV)/.installed-dev
-	$(ONE_THREAD) $(BIN)/python -m pytest tests/checkpoint/test_campaign.py \
-	  tests/checkpoint/test_campaign_command.py tests/checkpoint/test_dcp_failures.py
+	$(ONE_THREAD) $(BIN)/python -m pytest tests/checkpoint/test_fault_campaign.py \
+	  tests/system/test_corrupt_checkpoints.py tests/checkpoint/test_dcp_failures.py
 
 # Another release of torch gets an environment of its own and every other constraint.
 test-torch: $(VENV)-torch$(TORCH)/.installed

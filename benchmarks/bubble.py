@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.ranks import RankContext, Result, Server, expect, run_ranks
+from tests.support.ranks import RankContext, Result, Server, expect, run_ranks
 
 from benchmarks.waiting_stages import WaitingStages
 from holdfast.core.schedule.csv import from_csv, to_csv

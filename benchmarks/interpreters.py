@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from tests.ranks import RankContext, Server, run_ranks
+from tests.support.ranks import RankContext, Server, run_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime

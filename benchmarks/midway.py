@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.nodes import Nodes, nodes_of, prepared
+from tests.support.nodes import Nodes, nodes_of, prepared
 
 from benchmarks.recovery import floors
 from holdfast.events import GenerationStarted, StepDone, WorkerLost, WorkerStarted

@@ -27,8 +27,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.cli.support import apart, write_run_file
-from tests.nodes import Nodes, nodes_of
+from tests.support.commands import apart, write_run_file
+from tests.support.nodes import Nodes, nodes_of
 
 from holdfast.events import (
     Event,

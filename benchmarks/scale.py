@@ -35,7 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.elastic.fleet import SECRET, FleetAgent, Switch, until
+from tests.support.agents import SECRET, FleetAgent, Switch, until
 
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.membership.role_loop import Follower

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.ranks import ADDRESS, Server
+from tests.support.ranks import ADDRESS, Server
 
 if TYPE_CHECKING:
-    from tests.wire.s3 import Proxy
+    from tests.support.s3 import Proxy
 
 _SERVER = pytest.StashKey[Server]()
 
@@ -80,7 +80,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run file for a tiny model, its dataset made."""
-    from tests.nodes import prepared
+    from tests.support.nodes import prepared
 
     return prepared(tmp_path_factory.mktemp("run-file"))
 
@@ -88,7 +88,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(run_file: Path, request: pytest.FixtureRequest) -> dict[int, float]:
     """The losses of one worker whom nobody disturbs, under the SETTINGS of the tests' module."""
-    from tests.nodes import losses_of_one_worker
+    from tests.support.nodes import losses_of_one_worker
 
     return losses_of_one_worker(run_file, *request.module.SETTINGS)
 
@@ -96,7 +96,7 @@ def undisturbed(run_file: Path, request: pytest.FixtureRequest) -> dict[int, flo
 @pytest.fixture
 def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that the tests' S3 server takes, where a location looks for them."""
-    from tests.wire import s3
+    from tests.support import s3
 
     for name, value in s3.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
@@ -105,7 +105,7 @@ def s3_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def proxy() -> Iterator[Proxy]:
     """A proxy before the tests' S3 server, with a rule for what goes wrong."""
-    from tests.wire import s3
+    from tests.support import s3
 
     with s3.proxied() as found:
         yield found

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.support import Mover
+from tests.support.mover_process import Mover
 
 
 @pytest.fixture

@@ -33,12 +33,12 @@ from holdfast.errors import CheckpointError, CorruptError, HoldfastError, OutOfS
 from holdfast.events import CheckpointFailed
 from holdfast.wire.store.run_store import AlreadyExistsError, Buffer, FolderStore, chunks
 from holdfast.wire.term import open_generation
-from tests.checkpoint.campaign import states
-from tests.checkpoint.campaign.judge import compare
-from tests.checkpoint.campaign.movers import Ranks
-from tests.checkpoint.campaign.scenes import EXTENT_BYTES, history, plan
-from tests.checkpoint.support import Mover, Workers, read_box, topology
-from tests.ranks import RankContext, rank_values, run_ranks
+from tests.support.checkpoint_faults import states
+from tests.support.checkpoint_faults.histories import EXTENT_BYTES, history, plan
+from tests.support.checkpoint_faults.movers import Ranks
+from tests.support.checkpoint_faults.verdict import compare
+from tests.support.mover_process import Mover, Workers, read_box, topology
+from tests.support.ranks import RankContext, rank_values, run_ranks
 
 Start = Callable[..., Mover]
 

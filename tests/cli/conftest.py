@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.support import Outcome, apart, write_run_file
+from tests.support.commands import Outcome, apart, write_run_file
 
 
 @dataclass(frozen=True)

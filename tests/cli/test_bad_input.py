@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Trained
-from tests.cli.support import Outcome, apart, here, write_run_file
+from tests.support.commands import Outcome, apart, here, write_run_file
 
 Capture = pytest.CaptureFixture[str]
 

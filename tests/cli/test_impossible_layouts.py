@@ -9,8 +9,8 @@ import pytest
 
 from holdfast.errors import LayoutError
 from holdfast.layout import Replica, Topology
-from tests.cli.support import here, write_run_file
 from tests.cli.test_bad_input import tree
+from tests.support.commands import here, write_run_file
 
 Capture = pytest.CaptureFixture[str]
 

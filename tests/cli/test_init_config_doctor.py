@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.cli import doctor_checks
 from holdfast.config.load import load
-from tests.cli.support import here
+from tests.support.commands import here
 
 Capture = pytest.CaptureFixture[str]
 

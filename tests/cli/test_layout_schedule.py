@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.core.schedule.csv import to_csv
 from holdfast.core.schedule.table import one_f_one_b
-from tests.cli.support import Outcome, here, write_run_file
+from tests.support.commands import Outcome, here, write_run_file
 
 Capture = pytest.CaptureFixture[str]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.support import here, write_run_file
+from tests.support.commands import here, write_run_file
 
 Capture = pytest.CaptureFixture[str]
 

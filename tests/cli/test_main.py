@@ -12,7 +12,7 @@ import pytest
 from holdfast.cli import main as root
 from holdfast.cli.dispatch import app, crash_log_in
 from holdfast.errors import CorruptError, DataError
-from tests.cli.support import here, start
+from tests.support.commands import here, start
 
 # Modules that the help of the whole must not need: each costs a good part of its 0.4 s.
 HEAVY = ("torch", "numpy", "pydantic", "typer", "rich", "yaml", "httptools", "tokenizers")

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.config.data import DataConfig
 from holdfast.data.dataset import Dataset
-from tests.data.corpus import data_config, make, text_folder, text_source
+from tests.support.corpus import data_config, make, text_folder, text_source
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from holdfast.events import (
     RunFinished,
     RunStarted,
 )
-from tests.data.corpus import batches
+from tests.support.corpus import batches
 
 Plan = Callable[[int], Sequence[int]]
 

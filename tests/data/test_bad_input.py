@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.data.files import explained
 from holdfast.errors import DataError, OutOfSpaceError, UserError
-from tests.data.corpus import (
+from tests.support.corpus import (
     data_config,
     jsonl_file,
     make,

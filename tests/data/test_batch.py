@@ -15,7 +15,7 @@ from holdfast.data.baselines import baselines, bits_per_byte
 from holdfast.data.batch import MASKED, Batches, Microbatch
 from holdfast.data.dataset import Dataset
 from holdfast.errors import ConfigError, DataError
-from tests.data.corpus import batches, data_config, make, text_folder, text_source, train_config
+from tests.support.corpus import batches, data_config, make, text_folder, text_source, train_config
 
 
 def window(tokens: list[int], sample: int, length: int, end: int) -> tuple[list[int], list[int]]:

@@ -12,7 +12,7 @@ from holdfast.config.data import DataConfig
 from holdfast.data.batch import Batches, Microbatch
 from holdfast.data.dataset import Dataset
 from holdfast.data.loader import Loader
-from tests.data.corpus import batches
+from tests.support.corpus import batches
 
 
 @pytest.fixture(name="source")

@@ -20,7 +20,7 @@ from holdfast.data.dataset import Dataset
 from holdfast.data.prepare import prepare
 from holdfast.data.verify import verify
 from holdfast.errors import HoldfastError
-from tests.data.corpus import (
+from tests.support.corpus import (
     data_config,
     jsonl_file,
     make,
@@ -29,7 +29,7 @@ from tests.data.corpus import (
     text_source,
     tree,
 )
-from tests.processes import children_of
+from tests.support.processes import children_of
 
 ROOT = Path(__file__).parents[2]
 

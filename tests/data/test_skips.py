@@ -14,8 +14,8 @@ from holdfast.data.audit import audit
 from holdfast.data.batch import MASKED, Batches
 from holdfast.data.dataset import Dataset
 from holdfast.events import BatchFed
-from tests.data.corpus import batches, train_config
 from tests.data.test_audit import EVEN, committed, feed
+from tests.support.corpus import batches, train_config
 
 SKIPS = Skips([Skip(2, 1, "step 2 is not finite: bad on a; on 1 other device bad")])
 

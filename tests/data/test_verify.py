@@ -15,7 +15,7 @@ from holdfast.data.dataset import Dataset
 from holdfast.data.inspect import masks, numbers, render
 from holdfast.data.verify import check, verify
 from holdfast.errors import DataError
-from tests.data.corpus import batches
+from tests.support.corpus import batches
 
 
 @pytest.fixture(name="copy")

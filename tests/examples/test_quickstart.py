@@ -29,7 +29,7 @@ from holdfast.events import (
 )
 from holdfast.wire.journal import JournalWriter, read
 from holdfast.wire.store.run_store import FolderStore
-from tests.cli.support import within, write_run_file
+from tests.support.commands import within, write_run_file
 
 FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
 STEPS = 100

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast.model.decoder import Attention, Decoder, document_mask, document_positions
 from holdfast.model.rotary import RotaryTable, frequencies, rotate
-from tests.model.models import SCALING, SHAPES, config, decoder, lively, tokens
+from tests.support.models import SCALING, SHAPES, config, decoder, lively, tokens
 
 
 def attention_by_hand(layer: Attention, x: Tensor, theta: float) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from holdfast.errors import UserError
 from holdfast.model.generate import Session, generate, sample
-from tests.model.models import SHAPES, config, lively, tokens
+from tests.support.models import SHAPES, config, lively, tokens
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -18,7 +18,7 @@ from holdfast.config.model import ModelConfig
 from holdfast.model.decoder import Decoder
 from holdfast.model.huggingface import export_folder, import_folder
 from holdfast.model.huggingface_config import ModelFolderError
-from tests.model.models import SCALING, SHAPES, config, lively, tokens, train_tokenizer
+from tests.support.models import SCALING, SHAPES, config, lively, tokens, train_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -270,7 +270,7 @@ import os, subprocess, sys
 from pathlib import Path
 from holdfast.errors import OutOfSpaceError, UserError
 from holdfast.model.huggingface import export_folder, import_folder
-from tests.model.models import config, lively
+from tests.support.models import config, lively
 disk, model = Path(sys.argv[1]), config(vocab_size=4000)
 def attempt():
     try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.core.sharding.parameters import Normal, Parameter, Zeros, decoder_parameters
 from holdfast.model import init
 from holdfast.model.init import initial_box, initial_tensor
-from tests.model.models import config, decoder
+from tests.support.models import config, decoder
 
 WIDE = Parameter("some.weight", (6, 5, 7), True, Normal(0.5))
 

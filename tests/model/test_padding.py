@@ -25,7 +25,7 @@ from holdfast.model.init import initial_tensor
 from holdfast.train.objective import NextToken, linear_cross_entropy
 from holdfast.train.optimizer import AdamW
 from holdfast.wire.store.run_store import FolderStore
-from tests.model.models import config, decoder, tokens
+from tests.support.models import config, decoder, tokens
 
 PADDED: dict[str, Any] = {"vocab_size": 61, "vocab_multiple": 16}
 

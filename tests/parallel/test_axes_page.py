@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs" / "axes.md").read_text()
 def test_every_file_of_the_room_is_on_the_page() -> None:
     table = PAGE.partition("## The files of `parallel`")[2]
     named = re.findall(r"^\| `(\w+\.py)` \|", table, re.M)
-    there = [p.name for folder in holdfast.parallel.__path__ for p in Path(folder).glob("*.py")]
+    there = [p.name for folder in holdfast.parallel.__path__ for p in Path(folder).rglob("*.py")]
     assert sorted(named) == sorted(set(there) - {"__init__.py"})
 
 
@@ -22,6 +22,6 @@ def test_tests_and_modules_that_the_page_names_exist() -> None:
     for name in set(re.findall(r"`(test_\w+\.py)`", PAGE)):
         assert list((ROOT / "tests").rglob(name)), name
     for name in set(
-        re.findall(r"`((?:spec|train|plan|config|checkpoint|tests)/[\w/]+\.py)`", PAGE)
+        re.findall(r"`((?:core|train|plan|config|checkpoint|tests)/[\w/]+\.py)`", PAGE)
     ):
         assert (ROOT / "src" / "holdfast" / name).exists() or (ROOT / name).exists(), name

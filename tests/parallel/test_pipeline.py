@@ -20,7 +20,7 @@ from holdfast.parallel.comm.comm_stats import Traffic
 from holdfast.parallel.comm.transport import Peers, exchange
 from holdfast.parallel.pipeline import Interpreter, Plan, StageWork, make_plan
 from holdfast.parallel.trace import COMPUTE, RECEIVE, Recorder, Span, chrome_trace, measure
-from tests.ranks import RankContext, rank_values, ranks
+from tests.support.ranks import RankContext, rank_values, ranks
 
 CPU = torch.device("cpu")
 WIDTH, ROWS = 5, 3

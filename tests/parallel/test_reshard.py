@@ -16,9 +16,9 @@ from holdfast.errors import LayoutError, PeerLostError
 from holdfast.layout import Layout, Replica, Topology, place
 from holdfast.parallel.comm.transport import Peers
 from holdfast.parallel.reshard import Held, move
-from tests.parallel.dying import dies_sending
-from tests.processes import runs
-from tests.ranks import RankContext, rank_values, ranks, wait_until
+from tests.support.dying_rank import dies_sending
+from tests.support.processes import runs
+from tests.support.ranks import RankContext, rank_values, ranks, wait_until
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16}
 TABLE = (

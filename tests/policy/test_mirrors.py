@@ -13,7 +13,7 @@ from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.layout import Layout, Topology, place
 from holdfast.policy.mirrors import mirror_of
 from holdfast.policy.placement import Machine
-from tests.spec.topologies import MODELS, topologies
+from tests.support.topologies import MODELS, topologies
 
 Element = tuple[str, tuple[int, ...]]
 

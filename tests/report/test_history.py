@@ -29,7 +29,7 @@ from holdfast.report.ordering import in_order
 from holdfast.report.page import render
 from holdfast.report.summary import summary
 from holdfast.wire.store.run_store import MemoryStore
-from tests.report.journals import Scribe, lossy_run, step_done
+from tests.support.journal_builder import Scribe, lossy_run, step_done
 
 
 def stored(records: list[Record], tail: bytes = b"") -> MemoryStore:

@@ -12,7 +12,7 @@ from holdfast.report.incidents import Incident
 from holdfast.report.metrics import Metrics
 from holdfast.report.ordering import in_order
 from holdfast.report.progress import Progress
-from tests.report.journals import Scribe, step_done
+from tests.support.journal_builder import Scribe, step_done
 
 ANEW = "its agent was started anew"
 

@@ -14,8 +14,8 @@ from holdfast.events import Record, StepDone, WorkerLost
 from holdfast.report.braille import braille
 from holdfast.report.live import View, picture, watch
 from holdfast.report.progress import Progress
-from tests.ranks import wait_until
-from tests.report.journals import Scribe, lossy_run
+from tests.support.journal_builder import Scribe, lossy_run
+from tests.support.ranks import wait_until
 
 
 def until_step(step: int) -> list[Record]:

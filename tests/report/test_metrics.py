@@ -16,7 +16,7 @@ from holdfast.events import CheckpointFailed, NonFinite
 from holdfast.report.metrics import Metrics
 from holdfast.report.tensorboard import Writer
 from holdfast.report.timeledger import TimeLedger
-from tests.report.journals import Scribe, loss_at, lossy_run
+from tests.support.journal_builder import Scribe, loss_at, lossy_run
 
 
 def scraped(metrics: Metrics) -> dict[str, float]:

@@ -20,7 +20,7 @@ from holdfast.report.css import DARK, LIGHT, class_colour
 from holdfast.report.history import build
 from holdfast.report.summary import summary
 from holdfast.report.timeledger import CLASSES
-from tests.report.journals import Scribe, lossy_run, step_done
+from tests.support.journal_builder import Scribe, lossy_run, step_done
 
 VOID = {"meta", "br", "link", "input", "img", "hr"}
 

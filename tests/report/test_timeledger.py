@@ -21,7 +21,7 @@ from holdfast.events import (
 )
 from holdfast.report.history import build
 from holdfast.report.timeledger import CLASSES, TimeLedger
-from tests.report.journals import Scribe, lossy_run, step_done
+from tests.support.journal_builder import Scribe, lossy_run, step_done
 
 
 def ledger_of(records: list[Record]) -> TimeLedger:

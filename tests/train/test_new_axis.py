@@ -1,8 +1,9 @@
 """A new axis needs one file: context parallelism, which the package does not have, trains.
 
-The file is `context_axis.py`. `with_context_axis` changes the lines that docs/axes.md names, in
-the rank's own process. All else follows from Topology and tables: gradients, vote, clipping,
-optimizer, products with other axes, replicas of unlike shapes, checkpoints, rebuilds.
+The file is `tests/support/context_parallel.py`. `with_context_axis` changes the lines that
+docs/axes.md names, in the rank's own process. All else follows from Topology and tables: gradients,
+vote, clipping, optimizer, products with other axes, replicas of unlike shapes, checkpoints,
+rebuilds.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from holdfast.core.sharding.state_table import local_boxes, state_table
 from holdfast.layout import Layout, place_replicas
 from holdfast.parallel import process_groups
 from holdfast.train import build, engine, executors, vote
-from tests.ranks import RankContext, rank_values
-from tests.train.context_axis import apply_context_parallel
-from tests.train.layouts import (
+from tests.support.context_parallel import apply_context_parallel
+from tests.support.layouts import (
     Case,
     assert_all_state,
     config_of,
@@ -36,6 +36,7 @@ from tests.train.layouts import (
     save_pieces,
     topology_of,
 )
+from tests.support.ranks import RankContext, rank_values
 
 STEPS = 3
 ONE = Layout()

@@ -1,7 +1,7 @@
 """Promise 1 for every axis and their products: the curve of one process, under each layout.
 
-The names spell the layouts (`tests/train/layouts.py`). Losses and norms of all steps and the final
-parameters and moments are compared with a single process: within 1e-10 relative in float64,
+The names spell the layouts (`tests/support/layouts.py`). Losses and norms of all steps and the
+final parameters and moments are compared with a single process: within 1e-10 relative in float64,
 2e-5 of the loss in fp32, 1e-3 in bf16. Clipping is active in every step, the embeddings are tied,
 nothing divides the vocabulary, and under tp4 two ranks share a key/value head.
 
@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.ranks import RankContext, rank_values
-from tests.train.layouts import (
+from tests.support.layouts import (
     assert_all_state,
     case,
     config_of,
@@ -35,7 +34,8 @@ from tests.train.layouts import (
     save_pieces,
     topology_of,
 )  # fmt: skip
-from tests.train.worlds import digest
+from tests.support.ranks import RankContext, rank_values
+from tests.support.tiny_training import digest
 
 STEPS, LOWER_STEPS = 4, 8
 AXES = ["dp2", "dp4", "shard2", "shard4", "tp2", "tp4", "pp2", "pp4"]

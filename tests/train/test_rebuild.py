@@ -26,8 +26,7 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.layout import Topology
 from holdfast.parallel.torch_compat import mesh_caches
 from holdfast.train.objective import NextToken
-from tests.ranks import RankContext, rank_values, run_ranks
-from tests.train.layouts import (
+from tests.support.layouts import (
     assert_all_state,
     case,
     load_pieces,
@@ -37,8 +36,9 @@ from tests.train.layouts import (
     save_pieces,
     topology_of,
 )  # fmt: skip
-from tests.train.recovering import Survivor, config_for
-from tests.train.worlds import digest
+from tests.support.ranks import RankContext, rank_values, run_ranks
+from tests.support.step_recovery import Survivor, config_for
+from tests.support.tiny_training import digest
 
 REBUILT, ALIKE, MORE = 1, 3, 2
 """Rebuilt after step 1, when there are moments to move; the undisturbed run goes as far as step 3,
@@ -59,7 +59,8 @@ LAYOUTS = {
     "untied.pp2-tp2": "untied.shard4", "untied.shard2-tp2": "untied.pp4",
     "qknorm.tp4": "qknorm.pp2-dp2", "qknorm.untied.pp2-tp2": "qknorm.untied.dp4", "pp3": "dp3",
 }  # fmt: skip
-"""Every kind of layout (the names are those of `layouts.py`), and the other one that it becomes."""
+"""Every kind of layout (the names are those of `tests/support/layouts.py`), and the other one that
+it becomes."""
 
 
 def world(name: str, generation: int, ranks: Sequence[int] | None = None) -> Topology:

@@ -1,7 +1,7 @@
 """A loss at every point of a step: the survivors go on, and the curve is as if nothing had been.
 
-Real processes, really killed (`recovering.py`). Whoever is left applies the same steps once each,
-with the same bits where replicas are alike, and reports them.
+Real processes, really killed (`tests/support/step_recovery.py`). Whoever is left applies the same
+steps once each, with the same bits where replicas are alike, and reports them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from holdfast.core.sharding.reduction_tree import deal
-from tests.ranks import RankContext, rank_values, run_ranks
-from tests.train.layouts import case
-from tests.train.recovering import DIES, LAST, Deadly, Survivor, topology_for, undisturbed
+from tests.support.layouts import case
+from tests.support.ranks import RankContext, rank_values, run_ranks
+from tests.support.step_recovery import DIES, LAST, Deadly, Survivor, topology_for, undisturbed
 
 POINTS = ("forward", "told 1", "backward", "whole", "voted", "applied")
 

@@ -26,9 +26,7 @@ from holdfast.core.sharding.boxes import Box
 from holdfast.core.sharding.state_table import state_table
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import FolderStore
-from tests.checkpoint.support import Mover
-from tests.ranks import RankContext, rank_values
-from tests.train.layouts import (
+from tests.support.layouts import (
     assert_all_state,
     case,
     config_of,
@@ -39,6 +37,8 @@ from tests.train.layouts import (
     save_pieces,
     topology_of,
 )  # fmt: skip
+from tests.support.mover_process import Mover
+from tests.support.ranks import RankContext, rank_values
 
 LAYOUTS = ["shard2", "tp2", "pp2", "zero1.2", "tp2+one"]
 PAIRS = [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b]

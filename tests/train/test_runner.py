@@ -23,9 +23,9 @@ from holdfast.train.recover import recover
 from holdfast.train.runner import Outcome, run
 from holdfast.train.state import LocalTensor
 from holdfast.train.vote import Wishes
-from tests.data.corpus import batches, data_config, make, text_folder, text_source
-from tests.ranks import RankContext, rank_values
-from tests.train.worlds import CPU, digest
+from tests.support.corpus import batches, data_config, make, text_folder, text_source
+from tests.support.ranks import RankContext, rank_values
+from tests.support.tiny_training import CPU, digest
 
 STEPS = 6
 

@@ -12,8 +12,8 @@ import torch
 
 from holdfast.core.sharding.reduction_tree import Shares
 from holdfast.train.precision import same_products_on_any_threads
-from tests.ranks import RankContext, rank_values
-from tests.train.worlds import Fed, digest, engine, tiny, train
+from tests.support.ranks import RankContext, rank_values
+from tests.support.tiny_training import Fed, digest, engine, tiny, train
 
 STEPS = 6  # four while the learning rate rises, two while it falls
 

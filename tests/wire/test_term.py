@@ -20,7 +20,7 @@ from holdfast.wire.term import (
     open_generation,
     open_term,
 )
-from tests.wire.test_http import serving
+from tests.wire.http.test_client_and_server import serving
 
 SECRET = Secret(b"s" * 32)
 

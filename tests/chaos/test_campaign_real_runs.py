@@ -1,0 +1,134 @@
+"""`holdfast chaos` itself: real agents, real faults, drawn from a seed; and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.events import FaultInjected, GenerationStarted, StepDone
+from holdfast.wire.journal import read
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.commands import apart, within
+
+DEADLINE = 900
+KINDS = "kill raise memory exit hang capture two two-kinds again recovery mover template agent"
+
+
+@pytest.mark.parametrize("layouts", [["replicated", "tp"], ["dp_shard"]], ids=",".join)
+def test_sixty_faults_are_recovered_from_and_not_done_again(
+    tmp_path: Path, layouts: list[str]
+) -> None:
+    """Three runs of 20 faults; `make chaos` does 1,000."""
+    runs = len(layouts)
+    arguments = ("chaos", "--out", tmp_path / "out", "--seed", "11", "--nodes", "2", "--no-network",
+                 "--layout", ",".join(layouts), "--faults", f"{20 * runs} {KINDS}")  # fmt: skip
+    found = apart(*arguments, deadline=DEADLINE)
+    assert found.code == 0, found.out + found.err
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert result["recovered"]
+    assert result["faults"] >= 17 * runs
+    assert [run["layout"] for run in result["runs"]] == layouts
+    for run in result["runs"]:
+        _each_hit_where_it_says(run, tmp_path / "out" / "runs" / run["run"] / "run")
+    again = apart(*arguments)
+    assert again.code == 0
+    assert again.err.count("done before") == runs
+
+
+def test_the_node_that_leads_is_killed_in_each_transition_of_a_commit(tmp_path: Path) -> None:
+    points = ("reduced", "voted", "applying", "applied")
+    trace, out = tmp_path / "faults.jsonl", tmp_path / "out"
+    rows = [{"step": 4 + 4 * n, "fault": "commit", "point": p} for n, p in enumerate(points)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    found = apart("chaos", "--trace", trace, "--layout", "dp_shard", "--nodes", "2", "--out", out,
+                  "--no-network", deadline=DEADLINE)  # fmt: skip
+    assert found.code == 0, found.out + found.err
+    (run,) = json.loads((out / "result.json").read_text())["runs"]
+    assert [(f["point"], f["outcome"]) for f in run["faults"]] == [
+        (point, "recovered") for point in points
+    ]
+    _each_hit_where_it_says(run, out / "runs" / run["run"] / "run")
+
+
+@pytest.mark.slow
+def test_the_run_folder_is_out_of_reach_for_two_minutes(tmp_path: Path) -> None:
+    """Steps are done all the while; what is to be written waits."""
+    trace, out = tmp_path / "faults.jsonl", tmp_path / "out"
+    rows = [{"step": 5, "fault": "run-store-long"}, {"step": 40, "fault": "kill"}]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    found = apart("chaos", "--trace", trace, "--layout", "dp_shard", "--nodes", "2", "--out", out,
+                  "--no-network", deadline=DEADLINE)  # fmt: skip
+    assert found.code == 0, found.out + found.err
+    (run,) = json.loads((out / "result.json").read_text())["runs"]
+    assert [f["outcome"] for f in run["faults"]] == ["recovered", "recovered"]
+    assert run["faults"][0]["seconds"] > 115
+    done = [
+        record.time
+        for record in read(FolderStore(out / "runs" / run["run"] / "run"))
+        if isinstance(record.event, StepDone) and 5 <= record.event.step <= 25
+    ]
+    assert max(later - one for one, later in pairwise(sorted(done))) < 30
+
+
+def _each_hit_where_it_says(run: dict[str, Any], folder: Path) -> None:
+    """By the journal of the run itself."""
+    counted = [fault for fault in run["faults"] if fault["outcome"] == "recovered"]
+    records = read(FolderStore(folder))
+    told = {r.event.number: r.event for r in records if isinstance(r.event, FaultInjected)}
+    for fault in counted:
+        event = told[10 * fault["number"]]
+        assert (event.step, event.point) == (fault["step"], fault["point"])
+    started = [r for r in records if isinstance(r.event, GenerationStarted)]
+    assert len(started) > len(counted) / 2
+
+
+def test_what_makes_no_sense_is_refused_in_a_sentence() -> None:
+    within("chaos", "--faults", "earthquake").refuses("no fault 'earthquake'", "--faults", "kill")
+    within("chaos", "--layout", "diagonal").refuses("no layout", "--layout", "replicated")
+    within("chaos", "--layout", "tp", "--nodes", "3").refuses("spread evenly", "--nodes")
+    within("chaos", "--shard", "3/2").refuses("--shard", "1/2")
+    within("chaos", "--faults", "1", "--shard", "2/2").refuses("--shard", "of 1 runs in all")
+    within("chaos", "--trace", "nowhere.jsonl").refuses("nowhere.jsonl")
+
+
+def test_faults_that_can_never_happen_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ("chaos", "--no-network", "--out", out)
+    within(*arguments, "--layout", "two", "--faults", "1 pipeline").refuses(
+        "pipeline (the layout has no pipeline)", "two", "--faults")  # fmt: skip
+    within(*arguments, "--layout", "pp,replicated", "--faults", "pipeline").refuses("replicated")
+    within(*arguments, "--faults", "partition,delay").refuses("partition (", "delay (", "off")
+    trace = tmp_path / "faults.jsonl"
+    trace.write_text('{"fault": "agent", "step": 5, "target": "zebra"}')
+    within(*arguments, "--trace", trace).refuses("faults.jsonl:1", "no node 'zebra'", "a, b, c, d")
+    trace.write_text('{"step": 5, "fault": "kill", "target": "b"}')
+    within(*arguments, "--trace", trace).refuses("faults.jsonl:1", "kill cannot be aimed")
+    for step in ("Infinity", "1e400", "NaN", "0", "2.5"):
+        trace.write_text(f'{{"step": {step}, "fault": "kill"}}')
+        within(*arguments, "--trace", trace).refuses("faults.jsonl:1", "not a fault at a step")
+    assert not out.exists()
+
+
+def test_arguments_that_are_no_numbers_files_or_folders_are_refused(tmp_path: Path) -> None:
+    within("chaos", "--faults", "\u00b2").refuses("--faults", "no fault")
+    within("chaos", "--shard", "\u00b2/3").refuses("--shard")
+    within("chaos", "--layout", "tp=\u00b2,workers=4").refuses("--layout", "'tp=\u00b2'")
+    within("chaos", "--nodes", "-3").refuses("--nodes")
+    file = tmp_path / "file"
+    file.touch()
+    within("chaos", "--out", file).refuses("--out", str(file))
+    out = tmp_path / "out"
+    within("chaos", "train.optimizer.learning_rate=0.5", "--out", out).refuses(
+        "train.optimizer.learning_rate=0.5", "no such run file")  # fmt: skip
+    assert not out.exists()
+
+
+def test_the_faults_are_listed_with_what_they_do() -> None:
+    found = within("chaos", "--list")
+    assert found.code == 0
+    assert "kill               a worker is killed (SIGKILL)" in found.out
+    assert "zombie" in found.out

@@ -1,0 +1,244 @@
+"""Captures that hide: what arrives is the state after its step, whatever training does then."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.checkpoint.capture.capturer import Captured, Capturer, Skipped
+from holdfast.checkpoint.capture.chunked_copy import Copy, Cost
+from holdfast.checkpoint.memory.arena import Arena
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.format.manifest import commit_key
+from holdfast.core.sharding.state_table import TensorSpec
+from holdfast.errors import HoldfastError
+from tests.support import killed_capture
+from tests.support.mover_process import TABLE, Mover, Workers, assert_holds, topology
+
+Start = Callable[..., Mover]
+DEADLINE = 60.0
+
+
+class Stalled(Capturer):
+    """Its copying thread begins only when `go` is set."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.go = threading.Event()
+        self._copiers.submit(self.go.wait, DEADLINE)
+
+
+@pytest.mark.parametrize(("replicas", "dp_shard"), [(1, 1), (2, 1), (1, 3), (2, 2)])
+def test_what_is_committed_is_the_state_before_the_next_change(
+    start: Start, replicas: int, dp_shard: int
+) -> None:
+    mover = start()
+    topo = topology(replicas, dp_shard)
+    workers = Workers(mover.begin(topo), topo)
+    for step in (1, 2, 3):
+        workers.compute(step)
+        for capturer in workers.capturers:
+            assert isinstance(capturer.begin(step, wait=DEADLINE), Copy)
+        for capturer in workers.capturers:
+            capturer.fence()
+        workers.compute(step + 1)  # the next update
+        for capturer in workers.capturers:
+            assert capturer.announce(step, {"position": 16 * step}) is None
+    for step in (1, 2, 3):
+        assert workers.capturers[0].settle(step, DEADLINE) is None
+        assert_holds(Checkpoint.open(mover.store, commit_key(1, step)), step)
+
+
+def test_no_snapshot_is_torn_in_a_storm_of_steps(start: Start) -> None:
+    """Every step changes every byte and is captured; whoever looks into the arena meanwhile sees
+    one step's bytes under a header, or no header."""
+    mover = start()
+    table = tuple(TensorSpec(f"t{i}", "F32", (257 * (i % 7 + 1),), 0) for i in range(300))
+    topo = topology()
+    client = mover.begin(topo, table)
+    tensors = {spec.name: torch.zeros(spec.shape) for spec in table}
+    capturer = Capturer(client, topo, table, 0, tensors, run="test", slots=3)
+    arena = capturer._arena
+    start_of_data, stop = len(capturer._head), threading.Event()
+    seen: set[int] = set()
+    torn: list[int] = []
+
+    def look() -> None:
+        for slot in itertools.cycle(range(arena.slots)):
+            if stop.is_set():
+                return
+            header = arena.header(slot)
+            if header is None:
+                continue
+            data = bytes(arena.data(slot, header.length)[start_of_data:])
+            if arena.header(slot) != header:
+                continue
+            values = torch.frombuffer(bytearray(data), dtype=torch.float32)
+            seen.add(header.step)
+            if not bool((values == header.step).all()):
+                torn.append(header.step)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    try:
+        for step in range(1, 150):
+            assert capturer.fence() >= 0
+            for tensor in tensors.values():
+                tensor.fill_(step)
+            assert isinstance(capturer.begin(step), Copy)
+            if step > 1:
+                capturer.drop(step - 1)  # as a mover does that keeps it in memory
+    finally:
+        capturer.fence()
+        stop.set()
+        looker.join(DEADLINE)
+    assert torn == []
+    assert len(seen) > 5
+
+
+def test_a_thread_that_gets_no_core_delays_nobody(start: Start) -> None:
+    """The fence copies what is left, and counts the seconds."""
+    mover = start()
+    topo = topology()
+    client = mover.begin(topo)
+    workers = Workers(client, topo)
+    (tensors,) = workers.tensors
+    capturer = Stalled(client, topo, TABLE, 0, tensors, run="test")
+    workers.compute(1)
+    costs: list[Cost] = []
+    assert isinstance(capturer.begin(1), Copy)
+    capturer.after(1, costs.append)
+    assert costs == []
+    assert capturer.fence() > 0
+    assert [cost.fence > 0 and cost.blocked >= cost.fence for cost in costs] == [True]
+    workers.compute(2)
+    capturer.go.set()
+    assert capturer.announce(1, {}) is None
+    assert capturer.settle(1, DEADLINE) is None
+    assert_holds(Checkpoint.open(mover.store, commit_key(1, 1)), 1)
+    capturer.close()
+
+
+def test_the_next_capture_and_leaving_wait_for_the_present_one(start: Start) -> None:
+    mover = start()
+    topo = topology()
+    client = mover.begin(topo)
+    workers = Workers(client, topo)
+    capturer = Stalled(client, topo, TABLE, 0, workers.tensors[0], run="test")
+    ended: list[int] = []
+    for step in (1, 2):
+        workers.compute(step)
+        assert isinstance(capturer.begin(step), Copy)
+        capturer.after(step, lambda cost, step=step: ended.append(step))
+    assert ended == [1]
+    capturer.go.set()
+    capturer.close()
+    assert ended == [1, 2]
+    for step in (1, 2):
+        assert capturer.announce(step, {}) is None
+    assert capturer.settle(2, DEADLINE) is None
+    assert_holds(Checkpoint.open(mover.store, commit_key(1, 2)), 2)
+
+
+def test_a_copy_that_fails_is_one_skipped_save(start: Start) -> None:
+    mover = start()
+    topo = topology()
+    (capturer,) = Workers(mover.begin(topo), topo).capturers
+
+    class Broken:
+        def data_ptr(self) -> int:
+            return 0
+
+    whole = capturer._spans
+    capturer._spans = [[span._replace(source=Broken()) for span in piece] for piece in whole]
+    assert isinstance(capturer.begin(1), Copy)
+    capturer.fence()
+    answer = capturer.announce(1, {})
+    assert isinstance(answer, Skipped)
+    assert answer.reason == "the copy failed: a tensor has no memory any more"
+    capturer._spans = whole
+    for step in (2, 3):  # both slots are free
+        assert isinstance(capturer.capture(step), Captured)
+
+
+def test_the_newest_snapshot_that_the_mover_knows_is_not_overwritten_before_a_newer_one(
+    start: Start,
+) -> None:
+    mover = start()
+    topo = topology()
+    workers = Workers(mover.begin(topo), topo)
+    (capturer,) = workers.capturers
+    workers.commit(1)
+    assert capturer._arena.free_slot() is not None
+    kept = next(s for s in range(2) if (h := capturer._arena.header(s)) and h.step == 1)
+    for step in range(2, 6):  # given up one after the other: never known to the mover
+        assert isinstance(capturer.capture(step), Captured)
+        assert not capturer.ready()
+        assert isinstance(capturer.capture(99), Skipped)
+        capturer.drop(step)
+        header = capturer._arena.header(kept)
+        assert header is not None
+        assert header.step == 1
+    workers.commit(6)
+    assert isinstance(capturer.capture(7), Captured)  # over step 1
+    assert capturer._arena.header(kept).step == 7  # type: ignore[union-attr]
+
+
+def test_a_refused_announcement_keeps_the_snapshot_before(start: Start) -> None:
+    mover = start()
+    topo = topology()
+    workers = Workers(mover.begin(topo), topo)
+    (capturer,) = workers.capturers
+    workers.commit(1)
+
+    class Refusing(MoverClient):
+        def captured(self, *args: Any, **kwargs: Any) -> None:
+            raise HoldfastError("the toy refuses")
+
+    good = capturer._mover
+    capturer._mover = Refusing(mover.socket, mover.secret, 1)
+    assert isinstance(capturer.capture(2), Captured)
+    assert capturer.announce(2, {}) == Skipped(2, "the toy refuses")
+    capturer._mover = good
+    workers.commit(3)
+
+
+def test_sigkill_in_the_middle_of_a_hidden_copy_leaves_the_other_slot_whole(start: Start) -> None:
+    mover = start(extent_bytes=2**20)
+    for generation in itertools.count(1):
+        point = generation - 1
+        topo = topology(generation=generation)
+        client = mover.begin(topo, killed_capture.TABLE)
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.support.killed_capture", mover.socket,
+             mover.secret.hex(), str(generation), str(point)],
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        again = {name: torch.zeros(n) for name, n in (("w", killed_capture.ROWS), ("b", 7))}
+        capturer = Capturer(client, topo, killed_capture.TABLE, 0, again, run="test")
+        arena: Arena = capturer._arena
+        headers = [arena.header(slot) for slot in range(2)]
+        one = next(slot for slot, header in enumerate(headers) if header and header.step == 1)
+        due = dict(again)
+        killed_capture.fill(due, 1)
+        for piece in capturer._spans:
+            for span in piece:
+                at = arena.data_offset(one) + span.target
+                held = arena.memory[at : at + span.length]
+                source = next(t for t in due.values() if t.data_ptr() == span.source.data_ptr())
+                assert held == source.numpy().tobytes()[span.start : span.start + span.length]
+        if done.returncode == 0:
+            assert int(done.stdout) == point >= 3
+            assert headers[1 - one] is not None
+            return
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert headers[1 - one] is None

@@ -1,0 +1,330 @@
+"""Tier 0: what a real mover keeps in memory, for how long, and what a restart makes of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.checkpoint.capture.capturer import Captured, Skipped
+from holdfast.checkpoint.memory.arena import Arena
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.sources import MappedSource, Mixed, StoreSource
+from holdfast.checkpoint.restore.start_records import note_start
+from holdfast.core.format.manifest import commit_key
+from holdfast.core.sharding.state_table import local_boxes
+from holdfast.errors import CorruptError, HoldfastError
+from holdfast.events import CheckpointCommitted, SnapshotComplete
+from holdfast.layout import Topology
+from holdfast.wire.store.run_store import MissingKeyError
+from holdfast.wire.term import open_generation
+from tests.support.mover_process import (
+    TABLE,
+    Mover,
+    Workers,
+    assert_holds,
+    events_until,
+    state,
+    topology,
+)
+
+Start = Callable[..., Mover]
+
+
+def remember(workers: Workers, client: MoverClient, step: int) -> None:
+    """Every rank hands over a snapshot that stays in memory; returns when it is complete."""
+    workers.compute(step)
+    for capturer in workers.capturers:
+        assert isinstance(capturer.capture(step, wait=60), Captured)
+        assert capturer.announce(step, {"position": step}, durable=False) is None
+    events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == step)
+
+
+@contextmanager
+def opened(mover: Mover, client: MoverClient, key: str) -> Iterator[Checkpoint]:
+    """What a worker restores from: the mover's memory, mapped, and behind it the run store."""
+    holdings = client.holdings(key)
+    mapped = MappedSource(holdings.slots)
+    yield Checkpoint(Mixed([mapped, StoreSource(mover.store)]), holdings.commit)
+    mapped.close()
+
+
+def next_generation(mover: Mover, topo: Topology) -> tuple[MoverClient, Any]:
+    """As the agent does: open it, ask for the restore point, say who will write."""
+    client = mover.client(topo.generation)
+    with pytest.raises(HoldfastError):
+        client.holdings("commits/none.json")
+    open_generation(mover.store, topo.generation, {})
+    newest = client.newest()
+    client.expect(topo, TABLE, newest.step)
+    return client, newest
+
+
+def read_everything(checkpoint: Checkpoint, step: int, topo: Topology) -> None:
+    """Every rank of `topo` reads its boxes in one pass; all are those of `step`."""
+    full = state(step)
+    for rank in range(topo.world_size):
+        boxes = [box for box in local_boxes(topo, TABLE, rank) if box.size]
+        outs = [torch.empty(b.lengths, dtype=full[b.name].dtype) for b in boxes]
+        checkpoint.read_all(
+            (box, out.view(-1).view(torch.uint8).numpy().data)
+            for box, out in zip(boxes, outs, strict=True)
+        )
+        for box, out in zip(boxes, outs, strict=True):
+            at = tuple(slice(a, b) for a, b in zip(box.offsets, box.stops, strict=True))
+            assert torch.equal(out, full[box.name][at]), box
+
+
+@pytest.mark.parametrize(("replicas", "dp_shard"), [(2, 2), (2, 1), (1, 3)])
+def test_the_newest_snapshot_outlives_its_generation_and_opens_on_any_layout(
+    start: Start, replicas: int, dp_shard: int
+) -> None:
+    mover = start()
+    first = topology(2, 2)
+    client = mover.begin(first)
+    workers = Workers(client, first)
+    workers.commit(1)
+    for step in (2, 3, 4):
+        remember(workers, client, step)
+    second = topology(replicas, dp_shard, generation=2)
+    client, newest = next_generation(mover, second)
+    assert (newest.step, newest.durable, newest.meta) == (4, False, {"position": 4})
+    with opened(mover, client, newest.key) as checkpoint:
+        read_everything(checkpoint, 4, second)
+        assert set(checkpoint.tally.bytes) == {"memory"}
+    for _ in range(3):  # the old memory goes with the new generation's first complete snapshot
+        Workers(client, second)
+    workers = Workers(client, second)
+    remember(workers, client, 5)
+    assert [tuple(s) for s in client.status()["memory"]] == [(2, 5)]
+
+
+def test_what_only_memory_held_is_made_durable(start: Start) -> None:
+    mover = start()
+    topo = topology(2)
+    client = mover.begin(topo)
+    remember(Workers(client, topo), client, 7)
+    assert listing(mover.store) == []
+    client, newest = next_generation(mover, topology(1, generation=2))
+    events_until(client, lambda e: isinstance(e, CheckpointCommitted) and e.step == 7)
+    assert listing(mover.store) == [newest.key] == [commit_key(1, 7)]
+    assert_holds(Checkpoint.open(mover.store, commit_key(1, 7)), 7)
+    mover.kill()
+    again = start()
+    assert again.client(3).newest().step == 7
+
+
+def test_an_incomplete_step_is_passed_over(start: Start) -> None:
+    mover = start()
+    topo = topology(2)
+    client = mover.begin(topo)
+    workers = Workers(client, topo, slots=3)
+    remember(workers, client, 1)
+    workers.compute(2)
+    assert isinstance(workers.capturers[0].capture(2), Captured)
+    assert workers.capturers[0].announce(2, {}, durable=False) is None
+    client, newest = next_generation(mover, topology(2, generation=2))
+    assert newest.step == 1
+    with opened(mover, client, newest.key) as checkpoint:
+        read_everything(checkpoint, 1, topology(1))
+
+
+def test_the_newest_complete_step_is_never_overwritten(start: Start) -> None:
+    """Rank 1 is gone; rank 0 captures for as long as it finds room. The last step of both stays."""
+    mover = start()
+    topo = topology(2)
+    client = mover.begin(topo)
+    workers = Workers(client, topo)
+    remember(workers, client, 1)
+    for step in (2, 3, 4):
+        workers.compute(step)
+        if isinstance(workers.capturers[0].capture(step), Captured):
+            workers.capturers[0].announce(step, {}, durable=False)
+    assert client.drain()
+    client, newest = next_generation(mover, topology(1, generation=2))
+    assert newest.step == 1
+    with opened(mover, client, newest.key) as checkpoint:
+        read_everything(checkpoint, 1, topology(1))
+
+
+def test_a_step_that_one_rank_skipped_holds_no_slot(start: Start) -> None:
+    mover = start()
+    topo = topology(2)
+    client = mover.begin(topo)
+    workers = Workers(client, topo)
+    remember(workers, client, 1)
+    workers.compute(2)
+    assert isinstance(workers.capturers[0].capture(2), Captured)  # rank 1 skips this one
+    assert workers.capturers[0].announce(2, {}, durable=False) is None
+    assert isinstance(workers.capturers[0].capture(3), Skipped)
+    workers.compute(4)
+    assert isinstance(workers.capturers[1].capture(4), Captured)
+    assert workers.capturers[1].announce(4, {}, durable=False) is None
+    assert isinstance(workers.capturers[0].capture(4, wait=60), Captured)
+    assert workers.capturers[0].announce(4, {}, durable=False) is None
+    events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 4)
+
+
+def test_a_rank_without_a_snapshot_says_so_and_holds_up_nobody(start: Start) -> None:
+    """Rank 1's copy failed: what rank 0 handed over of the step can never become whole."""
+    mover = start()
+    topo = topology(2)
+    client = mover.begin(topo)
+    workers = Workers(client, topo)
+    remember(workers, client, 1)
+    workers.compute(2)
+    assert isinstance(workers.capturers[0].capture(2), Captured)
+    assert workers.capturers[0].announce(2, {}) is None
+    assert isinstance(workers.capturers[1].announce(2, {}), Skipped)
+    assert workers.capturers[0].settle(2, 60) == "rank 1: nothing was captured at this step"
+    workers.compute(3)
+    for capturer in workers.capturers:  # as the loop does: nobody has seen a later step
+        assert isinstance(capturer.capture(3, wait=60), Captured)
+        assert capturer.announce(3, {}, durable=False) is None
+    events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 3)
+
+
+def flip_in_memory(client: MoverClient, key: str, number: int = 0) -> str:
+    """One bit of a blob in the mover's memory, after it was hashed; the blob's key."""
+    holdings = client.holdings(key)
+    blob = sorted(holdings.slots)[number]
+    fd, slot, header = holdings.slots[blob]
+    arena = Arena(fd)
+    arena.data(slot, header.length)[header.length - 1] ^= 0x20
+    for other in {f for f, _, _ in holdings.slots.values()}:
+        os.close(other)
+    return blob
+
+
+def test_a_flipped_byte_in_memory_comes_from_the_disk(start: Start) -> None:
+    mover = start()
+    topo = topology(2)
+    client = mover.begin(topo)
+    workers = Workers(client, topo)
+    workers.commit(3)
+    client, newest = next_generation(mover, topology(1, generation=2))
+    blob = flip_in_memory(client, newest.key)
+    with opened(mover, client, newest.key) as checkpoint:
+        read_everything(checkpoint, 3, topology(1))
+        assert set(checkpoint.tally.bytes) == {"memory", "run store"}
+        ((source, key, reason),) = set(checkpoint.tally.problems)
+        assert (source, key) == ("memory", blob)
+        assert "checksum does not match" in reason
+
+
+def test_a_flipped_byte_that_is_nowhere_else_is_refused_and_the_next_taken(start: Start) -> None:
+    mover = start()
+    topo = topology(2)
+    client = mover.begin(topo)
+    workers = Workers(client, topo)
+    workers.commit(3)
+    remember(workers, client, 4)
+    arena = workers.capturers[0]._arena
+    for slot in range(arena.slots):
+        header = arena.header(slot)
+        if header is not None and header.step == 4:
+            arena.data(slot, header.length)[header.length - 1] ^= 0x20
+    client, newest = next_generation(mover, topology(1, generation=2))
+    assert newest.step == 4
+    with (
+        opened(mover, client, newest.key) as checkpoint,
+        pytest.raises((CorruptError, MissingKeyError), match="checksum"),
+    ):
+        read_everything(checkpoint, 4, topology(1))
+    assert listing(mover.store) == [commit_key(1, 3)]  # rot does not become durable
+    third = mover.client(3)
+    open_generation(mover.store, 3, {})
+    found = third.newest(tried={newest.key: "a flipped byte"})
+    assert (found.step, found.durable) == (3, True)
+    assert (newest.key, "a flipped byte") in found.rejected
+
+
+def test_what_a_later_generation_gave_up_does_not_come_back(start: Start) -> None:
+    """Generation 2 began from step 1 although memory had step 5 (its agent could not see it); a
+    third one must not take up the branch that was left."""
+    mover = start()
+    topo = topology()
+    client = mover.begin(topo)
+    workers = Workers(client, topo)
+    workers.commit(1)
+    remember(workers, client, 5)
+    open_generation(mover.store, 2, {})
+    note_start(mover.store, 2, 1)  # another mover did
+    open_generation(mover.store, 3, {})
+    found = mover.client(3).newest()
+    assert (found.step, found.durable) == (1, True)
+    assert [reason for _, reason in found.rejected] == [
+        "a later generation began again from an older step"
+    ]
+
+
+def test_memory_is_used_again_only_when_nobody_else_can_write_there(start: Start) -> None:
+    """This process is alive and has the first generation's memory mapped: it stays its own."""
+    mover = start()
+    topo = topology()
+    client = mover.begin(topo)
+    old = Workers(client, topo)
+    remember(old, client, 1)
+    client, newest = next_generation(mover, topology(generation=2))
+    new = Workers(client, topology(generation=2))
+    old.compute(9)
+    assert isinstance(old.capturers[0].capture(9), Captured)  # scribbles into its own memory only
+    remember(new, client, 2)
+    third, newest = next_generation(mover, topology(generation=3))
+    with opened(mover, third, newest.key) as checkpoint:
+        read_everything(checkpoint, 2, topology())
+
+
+def test_a_worker_that_stays_gets_its_memory_again_once_it_has_let_go(start: Start) -> None:
+    """The same process captures in the next generation: into the same memory, where the newest
+    snapshot of the one before stays until there is one of this."""
+    mover = start()
+    first = mover.begin(topology())
+    old = Workers(first, topology())
+    remember(old, first, 1)
+    old.capturers[0].close()
+    client, newest = next_generation(mover, topology(generation=2))
+    new = Workers(client, topology(generation=2), let_go=True)
+    new.compute(2)
+    assert isinstance(new.capturers[0].capture(2), Captured)
+    new.compute(3)
+    assert isinstance(new.capturers[0].capture(3), Skipped), "the other slot is still needed"
+    with opened(mover, client, newest.key) as checkpoint:
+        read_everything(checkpoint, 1, topology())
+    assert new.capturers[0].announce(2, {}, durable=False) is None
+    events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 2)
+    new.compute(3)
+    assert isinstance(new.capturers[0].capture(3, wait=60), Captured)
+
+
+def test_extents_are_read_once_and_only_where_a_box_lies(start: Start) -> None:
+    """Four writers, three readers: bytes read per byte needed."""
+    mover = start(extent_bytes=128)
+    topo = topology(1, 4)
+    Workers(mover.begin(topo), topo).commit(1)
+    commit = Checkpoint.open(mover.store, commit_key(1, 1)).commit
+    readers = topology(1, 3)
+    for rank in range(3):
+        checkpoint = Checkpoint(mover.store, commit)
+        boxes = [b for b in local_boxes(readers, TABLE, rank) if b.size]
+        outs = [bytearray(b.size * checkpoint.spec(b.name).nbytes // max(1, _size(b.name)))
+                for b in boxes]  # fmt: skip
+        checkpoint.read_all(zip(boxes, map(memoryview, outs), strict=True))
+        touched = checkpoint.bytes_read
+        once = {(w.blob.key, e.offset) for w in commit.writers for e in w.blob.extents()}
+        assert touched <= 128 * len(once)
+        assert touched <= sum(map(len, outs)) + 2 * 128 * 4 * len(boxes)
+
+
+def _size(name: str) -> int:
+    (spec,) = [spec for spec in TABLE if spec.name == name]
+    size = 1
+    for length in spec.shape:
+        size *= length
+    return size

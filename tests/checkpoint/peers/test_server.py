@@ -1,0 +1,395 @@
+"""Who may speak with a mover's listener, and what others cannot do to it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint.memory.snapshot_store import Shelf
+from holdfast.checkpoint.peers import client as peer_wire
+from holdfast.checkpoint.peers.client import (
+    INVENTORY,
+    OFFER,
+    PeerClient,
+    PeerError,
+)
+from holdfast.checkpoint.peers.rate_limiter import Budget
+from holdfast.checkpoint.peers.receiver import Keeper
+from holdfast.checkpoint.peers.server import BODY_LIMIT, PeerServer, name_of
+from holdfast.checkpoint.peers.source import PeerSource
+from holdfast.core.format.manifest import Part, blob_key, commit_key, writer_name
+from holdfast.errors import FencedError
+from holdfast.wire.http.auth import AuthError, headers_of, sha256, sign, stated
+from holdfast.wire.http.sync_connection import HEAD_BYTES
+from holdfast.wire.secret import Secret
+from holdfast.wire.store.run_store import MissingKeyError
+from tests.support.peer_nodes import SECRET, TABLE, Node, topology, until
+
+STRANGER = Secret(b"x" * 32)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[tuple[Node, Node]]:
+    """One that holds step 3 of generation 2 itself, and one that keeps what it is offered."""
+    owner, keeper = Node(every_steps=1000), Node()
+    owner.begin(topology(2))
+    owner.put(3)
+    yield owner, keeper
+    owner.close()
+    keeper.close()
+
+
+@pytest.fixture
+def offer(nodes: tuple[Node, Node]) -> dict[str, Any]:
+    owner = nodes[0]
+    source = PeerSource("owner", owner.address, SECRET, 2)
+    return {
+        "part": source.inventory()[0].stored.decode(), "run": "", "source": owner.address,
+        "ranks": [0],
+        "plan": {"topology": topology(2).to_json(), "table": [s.to_json() for s in TABLE]},
+    }  # fmt: skip
+
+
+@contextmanager
+def listening(**settings: Any) -> Iterator[tuple[PeerServer, str]]:
+    """A listener of this process, and its address."""
+    shelf = Shelf()
+    server = PeerServer(
+        socket.create_server(("127.0.0.1", 0)), SECRET, shelf, Keeper(shelf, SECRET, 0),
+        Budget(0, time.monotonic, lambda seconds: False), None, **settings,
+    )  # fmt: skip
+    server.start()
+    try:
+        yield server, f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.close()
+
+
+def connect(node: Node) -> socket.socket:
+    host, _, port = node.address.rpartition(":")
+    return socket.create_connection((host, int(port)), 10)
+
+
+def answer(node: Node, raw: bytes) -> bytes:
+    """What comes back for raw bytes, until the other end closes or says no more."""
+    with closing(connect(node)) as connection:
+        connection.sendall(raw)
+        connection.settimeout(2)
+        found = b""
+        try:
+            while data := connection.recv(65536):
+                found += data
+        except TimeoutError:
+            pass
+        return found
+
+
+def request(
+    node: Node, method: str, path: str, body: bytes, generation: int, secret: Secret = SECRET
+) -> bytes:
+    client = PeerClient(node.address, SECRET, 0)
+    client.newest()  # learns the listener's name
+    to = client.aim._known[0]
+    client.close()
+    covered = stated(len(body), sha256(body))
+    proof = sign(secret, method, path, covered, generation, time.time(), to)
+    lines = [f"{method} {path} HTTP/1.1", "host: x", f"content-length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers_of(proof, body).items()]
+    return "\r\n".join([*lines, "connection: close", "", ""]).encode() + body
+
+
+def test_a_wrong_secret_gets_nothing_and_changes_nothing(
+    nodes: tuple[Node, Node], offer: dict[str, Any]
+) -> None:
+    owner, keeper = nodes
+    for ask in (
+        lambda: PeerClient(owner.address, STRANGER, 2).inventory(),
+        lambda: PeerClient(keeper.address, STRANGER, 9).offer(offer),
+        lambda: PeerClient(owner.address, STRANGER, 2).read_into(
+            blob_key(2, 3, writer_name(0)), 0, memoryview(bytearray(10))
+        ),
+    ):
+        with pytest.raises(AuthError, match="does not accept this run's secret"):
+            ask()
+    assert keeper.has() == []
+    assert keeper.do("status")["generation"] < 9  # a stranger fences nobody
+
+
+def test_an_answer_that_is_not_signed_by_us_is_refused(nodes: tuple[Node, Node]) -> None:
+    """Somebody else has the port: another run's mover, with another secret."""
+    other = Node(secret=STRANGER)
+    try:
+        raw = answer(other, request(nodes[0], "GET", INVENTORY, b"", 1, STRANGER))
+        with closing(socket.create_server(("127.0.0.1", 0))) as fake:
+            address = f"127.0.0.1:{fake.getsockname()[1]}"
+            client = PeerClient(address, SECRET, 1, timeout=5)
+
+            def serve() -> None:
+                connection, _ = fake.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(raw)
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            with pytest.raises(AuthError, match="does not come from this run"):
+                client.inventory()
+            thread.join(10)
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("status", [200, 400, 421])
+def test_a_strangers_long_answer_is_not_read(status: int) -> None:
+    """Nobody knows who has the port before the whole of an answer is there."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as fake:
+        client = PeerClient(f"127.0.0.1:{fake.getsockname()[1]}", SECRET, 1, timeout=5)
+
+        def serve() -> None:
+            connection, _ = fake.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(
+                    f"HTTP/1.1 {status} X\r\ncontent-length: {64 << 20}\r\n\r\n".encode()
+                )
+                connection.recv(1)  # nothing of the body is waited for
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(PeerError, match="the answer is too long"):
+            client.newest()
+        thread.join(10)
+
+
+def test_a_request_is_taken_once(nodes: tuple[Node, Node]) -> None:
+    raw = request(nodes[0], "GET", INVENTORY, b"", 2)
+    assert b" 200 " in answer(nodes[0], raw).splitlines()[0]
+    assert b" 401 " in answer(nodes[0], raw).splitlines()[0]
+
+
+def test_a_replayed_offer_is_refused(nodes: tuple[Node, Node], offer: dict[str, Any]) -> None:
+    """Also with another path or another body under the same proof."""
+    keeper = nodes[1]
+    body = json.dumps({**offer, "ranks": [7]}).encode()  # refused, for it lacks the part's rank
+    raw = request(keeper, "POST", OFFER, body, 2)
+    assert b" 400 " in answer(keeper, raw).splitlines()[0]
+    assert b" 401 " in answer(keeper, raw).splitlines()[0]
+    right = json.dumps(offer).encode()
+    signed = request(keeper, "POST", OFFER, body, 2)
+    swapped = signed.replace(body, right).replace(
+        f"content-length: {len(body)}".encode(), f"content-length: {len(right)}".encode()
+    )
+    assert b" 401 " in answer(keeper, swapped).splitlines()[0]
+    # Of the same length, with the digest that was signed: found out when the body is there.
+    other = body.replace(b"[7]", b"[6]")
+    assert b" 401 " in answer(keeper, request(keeper, "POST", OFFER, body, 2)[: -len(body)] + other)
+    # With the digest of the other body, in the head.
+    forged = request(keeper, "POST", OFFER, body, 2).replace(body, other)
+    forged = forged.replace(sha256(body).encode(), sha256(other).encode())
+    assert b" 401 " in answer(keeper, forged).splitlines()[0]
+    assert keeper.has() == []
+
+
+def test_a_strangers_body_is_not_read(nodes: tuple[Node, Node]) -> None:
+    """The head alone shows that the proof is wrong: it is answered, and the connection closed,
+    while not a byte of a body of 60 MB has come."""
+    body = bytes(60 << 20)
+    for secret, words in ((STRANGER, b" 401 "), (SECRET, b"")):
+        raw = request(nodes[1], "POST", OFFER, body, 2, secret)
+        head = raw[: -len(body)]
+        with closing(connect(nodes[1])) as connection:
+            connection.sendall(head)
+            connection.settimeout(0.5 if not words else 60)
+            if words:
+                found = b"".join(iter(lambda c=connection: c.recv(65536), b""))
+                assert words in found.splitlines()[0]
+            else:  # who knows the secret is waited for
+                with pytest.raises(TimeoutError):
+                    connection.recv(1)
+    with pytest.raises(AuthError, match="does not accept this run's secret"):
+        PeerClient(nodes[1].address, STRANGER, 2).offer({"part": "x" * (8 << 20)})
+
+
+def test_a_head_has_a_bound(nodes: tuple[Node, Node]) -> None:
+    """A stranger cannot make us read on and on by never ending the head."""
+    with closing(connect(nodes[0])) as connection:
+        connection.settimeout(60)
+        connection.sendall(b"GET /inventory HTTP/1.1\r\n")
+        line = b"h: %s\r\n" % (b"v" * 10_000)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            connection.sendall(line * 6_000)
+    assert HEAD_BYTES < 64 << 10
+
+
+def test_whoever_proves_nothing_is_cut_in_time(nodes: tuple[Node, Node]) -> None:
+    """Also one that sends a byte now and then; a connection that has proven itself stays."""
+    with listening(patience=1.0) as (server, address):
+        client = PeerClient(address, SECRET, 1)
+        assert client.inventory()["snapshots"] == []
+        with closing(socket.create_connection(server.server_address, 10)) as dripping:
+            dripping.settimeout(0.05)
+
+            def cut() -> bool:
+                try:
+                    dripping.send(b"G")
+                    return dripping.recv(1) == b""
+                except TimeoutError:
+                    return False
+                except (BrokenPipeError, ConnectionResetError):
+                    return True
+
+            until(cut)
+        held = client._idle[0][1].sock
+        assert client.inventory()["snapshots"] == []
+        assert client._idle[0][1].sock is held
+
+
+def test_a_connection_that_was_idle_for_long_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with listening() as (_, address):
+        client = PeerClient(address, SECRET, 1)
+        ends = []
+        for kept in (50.0, 50.0, 0.0):
+            monkeypatch.setattr(peer_wire, "KEPT_SECONDS", kept)
+            client.newest()
+            ((_, connection),) = client._idle
+            ends.append(connection.sock.getsockname())
+    assert ends[0] == ends[1] != ends[2]
+
+
+def test_a_newcomer_takes_the_place_of_one_that_asks_nothing() -> None:
+    """Connections stay open from step to step: when all places are taken by such, the one that
+    asked nothing for longest is cut, and comes again by itself."""
+    with listening(connections=3) as (server, address):
+        clients = [PeerClient(address, SECRET, 1) for _ in range(3)]
+        for client in clients:
+            assert client.newest() == 0
+        until(lambda: len(server._idle) == 3)
+        ends = {client._idle[0][1].sock.getsockname() for client in clients[1:]}
+        clients.append(PeerClient(address, SECRET, 1))
+        assert clients[3].newest() == 0
+        assert {client._idle[0][1].sock.getsockname() for client in clients[1:3]} == ends
+        for client in clients[1:3]:
+            assert client.newest() == 0
+        assert {client._idle[0][1].sock.getsockname() for client in clients[1:3]} == ends
+        assert clients[0].newest() == 0
+        assert server.refusals.totals() == {}, "these are no strangers"
+
+
+def test_too_long_a_body_is_refused_unread(nodes: tuple[Node, Node]) -> None:
+    head = f"POST {OFFER} HTTP/1.1\r\nhost: x\r\ncontent-length: {BODY_LIMIT + 1}\r\n\r\n".encode()
+    assert b" 413 " in answer(nodes[1], head).splitlines()[0]
+    chunked = f"POST {OFFER} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    assert b" 413 " in answer(nodes[1], chunked).splitlines()[0]
+
+
+@pytest.mark.parametrize("raw", [
+    b"\x16\x03\x01 this is TLS\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\r\n" * 9,
+    b"GET " + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"DELETE /offer HTTP/1.1\r\n\r\n",
+    b"GET /inventory HTTP/1.1\r\n" + b"".join(b"h%d: v\r\n" % n for n in range(300)) + b"\r\n",
+])  # fmt: skip
+def test_garbage_is_harmless(nodes: tuple[Node, Node], raw: bytes) -> None:
+    answer(nodes[0], raw)
+    assert PeerClient(nodes[0].address, SECRET, 2).inventory()["snapshots"]
+
+
+def test_an_older_generation_is_fenced(nodes: tuple[Node, Node], offer: dict[str, Any]) -> None:
+    """Once a newer one has asked, what the older one still offers is refused."""
+    owner, keeper = nodes
+    PeerClient(keeper.address, SECRET, 5).inventory()
+    with pytest.raises(FencedError, match="generation 2 is over: 5 rules"):
+        PeerClient(keeper.address, SECRET, 2).offer(offer)
+    with pytest.raises(FencedError):
+        PeerClient(keeper.address, SECRET, 4).inventory()
+    with pytest.raises(FencedError, match="generation 5 offers a part of 2"):
+        PeerClient(keeper.address, SECRET, 5).offer(offer)
+    assert keeper.has() == []
+    assert owner.has() == [(2, 3, 0)]
+
+
+def test_offers_that_make_no_sense(nodes: tuple[Node, Node], offer: dict[str, Any]) -> None:
+    keeper = Node()
+    try:
+        client = PeerClient(keeper.address, SECRET, 2)
+        part = Part.from_bytes(offer["part"].encode(), "test")
+        longer = Part(
+            part.generation, part.step, part.rank,
+            part.blob.__class__("data/0000000002/0000000004-rank00000-0.safetensors",
+                                part.blob.size, part.blob.data_start, part.blob.extent_bytes,
+                                part.blob.checksums),
+            part.tensors, part.meta,
+        )  # fmt: skip
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"part": "{}"}, "not a manifest"),
+            ({"part": offer["part"].replace("test", "tesu").replace('"F32"', '"F64"')}, "checksum"),
+            ({"part": longer.to_bytes().decode()}, "is not the blob of rank 0"),
+            ({"ranks": [1]}, "not among the ranks"),
+            ({"plan": {"topology": topology(3).to_json(), "table": []}}, "another generation"),
+            ({"source": "nowhere"}, "not an address"),
+            ({"source": "127.0.0.1:1"}, "cannot be reached"),
+        ]
+        without = {k: v for k, v in offer.items() if k != "plan"}
+        assert client.offer(without) == {"state": "plan"}
+        for change, words in wrong:
+            with pytest.raises(PeerError, match=words):
+                client.offer(offer | change)
+        for missing in ("part", "run", "source", "ranks"):
+            with pytest.raises(PeerError, match="KeyError"):
+                client.offer({k: v for k, v in offer.items() if k != missing})
+        held = {"state": "held", "reused": 0}
+        assert client.offer(offer) == held
+        assert client.offer(offer) == held  # asked again: nothing more is done
+        assert keeper.do("status")["keeps"]["pulled"] == part.blob.size
+    finally:
+        keeper.close()
+
+
+def test_ranges_that_are_not_there(nodes: tuple[Node, Node]) -> None:
+    client = PeerClient(nodes[0].address, SECRET, 2)
+    out = memoryview(bytearray(10))
+    with pytest.raises(MissingKeyError, match="not in memory for rank 1"):
+        client.read_into(blob_key(2, 3, writer_name(1)), 0, out)
+    for key in ("secret", "../secret", commit_key(2, 3), "data/2/3-rank0-0.safetensors"):
+        with pytest.raises(PeerError, match="not the key of a blob"):
+            client.read_into(key, 0, out)
+    with pytest.raises(PeerError, match="bytes"):
+        client.read_into(blob_key(2, 3, writer_name(0)), 10**9, out)
+    assert name_of(blob_key(2, 3, writer_name(7))) == (2, 3, 7)
+
+
+def test_strangers_cannot_take_all_connections(nodes: tuple[Node, Node]) -> None:
+    """More silent connections than there is room for: whoever knows the secret is still served."""
+    silent = [connect(nodes[0]) for _ in range(80)]
+    try:
+        client = PeerClient(nodes[0].address, SECRET, 2, timeout=5)
+        until(lambda: client.inventory()["snapshots"], 10)
+        more = [connect(nodes[0]) for _ in range(80)]
+        assert client.inventory()["snapshots"]  # on the connection that has proven itself
+        for connection in more:
+            connection.close()
+    finally:
+        for connection in silent:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [b"GET / HTTP/1.1\r\nx: " + b"y" * HEAD_BYTES, b"\x00" * 2 * HEAD_BYTES,
+     b"GET /inventory HTTP/1.1\r\nho", b"\x16\x03\x01\x00\xc8\x01\x00\x00\xc4\x03\x03"],
+    ids=["too long", "noise", "broken off", "TLS"],
+)  # fmt: skip
+def test_whoever_does_not_speak_http_is_counted(noise: bytes) -> None:
+    with listening() as (server, address):
+        host, _, port = address.rpartition(":")
+        with closing(socket.create_connection((host, int(port)), 10)) as connection:
+            connection.sendall(noise)
+            connection.shutdown(socket.SHUT_WR)
+            until(lambda: server.refusals.totals() == {"peers": {"not ours": 1}})

@@ -1,0 +1,177 @@
+"""Tier 1 with the real mover and the real `holdfast stage`: a node is lost, its state is not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.checkpoint.peers.config import Peer, PeerSettings
+from holdfast.checkpoint.peers.source import PeerBlobs
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.sources import Mixed
+from holdfast.checkpoint.restore.verify import verify
+from holdfast.policy.placement import Machine
+from holdfast.wire.term import open_generation
+from tests.support.mover_process import Mover, Workers, assert_holds, topology
+from tests.support.peer_nodes import SECRET, until
+
+Start = Callable[..., Mover]
+
+
+class Stage:
+    """`holdfast stage`, as a process."""
+
+    def __init__(self, folder: Path, memory: float = 0.1) -> None:
+        secret = folder / "secret"
+        secret.write_text(SECRET.hex())
+        secret.chmod(0o600)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "holdfast.cli.main", "stage", "--listen", "127.0.0.1:0",
+             "--secret", str(secret), "--memory", str(memory), "--json"],
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        self.address = json.loads(self.process.stdout.readline())["address"]
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        assert self.process.wait(20) == 0
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    made = Stage(tmp_path)
+    yield made
+    made.close()
+
+
+def told(stage: Stage, **settings: Any) -> dict[str, Any]:
+    peers = (Peer(Machine("stage"), stage.address),)
+    return PeerSettings(Machine("node"), peers, stable="stage", **settings).to_json()
+
+
+def capture(workers: Workers, step: int) -> None:
+    """Every rank's snapshot of a step, to stay in memory."""
+    workers.compute(step)
+    for capturer in workers.capturers:
+        capturer.capture(step, wait=60)
+    for capturer in workers.capturers:
+        assert capturer.announce(step, {"position": step}, durable=False) is None
+
+
+def kept(client: MoverClient) -> tuple[int, int]:
+    generation, step = client.status()["peers"]["sends"]["stage"]["kept"]
+    return generation, step
+
+
+def test_a_lost_node_goes_on_from_the_staging_machine(start: Start, stage: Stage) -> None:
+    """Its mover is killed, and its memory with it; the new one begins from what the stage holds,
+    four ranks' shards onto two, and the run store has nothing younger than step 1."""
+    first = start(secret=SECRET, peers=told(stage))
+    client = first.begin(topology(4))
+    workers = Workers(client, topology(4), slots=3)
+    workers.commit(1)
+    for step in (2, 3):
+        capture(workers, step)
+        until(lambda s=step: kept(client) == (1, s))
+    first.kill()
+
+    second = start(secret=SECRET, peers=told(stage))
+    open_generation(second.store, 2, {})
+    asking = second.client(2)
+    newest = asking.newest()
+    assert (newest.step, newest.generation, newest.durable) == (3, 1, False)
+    assert len(listing(second.store)) == 1
+    asking.expect(topology(2, generation=2), workers.table, newest.step)
+    assert newest.key is not None
+    found = asking.holdings(newest.key)
+    assert not found.slots
+    sources = [
+        PeerBlobs(p["name"], p["address"], p["keys"], SECRET, 2, p["run"]) for p in found.peers
+    ]
+    assert_holds(Checkpoint(Mixed(sources), found.commit), 3, workers.table)
+
+    # What memory alone held becomes durable behind that, from where it lies.
+    assert second.client(1).settle(3, 60) is None
+    durable = Checkpoint.open(second.store, newest.key)
+    assert_holds(durable, 3, workers.table)
+    assert verify(second.store, newest.key) == []
+
+    # It goes on from there, and its own snapshots take the place of the old ones at the stage.
+    after = Workers(asking, topology(2, generation=2), slots=3)
+    capture(after, 4)
+    until(lambda: kept(asking) == (2, 4))
+
+
+def test_another_run_finds_no_snapshots_of_this_one(
+    start: Start, stage: Stage, tmp_path: Path
+) -> None:
+    """The secret is the same, the model too, and what is computed is not: neither its restart nor
+    its copies meet the first run's, and its generations fence nobody there."""
+    first = start(secret=SECRET, peers=told(stage))
+    client = first.begin(topology())
+    workers = Workers(client, topology(), slots=3)
+    capture(workers, 1)
+    until(lambda: kept(client) == (1, 1))
+    (tmp_path / "other").mkdir()
+    other = Mover(tmp_path / "other", SECRET, told(stage), config_hash="e")
+    try:
+        for generation in range(1, 6):
+            open_generation(other.store, generation, {})
+        asking = other.client(5)
+        assert asking.newest().key is None
+        asking.expect(topology(generation=5), workers.table, 0)
+        strange = Workers(asking, topology(generation=5), slots=3)
+        capture(strange, 1)
+        failed = until(lambda: [e for e in asking.events(0)[0] if e.kind == "peer_failed"])
+        assert "the snapshots of another run are kept here" in failed[0].reason
+    finally:
+        other.close()
+    capture(workers, 2)
+    until(lambda: kept(client) == (1, 2))
+
+
+def test_every_fifth_step_is_sent_and_the_others_are_not(start: Start, stage: Stage) -> None:
+    mover = start(secret=SECRET, peers=told(stage, every_steps=5))
+    client = mover.begin(topology())
+    workers = Workers(client, topology(), slots=3)
+    for step in range(1, 11):
+        capture(workers, step)
+        if step % 5 == 0:
+            until(lambda s=step: kept(client) == (1, s))
+    sends = client.status()["peers"]["sends"]["stage"]["counts"]
+    assert sends == {"kept": 2, "superseded": 0, "failed": 0}
+    kinds = [event.kind for event in client.events(0)[0]]
+    assert kinds.count("snapshot_kept") == 2
+
+
+def test_a_peer_that_is_gone_stops_no_save(start: Start, tmp_path: Path) -> None:
+    gone = Stage(tmp_path)
+    gone.close()
+    mover = start(secret=SECRET, peers=told(gone))
+    client = mover.begin(topology(2))
+    workers = Workers(client, topology(2), slots=3)
+    for step in (1, 2, 3):
+        workers.commit(step)
+    failed = until(lambda: [e for e in client.events(0)[0] if e.kind == "peer_failed"])
+    assert len(failed) == 1
+    assert "cannot be reached" in failed[0].reason
+    newest = client.newest()
+    assert newest.step == 3
+
+
+def test_an_address_that_cannot_be_had_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(json.JSONDecodeError):
+        Mover(tmp_path / "run", SECRET, PeerSettings(interface="192.0.2.1").to_json())

@@ -1,0 +1,78 @@
+"""A leader's answer that comes when its generation is over: every save is told of all the same."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.peers.config import Cohort, Peer
+from holdfast.checkpoint.save.commit_protocol import SAVE, Together
+from holdfast.checkpoint.save.save_tracker import Outcomes, Save
+from holdfast.policy.placement import Machine
+from holdfast.wire.store.run_store import FolderStore
+from tests.checkpoint.peers.test_server import listening
+from tests.support.mover_process import TABLE, topology
+from tests.support.peer_nodes import SECRET, until
+
+SAVES: list[Save] = [(1, 10), (1, 20), (1, 30)]
+
+
+class Slow(FolderStore):
+    """The first look into it takes until it is told to go on."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.asked, self.go_on = threading.Event(), threading.Event()
+
+    def size(self, key: str) -> int:
+        self.asked.set()
+        assert self.go_on.wait(60)
+        return super().size(key)
+
+
+class Ends:
+    def __init__(self) -> None:
+        self.told: dict[Save, str] = {}
+
+    def whole(self, save: Save) -> None:
+        raise AssertionError("this one follows")
+
+    lost = whole  # type: ignore[assignment]
+
+    def ended(self, save: Save, key: str | None, reason: str) -> None:
+        self.told.setdefault(save, reason)
+
+
+def plan(generation: int) -> Plan:
+    return Plan(generation, topology(2, generation=generation), TABLE, "c", "d", 1024)
+
+
+def test_a_late_answer_about_one_save_keeps_no_other_from_its_end(tmp_path: Path) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def answer(generation: int, body: Mapping[str, Any]) -> dict[str, Any]:
+        asked.set()
+        assert go_on.wait(60)
+        return {"ended": [[1, 10, None, "generation 2 began"]], "heard": True}
+
+    store, ends = Slow(tmp_path), Ends()
+    with listening() as (server, address):
+        server.verbs[SAVE] = answer
+        leader = Peer(Machine("a"), address)
+        follower = Together(Outcomes(time.monotonic), store, ends)
+        follower.reach(SECRET, "", lambda generation: ())
+        follower.begin(plan(1), Cohort("b", (leader,), leader=leader))
+        for save in SAVES:
+            follower.ask(save)
+        assert asked.wait(60)
+        follower.begin(plan(2), Cohort("b", (leader,), leader=leader))
+        assert store.asked.wait(60)
+        go_on.set()  # the leader's answer comes while the run store is looked into
+        until(lambda: (1, 10) in ends.told)
+        store.go_on.set()
+        until(lambda: set(ends.told) == set(SAVES))
+        follower.close()

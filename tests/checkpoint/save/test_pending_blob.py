@@ -1,0 +1,188 @@
+"""A blob is written beside its hashing; whichever of the two fails, nothing of the save stays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from holdfast.checkpoint.mover.service import HASH_THREADS, Service, Settings
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.verify import newest_verified
+from holdfast.core.format.manifest import commit_key
+from holdfast.errors import OutOfSpaceError
+from holdfast.wire.store.run_store import Buffer, FolderStore, chunks
+from holdfast.wire.term import open_generation
+from tests.support.checkpoint_faults import states
+from tests.support.checkpoint_faults.movers import Ranks
+from tests.support.checkpoint_faults.verdict import compare
+from tests.support.mover_process import files
+
+DEADLINE = 60.0
+
+
+class Direct:
+    """A service's requests without a socket."""
+
+    def __init__(self, service: Service, generation: int) -> None:
+        self.service, self.generation = service, generation
+
+    def arena(self, rank: int, blob_bytes: int, slots: int) -> int:
+        return self.service.arena(self.generation, rank, blob_bytes, slots)
+
+    def captured(
+        self, rank: int, step: int, slot: int, sequence: int, meta: Mapping[str, Any]
+    ) -> None:
+        self.service.captured(self.generation, rank, step, slot, sequence, meta)
+
+    def settle(self, step: int, wait: float) -> str | None:
+        ended, reason = self.service.outcomes.settle((self.generation, step), wait)
+        assert ended
+        return reason
+
+
+class Slow(FolderStore):
+    """Stops in the middle of each blob until it may go on."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.begun, self.go, self.written = (threading.Event() for _ in range(3))
+        self.full = False
+
+    def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
+        super().create(key, self._slowly(data) if key.startswith("data/") else data)
+        if key.startswith("data/"):
+            self.written.set()
+
+    def _slowly(self, data: Buffer | Iterable[Buffer]) -> Iterator[Buffer]:
+        for part in chunks(data):
+            yield part[:100]
+            self.begun.set()
+            assert self.go.wait(DEADLINE)
+            if self.full:
+                raise OutOfSpaceError("the disk is full")
+            yield part[100:]
+
+
+def begin(store: FolderStore, number: int = 0) -> tuple[Service, Ranks]:
+    service = Service(store, Settings("campaign", "c", "d", extent_bytes=512))
+    topo = states.topology(number, 1)
+    open_generation(store, 1, {})
+    service.expect(1, topo, states.TABLE)
+    return service, Ranks(Direct(service, 1), topo)  # type: ignore[arg-type]
+
+
+@contextmanager
+def hashing_held(service: Service) -> Iterator[None]:
+    """No capture is hashed within."""
+    go = threading.Event()
+    for _ in range(HASH_THREADS):
+        service._hashers.submit(go.wait, DEADLINE)
+    try:
+        yield
+    finally:
+        go.set()
+
+
+def announce(ranks: Ranks, step: int) -> int:
+    """Every rank captures and hands over; the slot of the last one."""
+    made = [ranks.capture(rank, step) for rank in range(ranks.topology.world_size)]
+    for rank, (slot, head) in enumerate(made):
+        ranks.announce(rank, step, slot, head)
+    return made[-1][0]
+
+
+def test_the_blob_is_there_before_the_capture_is_hashed_and_the_part_is_not(tmp_path: Path) -> None:
+    store = Slow(tmp_path)
+    store.go.set()
+    service, ranks = begin(store, 1)
+    with hashing_held(service):
+        announce(ranks, 1)
+        assert store.written.wait(DEADLINE)
+        assert store.list("data/")
+        assert store.list("parts/") == listing(store) == []
+        assert service.shelf.inventory() == []
+    assert ranks.client.settle(1, DEADLINE) is None
+    found = newest_verified(store)
+    assert found is not None
+    compare(found, states.topology(2, 2))
+    service.close()
+
+
+def test_a_slot_is_held_until_the_disk_has_read_it_though_its_save_is_fenced(
+    tmp_path: Path,
+) -> None:
+    """The next generation begins while a blob is half written and nothing is hashed."""
+    store = Slow(tmp_path)
+    service, ranks = begin(store)
+    with hashing_held(service):
+        slot = announce(ranks, 1)
+        assert store.begun.wait(DEADLINE)
+        open_generation(store, 2, {})
+        service.expect(2, states.topology(0, 2), states.TABLE)
+    assert not service.drain(0.2)  # hashed and refused meanwhile; the disk still reads
+    assert ranks.arenas[0].held(slot)
+    store.go.set()
+    assert "generation 2" in (ranks.client.settle(1, DEADLINE) or "")
+    service.close()
+    assert not ranks.arenas[0].held(slot)
+    assert not [name for name in files(store) if name.startswith(("data/", "parts/", "commits/"))]
+
+
+def test_a_capture_that_cannot_be_hashed_leaves_no_blob(tmp_path: Path) -> None:
+    store = Slow(tmp_path)
+    service, ranks = begin(store)
+    with hashing_held(service):
+        slot = announce(ranks, 1)
+        assert store.begun.wait(DEADLINE)
+        ranks.arenas[0].release(slot)  # as a mover that lost count would
+        ranks.arenas[0].begin(slot)
+    store.go.set()
+    assert "does not hold step 1" in (ranks.client.settle(1, DEADLINE) or "")
+    assert service.drain(DEADLINE)
+    assert not [name for name in files(store) if name.startswith(("data/", "parts/", "commits/"))]
+    assert ranks.client.settle(1, 0) is not None
+    announce(ranks, 2)
+    assert ranks.client.settle(2, DEADLINE) is None
+    assert listing(store) == [commit_key(1, 2)]
+    service.close()
+
+
+def test_a_capture_that_cannot_be_written_stays_in_memory(tmp_path: Path) -> None:
+    store = Slow(tmp_path)
+    store.full = True
+    store.go.set()
+    service, ranks = begin(store, 1)
+    announce(ranks, 1)
+    assert ranks.client.settle(1, DEADLINE) == "the disk is full"
+    assert service.drain(DEADLINE)
+    assert service.shelf.complete() == [(1, 1)]
+    assert not [name for name in files(store) if name.startswith(("data/", "parts/", "commits/"))]
+    service.close()
+
+
+def test_a_disk_that_hangs_holds_no_thread_that_hashes(tmp_path: Path) -> None:
+    """A capture is fenced while its blob is half written; the next generation goes on meanwhile."""
+    store = Slow(tmp_path)
+    service, ranks = begin(store, 1)  # two ranks
+    with hashing_held(service):
+        slot = announce(ranks, 1)
+        assert store.begun.wait(DEADLINE)
+        open_generation(store, 2, {})
+        service.expect(2, states.topology(0, 2), states.TABLE)
+    meet = threading.Barrier(HASH_THREADS)  # every thread comes there
+    for free in [service._hashers.submit(meet.wait, DEADLINE) for _ in range(HASH_THREADS)]:
+        free.result(2 * DEADLINE)
+    assert any(arena.held(slot) for arena in ranks.arenas)  # the disk still reads
+    own = Ranks(Direct(service, 2), states.topology(0, 2))  # type: ignore[arg-type]
+    place, head = own.capture(0, 2)
+    service.captured(2, 0, 2, place, head.sequence, {}, durable=False)
+    with service._change:
+        assert service._change.wait_for(lambda: (2, 2) in service.shelf.complete(), DEADLINE)
+    store.go.set()
+    assert "generation 2" in (ranks.client.settle(1, DEADLINE) or "")
+    service.close()
+    assert not any(arena.held(slot) for arena in ranks.arenas)
+    assert not [name for name in files(store) if name.startswith(("data/", "parts/", "commits/"))]

@@ -1,0 +1,169 @@
+"""Checkpoints in a bucket, over real HTTP: three writers, one commit, any layout, few requests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from obstore.store import MemoryStore
+
+from holdfast.checkpoint.capture.capturer import view_of
+from holdfast.checkpoint.format.blob import header
+from holdfast.checkpoint.format.save_context import Plan
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.verify import newest_verified, verify
+from holdfast.checkpoint.save.retention import Keep, retain, sweep
+from holdfast.checkpoint.save.writer import try_commit, write_part
+from holdfast.core.format.manifest import Commit, blob_key, part_key, placed, writer_name
+from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.ownership import owned_boxes
+from holdfast.errors import FencedError, StoreError
+from holdfast.layout import Topology
+from holdfast.wire.store.bucket import BucketStore
+from holdfast.wire.store.location import SEAL_KEY, open_store
+from holdfast.wire.store.run_store import AlreadyExistsError, RunStore
+from holdfast.wire.term import open_generation
+from tests.support import s3
+from tests.support.mover_process import TABLE, assert_holds, state, topology
+from tests.support.s3 import Fault, Proxy, Request
+
+pytestmark = pytest.mark.usefixtures("s3_credentials")
+
+
+def _plan(topo: Topology) -> Plan:
+    return Plan(topo.generation, topo, TABLE, "c", "d", extent_bytes=1024)
+
+
+def _write(store: RunStore, topo: Topology, rank: int, step: int) -> None:
+    """What the mover does with one rank's snapshot."""
+    tensors = placed(owned_boxes(topo, TABLE, rank), TABLE)
+    head, full = header(tensors), state(step)
+
+    def content() -> Iterator[bytes]:
+        yield head
+        for p in tensors:
+            tensor = full[p.box.name]
+            box = view_of(tensor, whole(p.box.name, tuple(tensor.shape)), p.box).contiguous()
+            yield box.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    write_part(store, _plan(topo), step, rank, content(), len(head), tensors, {"position": step})
+
+
+def _save(where: str, topo: Topology, step: int) -> list[Commit]:
+    """Three writers, each with a client of its own, at once; what each found committed."""
+    found: list[Commit] = []
+
+    def work(rank: int) -> None:
+        store = open_store(where)
+        _write(store, topo, rank, step)
+        if commit := try_commit(store, _plan(topo), step):
+            found.append(commit)
+
+    threads = [threading.Thread(target=work, args=(r,)) for r in range(topo.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+def _begin(where: str, topo: Topology) -> RunStore:
+    store = open_store(where)
+    open_generation(store, topo.generation, {})
+    return store
+
+
+@pytest.mark.parametrize(
+    ("replicas", "dp_shard", "options"),
+    [(1, 3, {}), (3, 1, {}), (1, 3, {"seal": "env", "compress": "zstd"})],
+    ids=["sharded", "replicated", "sealed"],
+)
+def test_three_writers_commit_once_and_it_restores_bit_for_bit(
+    replicas: int, dp_shard: int, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SEAL_KEY, "ab" * 32)
+    where = s3.location(s3.server(), **options)
+    topo = topology(replicas, dp_shard)
+    store = _begin(where, topo)
+    for step in (1, 2):
+        commits = _save(where, topo, step)
+        assert commits
+        assert len({commit.to_bytes() for commit in commits}) == 1
+    assert len(listing(store)) == 2
+    found = newest_verified(store)
+    assert found is not None
+    assert_holds(found, 2)
+    oldest = listing(store)[-1]
+    assert retain(store, Keep(last=1), [2], []) == [oldest]
+    assert len(listing(store)) == 1
+    open_generation(store, 2, {})
+    with pytest.raises(FencedError):
+        _write(store, topo, 0, 3)
+    assert sweep(store, 2) == 0
+
+
+def test_a_restore_lists_once_and_gets_once_before_the_first_data_byte(proxy: Proxy) -> None:
+    topo = topology(1, 3)
+    where = s3.location(proxy.address)
+    _begin(where, topo)
+    _save(where, topo, 5)
+    store = open_store(where)
+    proxy.log.clear()
+    assert_holds(Checkpoint.open(store, listing(store)[0]), 5)
+    assert proxy.kinds()[:2] == ["LIST", "GET"]
+    assert all("/data/" in request.key for request in proxy.log[2:])
+    proxy.log.clear()
+    assert newest_verified(store) is not None
+    first = next(i for i, r in enumerate(proxy.log) if r.kind == "GET" and "/data/" in r.key)
+    before = proxy.kinds()[:first]
+    assert before.count("LIST") == before.count("GET") == 1, before
+
+
+def test_a_writer_that_begins_again_finds_its_blob_and_its_part() -> None:
+    """A mover that was killed behind its part, perhaps behind the commit, writes the step again."""
+    topo = topology(1, 3)
+    store = BucketStore(MemoryStore(), "memory", part_bytes=256)  # all blobs are large ones
+    open_generation(store, 1, {})
+    for rank in (0, 1, 2, 0, 1):
+        _write(store, topo, rank, 1)
+    assert try_commit(store, _plan(topo), 1) is not None
+    for rank in range(3):
+        _write(store, topo, rank, 1)
+    assert verify(store, listing(store)[0]) == []
+    store.delete(part_key(1, 1, writer_name(1)))
+    store.create(part_key(1, 1, writer_name(1)), b"of somebody else")
+    with pytest.raises(AlreadyExistsError):
+        _write(store, topo, 1, 1)
+    assert store.size(blob_key(1, 1, writer_name(1))) > 0
+
+
+@pytest.mark.parametrize("after", ["LIST", "commit", "data"])
+def test_an_endpoint_that_is_lost_during_a_restore_is_not_a_broken_checkpoint(
+    proxy: Proxy, after: str
+) -> None:
+    topo = topology(1, 3)
+    where = s3.location(proxy.address, timeout=1, retries=0)
+    _begin(where, topo)
+    for step in (1, 2):
+        assert _save(where, topo, step)
+    rejected: list[tuple[str, str]] = []
+
+    def rule(request: Request) -> Fault | None:
+        lost = {
+            "LIST": request.kind == "LIST", "commit": "/commits/" in request.key,
+            "data": "/data/" in request.key and request.kind == "GET",
+        }  # fmt: skip
+        return Fault(503, "SlowDown") if lost[after] else None
+
+    proxy.rule = rule
+    store = open_store(where)
+    with pytest.raises(StoreError, match="503 SlowDown"):
+        newest_verified(store, lambda key, reason: rejected.append((key, reason)))
+    assert rejected == []
+    proxy.rule = lambda request: None
+    found = newest_verified(store)
+    assert found is not None
+    assert found.step == 2

@@ -1,0 +1,368 @@
+"""Real agents, movers, templates and workers; real gloo groups; real signals."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.errors import FencedError
+from holdfast.events import (
+    CheckpointCommitted,
+    GenerationStarted,
+    NonFinite,
+    Record,
+    RunFailed,
+    RunFinished,
+    RunStarted,
+    RunStopped,
+    StepDone,
+    StopRequested,
+    WorkerLost,
+    WorkerReady,
+)
+from holdfast.wire.http.auth import AuthError
+from holdfast.wire.http.client import Client
+from holdfast.wire.secret import Secret, open_secret
+from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.term import newest_term
+from tests.support.processes import STOPPED, state, stop
+from tests.support.ranks import wait_until
+from tests.support.trainer_process import Trainer, gone, parent_of, training
+
+RESTARTS = 6
+ENDLESS = {"steps": 1_000_000, "pace": 0.02}
+
+
+def _agent(trainer: Trainer) -> tuple[str, Secret]:
+    """Where the trainer's control listens, and the run's secret."""
+    holder = newest_term(FolderStore(trainer.folder))[1]
+    assert holder is not None
+    return str(holder["address"]), open_secret(trainer.folder, {})
+
+
+def test_a_run_from_start_to_finish(tmp_path: Path) -> None:
+    with training(tmp_path / "run", {"steps": 5}, "layout.workers=2") as trainer:
+        assert trainer.end() == 0, trainer.said
+        assert trainer.said == ""
+    (started,) = trainer.events(RunStarted)
+    assert (started.resumed, started.dataset_version) == (False, "toy")
+    (generation,) = trainer.events(GenerationStarted)
+    assert (generation.reason, generation.restored_from, generation.step) == ("start", None, 0)
+    assert [e.step for e in trainer.events(StepDone)] == [1, 2, 3, 4, 5]
+    assert [e.rank for e in trainer.events(WorkerReady)] == [0, 1]
+    assert [e.step for e in trainer.events(RunFinished)] == [5]
+    writers = {r.writer for r in trainer.records()}
+    assert writers == {"agent", "rank0", "rank1"}
+    assert newest_term(FolderStore(trainer.folder)) == (1, None)  # closed
+    for rank in (0, 1):
+        log = (trainer.folder / "logs" / "0000000001" / f"rank{rank}.log").read_text()
+        assert "torch_imported=True" in log
+        assert "group=True" in log
+
+
+def test_lost_worker_mover_and_template_are_replaced(tmp_path: Path) -> None:
+    """Three losses in one run, each SIGKILL from outside; then SIGTERM: save and leave."""
+    overrides = ("layout.workers=2", "cluster.max_restarts_without_progress=5")
+    with training(tmp_path / "run", ENDLESS, *overrides) as trainer:
+        trainer.wait_step(3, 1)
+        first = trainer.workers(1)
+        template = parent_of(first[1])
+        os.kill(first[1], signal.SIGKILL)
+
+        trainer.wait_step(3, 2)
+        second = trainer.workers(2)
+        # Forked by the same process: nothing was imported again.
+        assert [parent_of(pid) for pid in second.values()] == [template, template]
+        log = (trainer.folder / "logs" / "0000000002" / "rank1.log").read_text()
+        assert "torch_imported=True" in log
+        assert gone(set(first.values()))
+        (mover,) = trainer.family() - {trainer.process.pid, template, *second.values()}
+        os.kill(mover, signal.SIGKILL)
+
+        trainer.wait_step(3, 3)
+        assert gone(set(second.values()))
+        assert parent_of(trainer.workers(3)[0]) == template
+        os.kill(template, signal.SIGKILL)
+
+        trainer.wait_step(3, 4)
+        fourth = trainer.workers(4)
+        assert gone(set(trainer.workers(3).values()))
+        assert parent_of(fourth[0]) not in (template, 1)
+        everyone = trainer.family()
+        os.kill(trainer.process.pid, signal.SIGTERM)
+        assert trainer.end() == 0, trainer.said
+        wait_until(lambda: gone(everyone), 5, "nobody is left")
+
+    reasons = [e.reason for e in trainer.events(GenerationStarted)]
+    assert reasons == ["start", "worker_lost", "mover_lost", "template_lost"]
+    (lost,) = trainer.events(WorkerLost)
+    assert (lost.rank, lost.pid, lost.cause, lost.noticed_by) == (1, first[1], "SIGKILL", "exit")
+    assert [e.reason for e in trainer.events(StopRequested)] == ["SIGTERM"]
+    (stopped,) = trainer.events(RunStopped)
+    assert stopped.step == max(e.step for e in trainer.events(StepDone, 4))
+    assert f"stopped after step {stopped.step}" in trainer.said
+    assert "resume with: holdfast train" in trainer.said
+
+
+def test_strangers_have_no_effect_and_secrets_do_not_leak(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    overrides = ("layout.workers=2", f"cluster.metrics_port={port}")
+    with training(tmp_path / "run", ENDLESS, *overrides) as trainer:
+        trainer.wait_step(2, 1)
+        os.kill(trainer.workers(1)[0], signal.SIGKILL)
+        trainer.wait_step(2, 2)
+        address, secret = _agent(trainer)
+        _attack(address, secret)
+
+        # What is for everybody to read.
+        base = f"http://127.0.0.1:{port}"
+        health = json.load(urllib.request.urlopen(f"{base}/healthz", timeout=10))
+        assert (health["generation"], health["workers"], health["state"]) == (2, 2, "training")
+        assert urllib.request.urlopen(f"{base}/metrics", timeout=10).read() == b"holdfast_toy 1\n"
+
+        # Another trainer is told who is there.
+        with training(tmp_path / "run", ENDLESS, *overrides[:1]) as second:
+            assert second.end() == 2
+        assert f"process {trainer.process.pid} on" in second.said
+        assert "Traceback" not in second.said
+
+        family = trainer.family()
+        assert len(family) == 5  # agent, mover, template, two workers
+        for pid in family:
+            for name in ("cmdline", "environ"):
+                assert secret.hex().encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
+        step = max(e.step for e in trainer.events(StepDone, 2))
+        trainer.wait_step(step + 5, 2)
+
+        # Ctrl-C reaches everybody in the terminal's foreground, and is the agent's alone.
+        os.killpg(trainer.process.pid, signal.SIGINT)
+        assert trainer.end(20) == 0, trainer.said
+        wait_until(lambda: gone(family), 10, "nobody is left")
+    assert "from a stranger" not in trainer.logs()
+    assert [r for r in trainer.records() if _forged(r)] == []
+    for path in trainer.folder.rglob("*"):
+        if path.is_file() and path.name != "secret":
+            assert secret.hex().encode() not in path.read_bytes(), path
+
+
+def _attack(address: str, secret: Secret) -> None:
+    """Requests without a proof, with a wrong one, of an older generation; and plain garbage."""
+    host, port = address.split(":")
+    event = {"kind": "run_failed", "event": {"reason": "from a stranger", "step": 1}}
+    report = {"rank": 0, "step": 9, "phase": "x", "marks": 1, "first": 0, "events": [event],
+              "sync": True}  # fmt: skip
+    write = {"op": "set", "key": "world/0", "value": "AAAA"}
+    for path, body in (("/report", report), ("/store", write)):
+        bare = http.client.HTTPConnection(host, int(port), timeout=10)
+        bare.request("POST", path, json.dumps(body))
+        assert bare.getresponse().status == 401
+        bare.close()
+        with pytest.raises(AuthError):
+            Client(address, Secret(b"x" * 32), 2).post(path, body)
+        with pytest.raises(FencedError, match="generation 1 is over"):
+            Client(address, secret, 1).post(path, body)
+    for garbage in (b"\x00\xff" * 3000, b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01"):
+        with socket.create_connection((host, int(port)), timeout=10) as stray:
+            stray.sendall(garbage)
+
+
+def _forged(record: Record) -> bool:
+    return isinstance(record.event, RunFailed) and record.event.reason == "from a stranger"
+
+
+def test_workers_end_within_a_second_of_their_agent_and_the_run_resumes(tmp_path: Path) -> None:
+    """One worker never comes to the collective, one waits in it, one holds the interpreter lock;
+    then the agent is killed. (On a quiet machine; five times that here.)"""
+    plan = ENDLESS | {
+        "hang": {"generation": 1, "rank": 1, "step": 3},
+        "hold_gil": {"generation": 1, "rank": 2, "step": 3},
+    }
+    overrides = ("layout.workers=3", "cluster.compare=false")
+    with training(tmp_path / "run", plan, *overrides) as trainer:
+        trainer.wait_step(2, 1)
+        family = trainer.family() - {trainer.process.pid}
+        assert len(family) == 5
+        os.kill(trainer.process.pid, signal.SIGKILL)
+        wait_until(lambda: gone(family), 5.0, f"the end of {family}")
+        trainer.end()
+    with training(tmp_path / "run", {"steps": 4}, "layout.workers=2") as again:
+        assert again.end() == 0, again.said
+    assert [e.reason for e in again.events(GenerationStarted)] == ["start", "resume"]
+    assert [e.resumed for e in again.events(RunStarted)] == [False, True]
+    assert newest_term(FolderStore(again.folder)) == (2, None)
+
+
+def test_the_worker_that_hangs_is_named_and_the_run_goes_on(tmp_path: Path) -> None:
+    plan = {"steps": 4, "hang": {"generation": 1, "rank": 1, "step": 3}}
+    overrides = ("layout.workers=3", "cluster.progress_seconds=2", "cluster.compare=false")
+    with training(tmp_path / "run", plan, *overrides) as trainer:
+        assert trainer.end() == 0, trainer.said
+    (lost,) = trainer.events(WorkerLost)
+    assert (lost.rank, lost.noticed_by) == (1, "progress")
+    assert lost.cause == "no progress for 2 s in step 3, compute"
+    assert [e.reason for e in trainer.events(GenerationStarted)] == ["start", "hang"]
+
+
+def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
+    plan = ENDLESS | {"hang": {"generation": 1, "rank": 0, "step": 3}}
+    overrides = ("layout.workers=2", "cluster.compare=false")
+    with training(tmp_path / "run", plan, *overrides) as trainer:
+        trainer.wait_step(2, 1)
+        family = trainer.family()
+        os.kill(trainer.process.pid, signal.SIGINT)
+        trainer.wait(lambda: trainer.events(StopRequested), "the first Ctrl-C")
+        assert trainer.process.poll() is None  # nobody can leave: a worker hangs
+        os.kill(trainer.process.pid, signal.SIGINT)
+        assert trainer.end(20) == 130
+        wait_until(lambda: gone(family), 5, "nobody is left")
+    assert trainer.events(RunStopped) == []
+
+
+def test_a_crash_that_comes_back_is_given_up(tmp_path: Path) -> None:
+    plan = {"steps": 4, "crash": {"generation": 0, "rank": 1, "step": 2}}
+    overrides = ("layout.workers=2", "cluster.max_restarts_without_progress=2")
+    with training(tmp_path / "run", plan, *overrides) as trainer:
+        assert trainer.end() == 1
+    assert len(trainer.events(GenerationStarted)) == 3
+    assert len(trainer.events(WorkerLost)) == 3
+    (failed,) = trainer.events(RunFailed)
+    assert "restarted 2 times" in failed.reason
+    assert "ValueError: the toy broke" in failed.reason
+    assert 'raise ValueError("the toy broke")' in trainer.said  # the log's last lines
+
+
+def test_a_run_whose_last_state_is_not_durable_is_not_finished(tmp_path: Path) -> None:
+    plan = {"steps": 3, "unsaved": "the disk is full"}
+    with training(tmp_path / "run", plan, "layout.workers=1") as trainer:
+        assert trainer.end() == 1
+    assert trainer.events(RunFinished) == []
+    (stopped,) = trainer.events(RunStopped)
+    assert stopped.reason == "the state after step 3 could not be saved: the disk is full"
+    assert "resume with: holdfast train" in trainer.said
+
+
+def test_what_the_person_can_mend_is_one_sentence(tmp_path: Path) -> None:
+    plan = {"steps": 4, "refuse": {"generation": 0, "rank": 1, "step": 2}}
+    with training(tmp_path / "run", plan, "layout.workers=2") as trainer:
+        assert trainer.end() == 2
+    assert trainer.said == "plan.json: the toy refuses; leave it out\n"
+    assert [e.reason for e in trainer.events(RunFailed)] == [trainer.said.strip()]
+
+
+def test_what_is_not_finite_stops_the_run_and_is_named(tmp_path: Path) -> None:
+    plan = {"steps": 4, "non_finite": {"generation": 0, "rank": 1, "step": 2}}
+    with training(tmp_path / "run", plan, "layout.workers=2") as trainer:
+        assert trainer.end() == 1
+    assert "step 2: layers.0.ffn.up.weight is not finite on rank 1" in trainer.said
+    assert len(trainer.events(NonFinite)) == 1
+    assert len(trainer.events(GenerationStarted)) == 1
+
+
+def test_a_stopped_trainer_is_succeeded_and_leaves_when_it_wakes(tmp_path: Path) -> None:
+    with training(tmp_path / "run", ENDLESS, "layout.workers=1") as old:
+        old.wait_step(2, 1)
+        stop(old.process.pid)
+        with training(tmp_path / "run", {"steps": 3}, "layout.workers=1") as new:
+            assert new.end() == 0, new.said
+        assert [e.reason for e in new.events(GenerationStarted)] == ["start", "resume"]
+        family = old.family()
+        os.kill(old.process.pid, signal.SIGCONT)
+        assert old.end() == 1
+        wait_until(lambda: gone(family), 5, "nobody is left")
+    assert "another trainer has taken over" in old.said
+    assert new.events(RunFailed) == []
+
+
+def test_a_snapshot_handed_over_is_not_lost_with_its_worker(tmp_path: Path) -> None:
+    """The worker dies while the mover writes: the next generation, which fences older writers, is
+    opened when that is done, and begins from it."""
+    plan = {"steps": 6, "save_and_die": {"generation": 1, "rank": 0, "step": 3}}
+    overrides = ("layout.workers=1", "model.vocab_size=64")
+    with training(tmp_path / "run", plan, *overrides) as trainer:
+        trainer.wait(lambda: trainer.events(WorkerLost), "the loss")
+        family = trainer.family() - {trainer.process.pid}
+        stopped = [pid for pid in family if state(pid) == STOPPED]
+        assert len(stopped) == 1
+        second = trainer.folder / "generations" / "0000000002.json"
+        with pytest.raises(TimeoutError):
+            wait_until(second.exists, 1, "the next generation")
+        os.kill(stopped[0], signal.SIGCONT)
+        assert trainer.end() == 0, trainer.said
+    assert {e.step for e in trainer.events(CheckpointCommitted)} == {3}
+    assert [e.step for e in trainer.events(GenerationStarted)] == [0, 3]
+    assert [e.step for e in trainer.events(StepDone, 2)] == [4, 5, 6]
+
+
+def test_restarts_leave_nothing_behind(tmp_path: Path) -> None:
+    """Neither descriptors in agent, template and mover, nor arenas of older generations."""
+    plan = ENDLESS | {"map": {"generation": 0, "rank": 1, "step": 1}}
+    overrides = ("layout.workers=2", "cluster.max_restarts_without_progress=99",
+                 "model.vocab_size=64")  # fmt: skip
+    held: list[list[int]] = []
+    with training(tmp_path / "run", plan, *overrides) as trainer:
+        for generation in range(1, RESTARTS + 1):
+            trainer.wait_step(2, generation)
+            workers = trainer.workers(generation)
+            template = parent_of(workers[0])
+            (mover,) = trainer.family() - {trainer.process.pid, template, *workers.values()}
+            assert _arenas(mover) == 1
+            held.append([_descriptors(pid) for pid in (trainer.process.pid, template, mover)])
+            os.kill(workers[1], signal.SIGKILL)
+    for early, late in zip(held[1], held[-1], strict=True):
+        assert late < early + RESTARTS // 2, held
+
+
+def _descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def _arenas(pid: int) -> int:
+    return Path(f"/proc/{pid}/maps").read_text().count("memfd:holdfast-")
+
+
+def test_a_run_folder_that_vanishes_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    with training(tmp_path / "run", ENDLESS, "layout.workers=1") as trainer:
+        trainer.wait_step(2, 1)
+        family = trainer.family()
+        trainer.folder.rename(tmp_path / "moved")
+        assert trainer.end(30) == 1
+        wait_until(lambda: gone(family), 5, "nobody is left")
+        assert "the run folder has been moved, removed or replaced; put it back" in trainer.said
+        assert "waited for" not in trainer.said
+        assert "Traceback" not in trainer.said
+        assert not trainer.folder.exists()
+
+
+def test_a_stopped_trainer_does_not_write_into_the_run_that_replaced_its_own(
+    tmp_path: Path,
+) -> None:
+    """The folder is moved aside (as `train --fresh` does) and another run begun at its path: its
+    term and its generation have the same numbers."""
+    with training(tmp_path / "run", ENDLESS, "layout.workers=1") as old:
+        old.wait_step(20, 1)
+        stop(old.process.pid)
+        old.folder.rename(tmp_path / "run.old-1")
+        with training(tmp_path / "run", {"steps": 3}, "layout.workers=1") as new:
+            assert new.end() == 0, new.said
+        os.kill(old.process.pid, signal.SIGCONT)
+        assert old.end(30) == 1
+        assert "the run folder has been moved, removed or replaced" in old.said
+    assert [e.step for e in new.events(StepDone)] == [1, 2, 3]
+    assert len(new.events(RunFinished)) == 1
+
+
+def test_a_boot_travels_as_json() -> None:
+    boot = WorkerBoot(
+        {"a": 1}, {"nodes": ["x"]}, 1, 0, 2, "h:1", "", "/r", "/d", None, 0, "cpu", "l"
+    )
+    value = json.loads(json.dumps(boot.to_json())) | {"of a newer version": True}
+    assert WorkerBoot.from_json(value) == boot

@@ -1,0 +1,127 @@
+"""Whom a node does not reach, and what its coordinator makes of that. (With real networks and real
+nodes: `tests/system/test_network_partition.py`.)"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from holdfast.elastic.coordinator.coordinator import Coordinator
+from holdfast.elastic.coordinator.liveness_probe import Answer, answer
+from holdfast.elastic.membership import reachability
+from holdfast.elastic.membership.reachability import Reaching
+from holdfast.policy.membership import transitions
+from holdfast.policy.membership.transitions import Node, Phase, Rules, Stage
+
+NAMES = "abc"
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """An address that answers nothing: its queue is full, and packets are dropped."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        waiting = []
+        for _ in range(4):
+            one = socket.socket()
+            one.setblocking(False)
+            one.connect_ex(server.getsockname())
+            waiting.append(one)
+        host, port = server.getsockname()
+        yield f"{host}:{port}"
+        for one in waiting:
+            one.close()
+
+
+def test_who_does_not_answer_is_missed_until_he_does(
+    silent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reachability, "SECONDS", 0.5)
+
+    async def world() -> None:
+        ended = asyncio.Event()
+        server = await asyncio.start_server(lambda r, w: w.close(), "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            nobody = f"127.0.0.1:{closed.getsockname()[1]}"
+        agents = {"a": "own", "b": f"{host}:{port}", "c": silent, "d": nobody, "e": "none"}
+        found = Reaching()
+        found.again(agents)
+        assert not found.looking, "nobody is missed"
+        found.look("a", agents, ended.set)
+        assert found.looking
+        await asyncio.wait_for(ended.wait(), 60)
+        assert (found.missed, found.looking) == (("c",), False)
+        found.again({"a": "own"})  # a generation without those that are missed
+        assert found.missed == ("c",)
+        found.close()
+        await asyncio.sleep(0)
+        found.again({**agents, "c": agents["b"]})
+        assert not found.looking, "that is behind whoever asks"
+        async with asyncio.timeout(60):
+            while found.missed:
+                await asyncio.sleep(0.01)
+        found.close()
+        server.close()
+
+    asyncio.run(world())
+
+
+async def _no_generation(reign: Any, generation: int, names: Any, known: Any) -> dict[str, Any]:
+    raise AssertionError("none is to be made")
+
+
+async def _beat(coordinator: Coordinator, name: str, *misses: str) -> None:
+    await coordinator.beat(0, {
+        "name": name, "mark": name, "term": 1, "at": 1, "stage": Stage.WORKING.value,
+        "doing": ["work", 1], "wait": 0.0, "misses": list(misses),
+    })  # fmt: skip
+    await asyncio.sleep(0)  # what was heard is taken in
+
+
+async def _pairs(*heard: tuple[str, ...]) -> tuple[Phase, str, list[str]]:
+    """Phase, reason and who is kept apart, once these have said whom they miss."""
+    loop = asyncio.get_running_loop()
+    nodes = [Node(name, name, 1, 0.0, 0.0) for name in NAMES]
+    reign = transitions.begin(1, loop.time(), 1, nodes)
+    rules = Rules(lambda nodes: [node.name for node in nodes])
+    coordinator = Coordinator(reign, rules, _no_generation)
+    for name in NAMES:
+        await _beat(coordinator, name)
+    assert coordinator.reign.phase is Phase.TRAINING
+    for name, *misses in heard:
+        await _beat(coordinator, name, *misses)
+    reign = coordinator.reign
+    return reign.phase, reign.reason, [f"{pair.one}{pair.other}" for pair in reign.apart]
+
+
+@pytest.mark.parametrize(
+    ("heard", "apart"),
+    [
+        ([("b", "c")], []),  # c may be dead
+        ([("b", "c"), ("a",), ("b", "c")], []),
+        ([("b", "c"), ("c",)], ["bc"]),
+        ([("c", "b"), ("b", "c"), ("c", "b")], ["bc"]),
+        ([("c", "b", "a"), ("b",), ("a",)], ["bc", "ac"]),
+        ([("b", "c"), ("b",), ("c",)], []),  # it has reached it since
+        ([("b", "nobody"), ("c",)], []),
+    ],
+)
+def test_who_is_missed_and_heard_is_kept_apart(
+    heard: list[tuple[str, ...]], apart: list[str]
+) -> None:
+    phase, reason, found = asyncio.run(_pairs(*heard))
+    assert found == apart
+    assert (phase, reason == "link_cut") == (
+        (Phase.HALTING, True) if apart else (Phase.TRAINING, False)
+    )
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:", "127.0.0.1:70000", "127.0.0.1:-5", "?:1"])
+def test_nothing_is_known_of_what_is_no_address(address: str) -> None:
+    assert asyncio.run(answer(address, 1.0)) is Answer.UNKNOWN

@@ -1,0 +1,162 @@
+"""The child that asks Ray's head, with a stand-in for ray that reads its answers from a file; and,
+where ray is installed, a real cluster whose node is drained."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.config.cluster import ClusterConfig
+from holdfast.elastic.notices.clouds import source_of
+from holdfast.elastic.notices.ray import Ray
+from holdfast.elastic.notices.source import SourceError
+from holdfast.errors import ConfigError
+from tests.support.processes import runs
+
+STATE = """
+import json, os, time
+class GlobalState:
+    def _initialize_global_state(self, options):
+        assert options == ("here:6379", None, True, False), options
+    def _now(self):
+        found = json.load(open(os.environ["RAY_STANDS"]))
+        if found == "hang":
+            time.sleep(1000)
+        if found == "die":
+            os._exit(1)
+        if found == "noise":
+            print("<html>", flush=True)
+        return found
+    def get_draining_nodes(self):
+        return self._now()
+    def node_table(self):
+        return [{"NodeID": "there", "Alive": True, "NodeManagerAddress": "203.0.113.9"},
+                {"NodeID": "was", "Alive": False, "NodeManagerAddress": "127.0.0.1"},
+                {"NodeID": "own", "Alive": True, "NodeManagerAddress": "127.0.0.1"}]
+"""
+RAYLET = """
+class GcsClientOptions:
+    @staticmethod
+    def create(address, cluster, allow_cluster_id_nil, fetch_cluster_id_if_nil):
+        return address, cluster, allow_cluster_id_nil, fetch_cluster_id_if_nil
+"""
+
+
+class Head:
+    def __init__(self, folder: Path) -> None:
+        package = folder / "ray"
+        (package / "_private").mkdir(parents=True)
+        for name, text in (
+            ("__init__.py", ""), ("_raylet.py", RAYLET), ("_private/__init__.py", ""),
+            ("_private/state.py", STATE),
+        ):  # fmt: skip
+            (package / name).write_text(text)
+        self._answer = folder / "answer.json"
+        self.says({})
+        self.environment = os.environ | {
+            "PYTHONPATH": str(folder), "RAY_STANDS": str(self._answer)
+        }  # fmt: skip
+
+    def says(self, what: object) -> None:
+        fresh = self._answer.with_suffix(".new")
+        fresh.write_text(json.dumps(what))
+        fresh.rename(self._answer)
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Head:
+    return Head(tmp_path)
+
+
+@pytest.fixture
+def ray(head: Head) -> Iterator[Ray]:
+    source = Ray("here:6379", "", 0.01, head.environment, lambda: 1000.0)
+    yield source
+    source.close()
+
+
+def test_a_drain_is_heard_with_its_deadline(head: Head, ray: Ray) -> None:
+    head.says({"there": 9})
+    assert ray.ask() is None
+    head.says({"there": 9, "own": 1_045_000})
+    heard = ray.ask()
+    assert heard is not None
+    assert (heard.seconds, heard.leave, heard.source) == (45.0, True, "ray: the node is drained")
+    head.says({"own": 0})
+    heard = ray.ask()
+    assert heard is not None
+    assert heard.seconds == 30.0, "a drain without a deadline"
+
+
+def test_a_node_that_is_named_needs_no_address(head: Head) -> None:
+    ray = Ray("here:6379", "there", 0.01, head.environment, lambda: 1000.0)
+    head.says({"there": 1_009_000})
+    heard = ray.ask()
+    ray.close()
+    assert heard is not None
+    assert heard.seconds == 9.0
+    with pytest.raises(SourceError):
+        ray.ask()
+
+
+def test_a_head_that_is_away_costs_no_more_than_the_child(
+    head: Head, ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ray.ask() is None
+    head.says("die")
+    with pytest.raises(SourceError, match="has ended"):
+        ray.ask()
+    monkeypatch.setattr("holdfast.elastic.notices.ray.START_SECONDS", 0.2)
+    head.says("hang")
+    with pytest.raises(SourceError, match="does not answer"):
+        ray.ask()
+    monkeypatch.setattr("holdfast.elastic.notices.ray.START_SECONDS", 60.0)
+    for wrong, match in (
+        ("noise", "not JSON"), ([], "AttributeError"), ({"own": "soon"}, "'soon' where a time"),
+    ):  # fmt: skip
+        head.says(wrong)
+        with pytest.raises(SourceError, match=match):
+            ray.ask()
+    head.says({"own": 1_045_000})
+    assert ray.ask() is not None
+
+
+def test_the_child_ends_with_its_agent(head: Head) -> None:
+    starts = (
+        "import os, sys\n"
+        "from holdfast.elastic.notices.ray import Ray\n"
+        "source = Ray('here:6379', '', 0.01, os.environ, lambda: 1000.0)\n"
+        "source.ask()\n"
+        "print(source._child.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    agent = subprocess.Popen(
+        [sys.executable, "-c", starts], env=head.environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert agent.stdout is not None
+    child = int(agent.stdout.readline())
+    agent.send_signal(signal.SIGKILL)
+    agent.communicate()
+    until = time.monotonic() + 60
+    while runs(child):
+        assert time.monotonic() < until, "it is still there"
+        os.sched_yield()
+
+
+def test_what_cannot_be_asked_is_refused() -> None:
+    for environment in ({}, {"RAY_ADDRESS": "auto"}):
+        with pytest.raises(ConfigError, match="the address of Ray's head is not known"):
+            source_of(ClusterConfig(notices="ray"), environment=environment)
+    if importlib.util.find_spec("ray") is None:
+        with pytest.raises(ConfigError, match="ray is not installed"):
+            source_of(ClusterConfig(notices="ray", notices_at="10.0.0.1:6379"), environment={})

@@ -1,0 +1,37 @@
+"""What a template imports is what its workers need: no more, and none imports it in its steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SMALL = {"torch.utils._device", "torch.profiler._cupti_monitor"}
+"""A hundred lines each, of torch's own, at the first use of something."""
+SYMBOLS, COMPILER, FSDP = "sympy", "torch._dynamo", "torch.distributed.fsdp"
+
+
+LAYOUTS: dict[str, list[str]] = {
+    "dp2": [],
+    "bf16.dp2": [],
+    "tp2": [],
+    "zero1.2": [],
+    "pp2": [SYMBOLS],
+    "shard2": [SYMBOLS, COMPILER, FSDP],
+    "pp2-shard2": [SYMBOLS, COMPILER, FSDP],
+}
+"""And what of the heavy ones a template has for them."""
+
+
+def test_workers_import_nothing_that_their_template_could(tmp_path: Path) -> None:
+    names = [f"shallow.{name}" for name in LAYOUTS]
+    command = [sys.executable, "-m", "tests.support.preloaded_steps", str(tmp_path), *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert list(found) == names
+    for name, heavy in zip(names, LAYOUTS.values(), strict=True):
+        assert found[name]["template"] == heavy, name
+        more = {module for of_rank in found[name]["more"] for module in of_rank}
+        assert more <= SMALL, name

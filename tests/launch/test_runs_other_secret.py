@@ -1,0 +1,151 @@
+"""A run at work is left alone by whoever knows another secret than its own, or none."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import RunFolderError
+from holdfast.launch.run_folder import refuse_alone, refuse_in_use
+from holdfast.launch.runs import trainer_answers
+from holdfast.wire.http.auth import Verifier
+from holdfast.wire.http.server import Guard, Listener
+from holdfast.wire.http.sockets import address_of, bind
+from holdfast.wire.secret import VARIABLE, Secret, open_secret
+from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.term import QUESTION, claim, newest_term, open_generation
+from tests.support.commands import here, secret_file
+from tests.support.nodes import QUICK, nodes_of
+
+OTHER = "a trainer with another secret than is known here uses this run folder"
+
+
+@contextmanager
+def agent(secret: Secret) -> Iterator[str]:
+    """The address of something that answers as an agent's control does."""
+    bound, loop, ended = bind("127.0.0.1", 0, "cluster.interface"), asyncio.new_event_loop(), []
+
+    async def answer(_: int, body: dict[str, object]) -> dict[str, object]:
+        return {"hears": False, "term": 1}
+
+    guard = Guard(
+        {QUESTION: answer}, secret, Verifier(secret, time.time), lambda: 0,
+        outside=frozenset({QUESTION}),
+    )  # fmt: skip
+    listener = Listener(guard, bound)
+
+    def serve() -> None:
+        loop.run_until_complete(listener.serve())
+        loop.close()
+        ended.append(True)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield address_of(bound)
+    loop.call_soon_threadsafe(listener.close)
+    thread.join(10)
+    assert ended
+
+
+@pytest.mark.parametrize("known", ["none", "of another run", "in the folder"])
+def test_a_trainer_is_found_whatever_secret_the_shell_names(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], known: str,
+) -> None:  # fmt: skip
+    folder = tmp_path / "run"
+    own = known == "in the folder"
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if not own:
+        monkeypatch.setenv(VARIABLE, str(secret_file(tmp_path)))
+    settings = ("train.steps=100000", "train.evaluate.every=0", "layout.workers=1")
+    command = ("train", run_file, f"folder={folder}", *settings)
+    with nodes_of(run_file, folder, *settings, "cluster.min_nodes=1") as nodes:
+        nodes.start("a")
+        nodes.wait_step(2)
+        if known == "none":
+            monkeypatch.delenv(VARIABLE)
+        else:
+            monkeypatch.setenv(VARIABLE, str(secret_file(tmp_path, "a7")))
+        before = {path: path.stat().st_mtime_ns for path in folder.glob("*.json")}
+
+        said = ("another trainer uses this run folder", "stop it") if own else (OTHER, "touch")
+        for more in ((), ("--fresh",)):
+            here(capsys, *command, *more).refuses(*said, "on a")
+        # Such a node would hear nothing that it takes for an answer, and open the next term.
+        said = ("the secret in this folder", f"unset {VARIABLE}") if own else (OTHER, VARIABLE)
+        node = (*command, "cluster.node=b", *QUICK)
+        for joins in (node, (*node, "--fresh"), ("join", folder, "--node", "b")):
+            here(capsys, *joins).refuses(*said, "on a")
+        assert trainer_answers(folder) is (True if own else None)
+
+        assert not list(tmp_path.glob("run.old*"))
+        assert (folder / "secret").exists() is own
+        assert {path: path.stat().st_mtime_ns for path in folder.glob("*.json")} == before
+        assert newest_term(FolderStore(folder))[0] == 1
+        nodes.signal("a", signal.SIGTERM)
+        assert nodes.end() == {"a": 0}, nodes.story()
+    here(capsys, *command, "train.steps=1", "--fresh").refuses_last(code=0)
+
+
+def test_a_node_whose_leader_is_gone_is_found_without_its_secret(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    with agent(Secret(b"5" * 32)) as address:
+        claim(store, 1, "127.0.0.1:1", "a")
+        agents = {"a": {"address": "127.0.0.1:1"}, "b": {"address": address}}
+        open_generation(store, 1, {"agents": agents})
+        with pytest.raises(RunFolderError, match=f"{OTHER}, it seems: node b is at work"):
+            refuse_in_use(tmp_path)
+    refuse_in_use(tmp_path)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_another_runs_trainer_in_a_dead_ones_place_can_be_told_of(
+    tmp_path: Path, own: bool
+) -> None:
+    folder = tmp_path / "a run"
+    store = FolderStore(folder)
+    if own:
+        open_secret(folder)
+    with agent(Secret(b"5" * 32)) as address:
+        claim(store, 1, address, "a")
+        with pytest.raises(RunFolderError, match=OTHER) as caught:
+            refuse_in_use(folder)
+        assert trainer_answers(folder) is None
+        told = str(caught.value.remedy).partition("say so with: ")[2]
+        subprocess.run(shlex.split(told), check=True)
+        for check in (refuse_in_use, refuse_alone):
+            check(folder)
+        assert trainer_answers(folder) is False
+
+
+class _Stranger(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_strangers_server_in_a_dead_ones_place_keeps_nobody(tmp_path: Path, own: bool) -> None:
+    if own:
+        open_secret(tmp_path)
+    with HTTPServer(("127.0.0.1", 0), _Stranger) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        claim(FolderStore(tmp_path), 1, f"127.0.0.1:{server.server_port}", "a")
+        for check in (refuse_in_use, refuse_alone):
+            check(tmp_path)
+        assert trainer_answers(tmp_path) is False
+        server.shutdown()
+    refuse_in_use(tmp_path)
+    assert trainer_answers(tmp_path) is False

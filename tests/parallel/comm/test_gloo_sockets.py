@@ -1,0 +1,88 @@
+"""One gloo group is given up: whoever waits in it is woken, and no other connection is touched."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from holdfast.parallel.comm.gloo_sockets import cut, from_text, listening, to_text
+from holdfast.parallel.comm.transport import Peers
+from tests.support.ranks import RankContext, rank_values
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="no list of descriptors")
+
+
+class Gathering(Store):
+    """A store of the tests that answers as the coordinator's does: all values at once."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def gather(
+        self, key: str, value: bytes, keys: Sequence[str], timeout: timedelta
+    ) -> list[bytes]:
+        self._inner.set(key, value)
+        return [bytes(self._inner.get(each)) for each in keys]
+
+
+def _given_up(rank: RankContext) -> list[bool]:
+    store = Gathering(rank.store())
+    old = Peers(store, "old", rank.rank, 3, seconds=60)
+    other = Peers(store, "other", rank.rank, 3, seconds=60)
+    woken: list[bool] = []
+
+    def wait() -> None:
+        try:
+            old.receive(torch.empty(1), int(rank.rank == 0), tag=7).wait()  # or the one who goes
+        except RuntimeError:
+            woken.append(True)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    if rank.rank == 0:
+        old.abort()
+        old.abort()  # of one that is given up already
+    waiting.join(60)
+    value = torch.ones(1)
+    other.all_reduce(value).wait()
+    return [bool(woken), float(value) == 3.0, old._known is not None]
+
+
+@on_linux
+def test_who_waits_in_a_group_that_one_gives_up_is_woken_and_other_groups_go_on() -> None:
+    assert rank_values(_given_up, 3) == [[True, True, True]] * 3
+
+
+@on_linux
+def test_only_the_connections_of_these_addresses_are_cut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_server(("", 0)) as theirs:
+        own, other = ours.getsockname()[:2], theirs.getsockname()[:2]
+        assert {own, other} <= listening()
+        dialled = socket.create_connection(own)
+        came, _ = ours.accept()
+        bystander = socket.create_connection(("127.0.0.1", other[1]))
+        beside, _ = theirs.accept()
+        with dialled, came, bystander, beside:
+            cut(own, ())
+            assert dialled.recv(1) == b""
+            bystander.sendall(b"x")
+            assert beside.recv(1) == b"x"
+            cut(("127.0.0.1", 1), [("127.0.0.1", other[1])])
+            assert beside.recv(1) == b""
+        with socket.create_connection(own), ours.accept()[0]:
+            pass  # whoever listens goes on
+
+
+def test_addresses_travel_as_a_line() -> None:
+    assert from_text(to_text(("127.0.0.1", 80))) == ("127.0.0.1", 80)
+    assert from_text(to_text(("fe80::1", 80))) == ("fe80::1", 80)
+    assert from_text(to_text(None)) is None

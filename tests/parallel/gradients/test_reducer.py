@@ -1,0 +1,177 @@
+"""The reducer: the same bits for any number of replicas and any dealing, and prompt errors."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.reduction_tree import ReductionTree, Shares, deal
+from holdfast.errors import PeerLostError
+from holdfast.parallel.comm.transport import Peers, exchange
+from holdfast.parallel.gradients.feeder import alike
+from holdfast.parallel.replicated import ReplicatedGradients
+from tests.support.ranks import RankContext, rank_values, ranks
+
+DEALINGS: dict[int, list[tuple[int, Shares]]] = {
+    1: [(7, deal(7, 1)), (8, deal(8, 1)), (12, deal(12, 1))],
+    2: [(7, deal(7, 2)), (7, ((1, 2, 6), (0, 3, 4, 5))), (8, ((), tuple(range(8))))],
+    3: [(8, deal(8, 3)), (7, ((6, 0), (5, 2), (1, 3, 4))), (12, deal(12, 3))],
+    4: [(12, deal(12, 4)), (7, ((0, 6), (1, 5), (2, 4), (3,))),
+        (8, ((0, 1, 2), (3,), (), (4, 5, 6, 7)))],
+    6: [(12, deal(12, 6)), (8, deal(8, 6)), (7, ((0,), (6,), (), (1, 2), (5,), (3, 4)))],
+}  # fmt: skip
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(9, 33), nn.GELU(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 3)
+    )
+
+
+def _loss(model: nn.Module, leaf: int) -> Tensor:
+    generator = torch.Generator().manual_seed(leaf)
+    x = torch.randn(4, 9, generator=generator) * 10.0 ** (leaf % 5 - 2)
+    return model(x).square().sum()
+
+
+def _feeder(model: nn.Module, peers: Peers, fast: bool = False) -> ReplicatedGradients:
+    named = dict(model.named_parameters())
+    boxes = {name: whole(name, p.shape) for name, p in named.items()}
+    return ReplicatedGradients(
+        named, boxes, alike(boxes, peers), dtype=torch.float32, bucket_bytes=600, fast=fast
+    )
+
+
+def _step(
+    model: nn.Module, feeder: ReplicatedGradients, rank: int, leaves: int, shares: Shares
+) -> None:
+    feeder.begin(leaves, shares)
+    for leaf in sorted(shares[rank]):
+        feeder.start_leaf(leaf)
+        _loss(model, leaf).backward()
+        feeder.end_leaf()
+    feeder.finish()
+    exchange(feeder.reducers[0].peers, torch.zeros(1, dtype=torch.int64), [1] * len(shares), tag=1)
+
+
+def _digest(feeder: ReplicatedGradients) -> str:
+    return hashlib.sha256(feeder.reducers[0].gradient.numpy().tobytes()).hexdigest()
+
+
+def _reference(leaves: int) -> list[Tensor]:
+    """Gradients per leaf, added up in tree order by the definition, without a reducer."""
+    model = _model()
+    tree = ReductionTree(leaves)
+    per_leaf = [
+        torch.autograd.grad(_loss(model, j), list(model.parameters())) for j in range(leaves)
+    ]
+    nodes = {child: per_leaf[child.start] for child in _leaf_nodes(tree)}
+    return list(tree.fold(nodes, lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))))
+
+
+def _leaf_nodes(tree: ReductionTree):  # type: ignore[no-untyped-def]
+    from holdfast.core.sharding.reduction_tree import Node
+
+    return [Node(j, j + 1) for j in range(tree.leaves)]
+
+
+def _all_dealings(rank: RankContext) -> list[str]:
+    """Each dealing twice in a row on one reducer, as two steps."""
+    peers = Peers(rank.store(), "g1/reduce", rank.rank, rank.world_size, seconds=20)
+    model = _model()
+    feeder = _feeder(model, peers)
+    out = []
+    for leaves, shares in DEALINGS[rank.world_size]:
+        first = None
+        for _ in range(2):
+            _step(model, feeder, rank.rank, leaves, shares)
+            first = first or _digest(feeder)
+            assert _digest(feeder) == first
+        for got, want in zip(feeder.gradients(), _reference(leaves), strict=True):
+            assert torch.equal(got, want)
+        out.append(f"{leaves}:{first}")
+    return out
+
+
+def test_bits_do_not_depend_on_replicas_or_dealing() -> None:
+    seen: dict[str, set[str]] = {}
+    for size in DEALINGS:
+        for values in rank_values(_all_dealings, size):
+            for value in values:
+                leaves, digest = value.split(":")
+                seen.setdefault(leaves, set()).add(digest)
+    assert {leaves: len(digests) for leaves, digests in seen.items()} == {"7": 1, "8": 1, "12": 1}
+
+
+def _fast(rank: RankContext) -> None:
+    peers = Peers(rank.store(), "g1/reduce", rank.rank, rank.world_size, seconds=20)
+    model = _model()
+    feeder = _feeder(model, peers, fast=True)
+    for leaves, shares in DEALINGS[rank.world_size]:
+        _step(model, feeder, rank.rank, leaves, shares)
+        for got, want in zip(feeder.gradients(), _reference(leaves), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_fast_reduction_is_the_same_sum_to_rounding(size: int) -> None:
+    rank_values(_fast, size)
+
+
+def test_a_parameter_without_gradient_counts_as_zero() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(3, 3), "idle": nn.Linear(3, 3)})
+    peers = Peers(torch.distributed.HashStore(), "g1", 0, 1)
+    feeder = _feeder(model, peers)
+    for _ in range(2):
+        feeder.begin(2, ((0, 1),))
+        for leaf in range(2):
+            feeder.start_leaf(leaf)
+            model["used"](torch.ones(1, 3)).sum().backward()
+            feeder.end_leaf()
+        feeder.finish()
+        gradients = feeder.gradients()
+        assert torch.equal(gradients[0], torch.full((3, 3), 2.0))
+        assert not gradients[2].any()
+        assert not gradients[3].any()
+
+
+@ranks(3, dies={1: "SIGKILL"}, deadline=30)
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_peer_killed_within_a_step_is_an_error_in_the_others(
+    rank: RankContext, fast: bool
+) -> None:
+    peers = Peers(rank.store(), "g1/reduce", rank.rank, rank.world_size, seconds=600)
+    model = _model()
+    feeder = _feeder(model, peers, fast)
+    shares = deal(6, 3)
+    _step(model, feeder, rank.rank, 6, shares)
+    feeder.begin(6, shares)
+    rank.barrier("begun")  # else begin() may already find the peer gone
+    feeder.start_leaf(shares[rank.rank][0])
+    loss = _loss(model, 0)
+    if rank.rank == 1:
+        rank.kill(1)
+    loss.backward()
+    feeder.end_leaf()
+    feeder.start_leaf(shares[rank.rank][1])
+    _loss(model, 1).backward()
+    feeder.end_leaf()
+    with pytest.raises(PeerLostError):
+        feeder.finish()
+
+
+@ranks(2, dies={1: "SIGKILL"}, deadline=30)
+def test_a_peer_killed_before_the_vote_is_an_error_in_the_exchange(rank: RankContext) -> None:
+    peers = Peers(rank.store(), "g1/control", rank.rank, rank.world_size, seconds=600)
+    record = torch.arange(3, dtype=torch.int64) + rank.rank
+    first = exchange(peers, record, [3, 3], tag=1)
+    assert [t.tolist() for t in first] == [[0, 1, 2], [1, 2, 3]]
+    if rank.rank == 1:
+        rank.kill(1)
+    with pytest.raises(PeerLostError):
+        exchange(peers, record, [3, 3], tag=1)

@@ -1,0 +1,76 @@
+"""`holdfast train` with workers that something befalls: `python -m tests.support.faulty_trainer
+RUN_FILE [key=value ...]`.
+
+What it is stands in the environment, as JSON: {"raise": [[generation, rank, step], ...], "die
+agreeing": [[generation, rank], ...], "last": [[first step, last step, milliseconds], ...]}: so long
+do the steps of the first generation take.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from holdfast.cli.main import main as command
+from holdfast.elastic.protocol.worker_spec import WorkerBoot
+from holdfast.launch import local
+from holdfast.wire.secret import Secret
+
+DEEDS = "HOLDFAST_TEST_DEEDS"
+
+
+def run(boot: WorkerBoot, secret: Secret) -> int:
+    """A worker's entry."""
+    from holdfast.elastic.worker import main as worker
+    from holdfast.train import recover as recovering
+    from holdfast.train.engine import StepEngine
+
+    deeds = json.loads(os.environ[DEEDS])
+    compute, agree = StepEngine.compute, recovering.agree  # type: ignore[attr-defined]
+
+    def computing(self: StepEngine, batches: Any) -> None:
+        groups = self.groups
+        if [groups.topology.generation, groups.rank, self.step] in deeds.get("raise", []):
+            raise ValueError("the test broke it")
+        if groups.topology.generation == 1:
+            for first, last, milliseconds in deeds.get("last", []):
+                if first <= self.step <= last:
+                    time.sleep(milliseconds / 1e3)
+        compute(self, batches)
+
+    def agreeing(control: Any, *given: Any, **named: Any) -> Any:
+        at = [worker_of.generation, worker_of.rank]
+        if at in deeds.get("die agreeing", []):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return agree(control, *given, **named)
+
+    class _At:
+        """Where the process stands: the newest generation that it speaks in."""
+
+        generation, rank = boot.generation, boot.rank
+
+    worker_of = _At()
+    speak = worker.Worker._speak
+
+    def speaking(self: Any, topology: Any, rank: int, *rest: Any) -> None:
+        worker_of.generation, worker_of.rank = topology.generation, rank
+        speak(self, topology, rank, *rest)
+
+    StepEngine.compute = computing  # type: ignore[method-assign]
+    recovering.agree = agreeing  # type: ignore[attr-defined]
+    worker.Worker._speak = speaking  # type: ignore[method-assign]
+    return worker.run(boot, secret)
+
+
+def main() -> int:
+    """The command itself, with another entry for its workers."""
+    local.run.__kwdefaults__["entry"] = "tests.support.faulty_trainer:run"
+    return command(["train", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""A worker that is killed in the middle of a copy that hides:
+`python -m tests.support.killed_capture SOCKET SECRET GENERATION PIECE`.
+
+It captures and announces step 1, takes step 2, begins to copy that, and at PIECE its copying thread
+kills the process with SIGKILL, while the training thread computes. With a PIECE that the copy
+does not have it ends by itself, and prints how many it has.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from functools import partial
+
+import torch
+
+from holdfast.checkpoint.capture.capturer import Captured, Capturer
+from holdfast.checkpoint.capture.chunked_copy import Copy, Piece
+from holdfast.checkpoint.mover.client import MoverClient
+from holdfast.core.sharding.state_table import TensorSpec
+from holdfast.wire.secret import Secret
+from tests.support.mover_process import topology
+
+ROWS = 3 * 2**20
+TABLE = (TensorSpec("w", "F32", (ROWS,), 0), TensorSpec("b", "F32", (7,), 0))  # 12 MiB and a bit
+
+
+def fill(tensors: dict[str, torch.Tensor], step: int) -> None:
+    tensors["w"].copy_(torch.arange(ROWS) * 3.0 + step)
+    tensors["b"].fill_(-step)
+
+
+def main(socket: str, secret: str, generation: int, point: int) -> None:
+    client = MoverClient(socket, Secret(bytes.fromhex(secret)), generation)
+    tensors = {"w": torch.zeros(ROWS), "b": torch.zeros(7)}
+    topo = topology(generation=generation)
+    capturer = Capturer(client, topo, TABLE, 0, tensors, run="test")
+    fill(tensors, 1)
+    assert isinstance(capturer.capture(1), Captured)
+    assert capturer.announce(1, {"position": 16}) is None
+    assert capturer.settle(1, 60) is None
+    fill(tensors, 2)
+    count = 0
+
+    def counted(piece: Piece) -> None:
+        nonlocal count
+        piece()
+        if count == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+        count += 1
+
+    behind = capturer._behind
+    capturer._behind = lambda slot: [partial(counted, p) for p in behind(slot)]  # type: ignore
+    copy = capturer.begin(2)
+    assert isinstance(copy, Copy)
+    while not copy.ended:  # the next step, as far as the thread can see
+        torch.ones(1000).sum()
+    print(count, flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,205 @@
+"""Layouts by name, for the tests that run many of them.
+
+one               a single process, the reference
+dp2 tp2 pp4       replicas, tensor parallel, pipeline
+shard2            dp_shard 2 under ZeRO-3; zero1.2 and zero2.2: under ZeRO-1 and ZeRO-2
+pp2-dp2-tp2       a product
+pp3+pp2           unlike replicas side by side
+plain.tp2         without sequence parallelism;  gpipe.pp2: another schedule
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from holdfast.config.run import RunConfig
+from holdfast.core.sharding.pipeline_stages import balanced
+from holdfast.layout import Layout, Topology, place_replicas
+from holdfast.parallel.process_groups import connect
+from holdfast.parallel.torch_compat import Store
+from holdfast.train.build import build_engine
+from holdfast.train.engine import StepEngine
+from holdfast.train.vote import Verdict
+from tests.support.tiny_training import CPU, LENGTH, changed, feed
+
+VOCABULARY, STEPS = 61, 8
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "plain": {"layout__sequence_parallel": False},
+    "gpipe": {"layout__schedule": "gpipe"},
+    "untied": {"model__tied_embeddings": False},
+    "qknorm": {"model__qk_norm": True},
+    "fp32": {"train__precision": "fp32"},
+    "bf16": {"train__precision": "bf16"},
+    "small": {"train__batch_size": 8},  # two microbatches
+    "shallow": {"model__layers": 2},
+    "deep": {"model__layers": 4},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a name means: one Layout per replica, and changes of the run file."""
+
+    name: str
+    replicas: tuple[Layout, ...]
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return sum(layout.replica_size for layout in self.replicas)
+
+
+def case(name: str) -> Case:
+    """Read a name. Raises ValueError for a word that it does not know."""
+    changes: dict[str, Any] = {}
+    *flags, rest = re.split(r"\.(?=[a-z])", name)
+    for flag in flags:
+        changes.update(_FLAGS[flag])
+    replicas: list[Layout] = []
+    for text in rest.split("+"):
+        layout = Layout()
+        for word in text.split("-") if text != "one" else []:
+            match = re.fullmatch(r"(pp|dp|shard|tp|zero[12]\.)(\d+)", word)
+            if match is None:
+                raise ValueError(f"{word!r} in {name!r} is not an axis")
+            axis, degree = match[1], int(match[2])
+            if axis.startswith("zero"):
+                changes["layout__zero"] = int(axis[4])
+                axis = "shard"
+            keys = {"dp": "dp_replicate", "shard": "dp_shard"}
+            layout = replace(layout, **{keys.get(axis, axis): degree})
+        replicas += [replace(layout, dp_replicate=1)] * layout.dp_replicate
+    return Case(name, tuple(replicas), changes)
+
+
+def model_flags(name: str) -> str:
+    """What of a name's words makes another curve: a single process heeds those."""
+    flags = ("qknorm", "untied", "fp32", "bf16", "small", "shallow", "deep")
+    return "".join(f"{flag}." for flag in flags if flag in name)
+
+
+def of_one_model(*names: str) -> list[str]:
+    """These layouts, of a model no deeper than their longest pipeline needs: it takes half the
+    time."""
+    longest = max(layout.pp for name in names for layout in case(name).replicas)
+    return [f"{'deep' if longest > 2 else 'shallow'}.{name}" for name in names]
+
+
+def config_of(changes: dict[str, Any]) -> RunConfig:
+    """6 microbatches of 4 samples a step; 4 blocks; two key/value heads for four query heads; a
+    vocabulary that nothing divides; clipping is active in each step."""
+    value: dict[str, Any] = {
+        "data": {"sequence_length": LENGTH},
+        "model": {
+            "preset": None, "layers": 4, "dim": 16, "heads": 4, "kv_heads": 2, "ffn_dim": 24,
+            "vocab_size": VOCABULARY, "tied_embeddings": True,
+        },
+        "train": {
+            "steps": STEPS, "batch_size": 24, "microbatch_size": 4, "precision": "float64",
+            "optimizer": {"learning_rate": 0.01, "clip_norm": 0.05},
+            "schedule": {"warmup_steps": 4},
+        },
+        "layout": {"bucket_mb": 0.004},
+    }  # fmt: skip
+    return changed(value, changes)
+
+
+def topology_of(
+    of: Case, config: RunConfig, generation: int = 1, ranks: Sequence[int] | None = None
+) -> Topology:
+    """Replicas in order, `ranks` (in rising order) in mesh order inside each."""
+    layouts = [
+        replace(layout, stages=balanced(config.model, layout.pp, config.data.sequence_length))
+        if layout.pp > 1 else layout
+        for layout in of.replicas
+    ]  # fmt: skip
+    topology = place_replicas(layouts, generation, ("node",) * of.world_size)
+    if ranks is None:
+        return topology
+    permuted = tuple(
+        replace(replica, ranks=tuple(ranks[rank] for rank in replica.ranks))
+        for replica in topology.replicas
+    )
+    return Topology(generation, permuted, topology.nodes)
+
+
+def engine_of(
+    config: RunConfig, topology: Topology, rank: int, store: Store, seconds: float = 60.0
+) -> StepEngine:
+    """Connected and initialised."""
+    groups = connect(topology, rank, store, CPU, seconds=seconds)
+    made = build_engine(config, groups, CPU)
+    made.initialise(config.seed)
+    return made
+
+
+def one_step(made: StepEngine, step: int) -> Verdict:
+    shard, shards = made.groups.coordinate.dp_shard, made.groups.degree("dp_shard")
+    made.compute([feed(step, leaf, 4, shard, shards, VOCABULARY) for leaf in made.begin(step)])
+    verdict = made.reduce()
+    made.apply(verdict)
+    return verdict
+
+
+Piece = tuple[str, tuple[int, ...], np.ndarray]
+
+
+def pieces(made: StepEngine) -> list[Piece]:
+    """All state that this rank holds: name, offsets, values."""
+    return [(t.name, t.offsets, t.tensor.numpy().copy()) for t in made.state()]
+
+
+def save_pieces(path: Any, found: list[Piece]) -> None:
+    """Write what `pieces` gave, for another process to read."""
+    arrays = {f"{name}|{','.join(map(str, offsets))}": values for name, offsets, values in found}
+    np.savez(path, **arrays)
+
+
+def load_pieces(path: Any) -> list[Piece]:
+    with np.load(path) as file:
+        out = []
+        for key in file.files:
+            name, _, offsets = key.partition("|")
+            out.append((name, tuple(int(n) for n in offsets.split(",")), file[key]))
+        return out
+
+
+def assert_state_equal(
+    whole: dict[str, np.ndarray], held: list[Piece], tolerance: float
+) -> dict[str, int]:
+    """Each piece against its part of the whole, as |difference| / |part|; elements by name."""
+    count: dict[str, int] = {}
+    for name, offsets, values in held:
+        count[name] = count.get(name, 0) + values.size
+        if not values.size:
+            continue
+        part = whole[name][
+            tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+        ]
+        assert part.shape == values.shape, (name, part.shape, values.shape)
+        if tolerance == 0.0:
+            assert np.array_equal(part, values), name
+            continue
+        norm = max(float(np.linalg.norm(part)), 1e-30)
+        error = float(np.linalg.norm(part - values)) / norm
+        assert error < tolerance, (name, offsets, error)
+    return count
+
+
+def assert_all_state(whole: dict[str, np.ndarray], files: Iterable[Path], tolerance: float) -> None:
+    """What the ranks have saved, each in its file: equal to the whole, all of which is held by
+    somebody."""
+    count: dict[str, int] = {}
+    for file in files:
+        for name, number in assert_state_equal(whole, load_pieces(file), tolerance).items():
+            count[name] = count.get(name, 0) + number
+    for name, values in whole.items():
+        assert count.get(name, 0) >= prod(values.shape), name

@@ -1,0 +1,263 @@
+"""One agent for `model.py`, carried as `elastic/membership/role_loop.py` and
+`elastic/coordinator/coordinator.py` do it.
+
+Each method is a step that cannot be divided, from immutable values to new ones. Time is no number:
+every clock shows 0, and a time that is up is set as long ago.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from holdfast.policy.membership import election, transitions
+from holdfast.policy.membership.election import Patience, Peer, Standing
+from holdfast.policy.membership.transitions import (
+    LET_GO,
+    STAGES,
+    Node,
+    Order,
+    Phase,
+    Report,
+    Rules,
+    Stage,
+)
+from tests.support.membership_model.world import (
+    NAMES,
+    Agent,
+    Answer,
+    Request,
+    Store,
+    ViolationError,
+)
+
+PATIENCE = Patience()
+TURNS, LONG = -10.0, -1000.0
+"""Since when a silent agent waits: until its turn, or longer than anybody does."""
+
+
+def all_of(least: int) -> Callable[[Any], tuple[str, ...]]:
+    return lambda nodes: tuple(node.name for node in nodes) if len(nodes) >= least else ()
+
+
+@dataclass(frozen=True)
+class Carried:
+    """member, succeed: the two machines, or broken ones in their place. least: nodes that a
+    generation needs."""
+
+    member: ModuleType | SimpleNamespace = transitions
+    succeed: ModuleType | SimpleNamespace = election
+    least: int = 1
+
+    @property
+    def rules(self) -> Rules:
+        return Rules(all_of(self.least), settle=0.0, gather=0.0)
+
+    def changed(self, old: Agent, new: Agent) -> Agent:
+        """What is true of every step of one agent. Without times, and what is only told."""
+        if new.up and new.mark == old.mark:
+            if new.seat.at < old.seat.at or new.seat.term < old.seat.term:
+                raise ViolationError(f"{new.seat.name} went back: {old.seat} to {new.seat}")
+            if new.stage is not old.stage and new.stage not in STAGES[old.stage]:
+                raise ViolationError(f"{new.seat.name}: {old.stage} to {new.stage}")
+        seat = new.seat
+        seat = replace(
+            seat, since=0.0, tries=0, seen=seat.seen if seat.seen > seat.at else 0,
+            dead=seat.dead and seat.standing is Standing.SILENT,
+            led=seat.led if seat.led == seat.term else 0,
+        )  # fmt: skip
+        reign = new.reign
+        if reign is not None:
+            # After the choice of the generation that is being made, which is made anew at times.
+            before = None if old.reign is None else old.reign.opening
+            late = [before == reign.opening is not None and node.came > 0 for node in reign.nodes]
+            nodes = tuple(
+                replace(node, heard=0.0, came=float(came)) if node.heard or node.came else node
+                for node, came in zip(reign.nodes, late, strict=True)
+            )
+            apart = tuple(sorted(reign.apart, key=lambda pair: (pair.one, pair.other)))
+            reign = replace(reign, since=0.0, reason="", lost=(), nodes=nodes, apart=apart)
+            if reign.phase is Phase.FENCED:
+                seat, reign = self.succeed.fenced(seat, 0.0), None
+            else:
+                return self._talks_to_itself(old, new._replace(seat=seat, reign=reign))
+        return new._replace(seat=seat, reign=reign)
+
+    def _talks_to_itself(self, old: Agent, agent: Agent) -> Agent:
+        """A coordinator's own node is heard at once, and obeys at once."""
+        served, answer = self.serve(agent, self.request(agent))
+        done = self.obey(served, answer)
+        return agent if done == agent else self.changed(agent, done)
+
+    # --- asking and answering ---------------------------------------------------------------
+    def request(self, agent: Agent) -> Request:
+        seat = agent.seat
+        follows = seat.standing in (Standing.FOLLOWING, Standing.REIGNING)
+        return Request(
+            NAMES.index(seat.holder[0]), not (follows and agent.known), seat.name, agent.mark,
+            seat.term, seat.at, agent.stage, agent.parted,
+        )  # fmt: skip
+
+    def serve(self, agent: Agent, request: Request) -> tuple[Agent, Answer]:
+        """As `Coordinator.join` and `beat` do it."""
+        reign = agent.reign
+        if reign is None:
+            return agent, Answer(agent.seat.term, Order.REFUSE)
+        name, mark = request.name, str(request.mark)
+        if request.term > reign.term:
+            reign = self.member.fenced(reign, 0.0)
+        elif request.join:
+            new = Node(name, mark, 1, 0.0, 0.0, request.at, request.stage)
+            reign = self.member.came(reign, new, 0.5, self.rules)
+        else:
+            report = Report(name, mark, request.at, request.stage)
+            reign = self.member.heard(reign, [report], 0.0, self.rules)
+        if request.parted and request.at == reign.generation:
+            reign = self.member.parted(reign, name, request.parted, 0.0, self.rules)
+        agent = agent._replace(reign=reign)
+        node = reign.node(name)
+        if reign.phase is not Phase.FENCED and (node is None or node.mark != mark):
+            return agent, Answer(reign.term, "join" if node is None else "replaced")
+        due = self.member.directive(reign, name)
+        members = tuple(sorted(reign.members)) if due.order is Order.START else ()
+        return agent, Answer(reign.term, due.order, due.generation, members)
+
+    def ask(self, one: Agent, other: Agent) -> tuple[Agent, Agent]:
+        """The answer is under way; one that would change nothing need not come."""
+        other, answer = self.serve(other, self.request(one))
+        idle = one._replace(answer=None)
+        done = self.obey(idle, answer)
+        if answer.order not in (Order.START, Order.HALT, Order.PAUSE):
+            return done, other
+        return idle._replace(answer=None if done == idle else answer), other
+
+    def deliver(self, agent: Agent) -> Agent:
+        assert agent.answer is not None
+        return self.obey(agent._replace(answer=None), agent.answer)
+
+    def take_late(self, agent: Agent, late: Request) -> Agent:
+        return self.serve(agent, late)[0]
+
+    def obey(self, agent: Agent, answer: Answer) -> Agent:
+        """As `Follower.obey` does it."""
+        seat = agent.seat
+        if answer.term < seat.term or answer.order == Order.REFUSE:
+            return agent._replace(seat=self.succeed.refused(seat, 0.0))
+        seat = self.succeed.answered(seat, answer.term, 0.0)
+        agent = agent._replace(seat=seat, known=answer.order not in ("join", "replaced"))
+        if answer.order == Order.START and answer.generation > seat.at:
+            if agent.stage not in LET_GO:
+                raise ViolationError(f"{seat.name} was started while it works: {agent.stage}")
+            seat = self.succeed.took(seat, answer.term, answer.generation, answer.members)
+            agent = agent._replace(seat=seat, stage=Stage.BUILDING, parted="")
+        halts = answer.order in (Order.HALT, Order.PAUSE) and answer.generation == seat.at
+        if halts and agent.stage not in LET_GO:
+            agent = agent._replace(stage=Stage.HELD)
+        return agent
+
+    # --- one agent alone --------------------------------------------------------------------
+    def unanswered(self, agent: Agent, dead: bool) -> Agent:
+        seat = replace(agent.seat, since=LONG)
+        return agent._replace(seat=self.succeed.unanswered(seat, dead, 0.0, PATIENCE))
+
+    def lost(self, agent: Agent, name: str) -> Agent:
+        """The time of a node is up, or of all others: a clock jumped."""
+        reign = agent.reign
+        assert reign is not None
+        nodes = tuple(
+            replace(n, heard=LONG)
+            if n.name == name or (not name and n.name != agent.seat.name)
+            else n
+            for n in reign.nodes
+        )
+        return agent._replace(reign=self.member.tick(replace(reign, nodes=nodes), 0.0, self.rules))
+
+    def tick(self, agent: Agent) -> Agent:
+        """Short waits are over."""
+        return agent._replace(reign=self.member.tick(agent.reign, 0.0, self.rules))
+
+    def build(self, agent: Agent) -> Agent:
+        return agent._replace(stage=Stage.WORKING)
+
+    def stage(self, agent: Agent, stage: Stage, parted: str) -> Agent:
+        return agent._replace(stage=stage, parted=parted)
+
+    def try_again(self, agent: Agent) -> Agent:
+        assert agent.reign is not None
+        return agent._replace(
+            reign=self.member.tick(replace(agent.reign, apart=()), 0.0, self.rules)
+        )
+
+    # --- with the run store -----------------------------------------------------------------
+    def look(self, agent: Agent, store: Store) -> tuple[Agent, Store]:
+        if agent.seat.standing is Standing.SILENT and store.term <= agent.seat.term:
+            return agent, store
+        seat = self.succeed.found(agent.seat, store.term, store.holder, 0.0)
+        known = agent.known and seat.term == agent.seat.term
+        return agent._replace(seat=seat, known=known), store
+
+    def asked(
+        self, agent: Agent, store: Store, said: tuple[tuple[str, Peer], ...], since: float,
+        moving: bool, alive: bool,
+    ) -> tuple[Agent, Store]:  # fmt: skip
+        if store.term > agent.seat.term:
+            return agent, store  # `look` comes first
+        seat = replace(agent.seat, since=since)
+        newest = len(store.generations)
+        seat = self.succeed.asked(
+            seat, dict(said), newest, 0.0, PATIENCE, "x" if moving else "", alive
+        )
+        return agent._replace(seat=replace(seat, sign="")), store
+
+    def claim(self, agent: Agent, store: Store) -> tuple[Agent, Store]:
+        number = agent.seat.term + 1
+        made = number > store.term
+        if made and number != store.term + 1:
+            raise ViolationError(f"term {number} after {store.term}")
+        seat = self.succeed.claimed(agent.seat, number, made, 0.0)
+        if not made:
+            if seat.standing is Standing.REIGNING:
+                raise ViolationError(f"{seat.name} reigns in a term that it has not opened")
+            return agent._replace(seat=seat), store
+        return (
+            agent._replace(seat=replace(seat, holder=agent.address), known=False),
+            store._replace(term=number, holder=agent.address),
+        )
+
+    def begin(self, agent: Agent, store: Store) -> tuple[Agent, Store]:
+        newest = len(store.generations)
+        members = store.generations[-1] if newest else frozenset()
+        nodes = [Node(address[0], address[1:], 1, 0.0, 0.0) for address in sorted(members)]
+        return agent._replace(reign=self.member.begin(agent.seat.term, 0.0, newest, nodes)), store
+
+    def watch(self, agent: Agent, store: Store) -> tuple[Agent, Store]:
+        """A coordinator looks now and then whether there is a newer term."""
+        if store.term > agent.seat.term:
+            agent = agent._replace(reign=self.member.fenced(agent.reign, 0.0))
+        return agent, store
+
+    def check(self, agent: Agent, store: Store) -> tuple[Agent, Store]:
+        reign, newest = agent.reign, len(store.generations)
+        assert reign is not None
+        assert reign.opening is not None
+        number, names = reign.opening
+        if store.term > reign.term or newest >= number:
+            return agent._replace(reign=self.member.taken(reign, store.term, newest, 0.0)), store
+        marks = {node.name: node.mark for node in reign.nodes}
+        members = frozenset(f"{name}{marks[name]}" for name in names)
+        return agent._replace(pending=(number, members)), store
+
+    def create(self, agent: Agent, store: Store) -> tuple[Agent, Store]:
+        assert agent.pending is not None
+        (number, members), reign = agent.pending, agent.reign
+        agent, newest = agent._replace(pending=None), len(store.generations)
+        if newest < number:
+            store = store._replace(generations=(*store.generations, members))
+            if reign is not None:
+                names = frozenset(address[0] for address in members)
+                reign = self.member.opened(reign, number, names, 0.0, self.rules)
+        elif reign is not None:
+            reign = self.member.taken(reign, store.term, newest, 0.0)
+        return agent._replace(reign=reign), store

@@ -1,0 +1,217 @@
+"""Searches of more worlds than `state_search.py` can hold: three agents have no names.
+
+Two worlds that differ by a renaming of the agents alone come to the same, so one of the six is
+looked at. One thing goes by names: of two nodes that do not reach each other, and are both members,
+the later one is left out (`membership._fitting`). So while a coordinator keeps two nodes apart,
+only those are the same that have these two in the same order.
+
+What is lost are the labels from one world to the next, which a fair cycle is told by:
+`state_search.py` looks for those, in worlds with fewer faults.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from itertools import permutations
+
+from holdfast.policy.membership.transitions import Apart, Reign
+from tests.support.membership_model.model import Model
+from tests.support.membership_model.state_search import TooManyError, anybody, safe
+from tests.support.membership_model.world import (
+    NAMES,
+    PAIR,
+    PAIRS,
+    Agent,
+    Answer,
+    Store,
+    ViolationError,
+    World,
+)
+
+RENAMINGS = tuple(permutations(range(3)))
+
+
+class Names:
+    """The images of worlds under every renaming, each agent's and store's worked out once."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._agents: dict[tuple[int, int], int] = {}
+        self._stores: dict[tuple[int, int], int] = {}
+        self._cuts = [[_cuts(to, cuts) for cuts in range(8)] for to in RENAMINGS]
+
+    def same(self, world: World) -> list[int]:
+        """Renamings under which it comes to the same."""
+        pairs = set()
+        for number in world.agents:
+            reign = self._model.agents.values[number].reign
+            for pair in () if reign is None else reign.apart:
+                pairs.add((NAMES.index(pair.one), NAMES.index(pair.other)))
+        if world.late is not None:
+            return [0]
+        if not pairs:
+            return list(range(len(RENAMINGS)))
+        return [n for n, to in enumerate(RENAMINGS) if all(to[i] < to[k] for i, k in pairs)]
+
+    def first(self, world: World) -> World:
+        """Of all worlds that come to the same, one."""
+        return min(self.image(n, world) for n in self.same(world))
+
+    def after(self, world: World, new: World) -> list[World]:
+        """What the worlds that are the same as this one come to, where this comes to `new`: its own
+        first, and others where `new` is the same as fewer than this was."""
+        first, same = self.first(new), self.same(world)
+        if set(same) <= set(self.same(new)):
+            return [first]
+        others = {self.first(self.image(n, new)) for n in same}
+        return [first, *sorted(others - {first})]
+
+    def image(self, n: int, world: World) -> World:
+        agents, asleep = [0, 0, 0], 0
+        for i, k in enumerate(RENAMINGS[n]):
+            agents[k] = self._agent(n, world.agents[i])
+            asleep |= (world.asleep >> i & 1) << k
+        return World(
+            self._store(n, world.store), (agents[0], agents[1], agents[2]),
+            self._cuts[n][world.cuts], asleep, *world[4:],
+        )  # fmt: skip
+
+    def _agent(self, n: int, number: int) -> int:
+        new = self._agents.get((n, number))
+        if new is None:
+            agent = _agent(RENAMINGS[n], self._model.agents.values[number])
+            new = self._agents[n, number] = self._model.agents(agent)
+        return new
+
+    def _store(self, n: int, number: int) -> int:
+        new = self._stores.get((n, number))
+        if new is None:
+            store = _store(RENAMINGS[n], self._model.stores.values[number])
+            new = self._stores[n, number] = self._model.stores(store)
+        return new
+
+
+def _cuts(to: tuple[int, ...], cuts: int) -> int:
+    return sum(PAIR[to[i], to[k]] for n, (i, k) in enumerate(PAIRS) if cuts >> n & 1)
+
+
+def _name(to: tuple[int, ...], name: str) -> str:
+    """Of a name or an address."""
+    return NAMES[to[NAMES.index(name[0])]] + name[1:] if name else ""
+
+
+def _store(to: tuple[int, ...], store: Store) -> Store:
+    generations = tuple(frozenset(_name(to, one) for one in g) for g in store.generations)
+    return Store(store.term, _name(to, store.holder), generations)
+
+
+def _agent(to: tuple[int, ...], agent: Agent) -> Agent:
+    seat = replace(
+        agent.seat, name=_name(to, agent.seat.name), holder=_name(to, agent.seat.holder),
+        members=tuple(sorted(_name(to, name) for name in agent.seat.members)),
+    )  # fmt: skip
+    answer, pending = agent.answer, agent.pending
+    if answer is not None:
+        members = tuple(sorted(_name(to, name) for name in answer.members))
+        answer = Answer(answer.term, answer.order, answer.generation, members)
+    if pending is not None:
+        pending = pending[0], frozenset(_name(to, one) for one in pending[1])
+    return agent._replace(
+        seat=seat, reign=None if agent.reign is None else _reign(to, agent.reign), answer=answer,
+        pending=pending, parted=_name(to, agent.parted),
+    )  # fmt: skip
+
+
+def _reign(to: tuple[int, ...], reign: Reign) -> Reign:
+    nodes = tuple(
+        sorted(
+            (replace(node, name=_name(to, node.name)) for node in reign.nodes),
+            key=lambda node: node.name,
+        )
+    )
+    apart = []
+    for pair in reign.apart:
+        one, other = sorted((_name(to, pair.one), _name(to, pair.other)))
+        apart.append(Apart(one, other, pair.until, pair.wait))
+    return replace(
+        reign, nodes=nodes, names=(), members=frozenset(_name(to, n) for n in reign.members),
+        wanted=frozenset(_name(to, n) for n in reign.wanted),
+        apart=tuple(sorted(apart, key=lambda pair: (pair.one, pair.other))),
+    )  # fmt: skip
+
+
+class Folded:
+    """Every world that a model comes to from some, folded; safety is looked at in each."""
+
+    def __init__(self, model: Model, starts: list[World], most: int = 5_000_000) -> None:
+        """Raises ViolationError, with the way to it, and TooManyError beyond `most` worlds."""
+        self.model, self._names = model, Names(model)
+        self.worlds: list[World] = []
+        self.steps = 0
+        self._numbers: dict[World, int] = {}
+        self._back = array("l")
+        self._ahead: list[array[int]] = []  # without faults and the ends of faults
+        for world in starts:
+            self._add(self._names.first(world), -1)
+        while len(self._ahead) < len(self.worlds):
+            self._ahead.append(self._look(len(self._ahead)))
+            if len(self.worlds) > most:
+                raise TooManyError(f"more than {most} worlds; one of them after\n{self.way(-1)}")
+
+    def _look(self, number: int) -> array[int]:
+        world = self.worlds[number]
+        ahead = array("l")
+        try:
+            safe(self.model, world)
+            steps = self.model.steps(world)
+        except (ViolationError, ValueError) as error:
+            raise ViolationError(f"{error}, after\n{self.way(number)}") from error
+        self.steps += len(steps)
+        for step in steps:
+            numbers = [self._add(w, number) for w in self._names.after(world, step.world)]
+            if not step.outside:
+                ahead.append(numbers[0])
+        return ahead
+
+    def _add(self, world: World, back: int) -> int:
+        number = self._numbers.get(world)
+        if number is None:
+            number = self._numbers[world] = len(self.worlds)
+            self.worlds.append(world)
+            self._back.append(back)
+        return number
+
+    def way(self, number: int) -> str:
+        """How it came to this; the agents' names may change from one line to the next."""
+        chain = []
+        number = number % len(self.worlds)
+        while number >= 0:
+            chain.append(number)
+            number = self._back[number]
+        said = []
+        for before, after in zip(chain[:0:-1], chain[-2::-1], strict=True):
+            world = self.worlds[before]
+            label = next(
+                step.label
+                for step in self.model.steps(world)
+                if self.worlds[after] in self._names.after(world, step.world)
+            )
+            said.append(str(label))
+        return "\n".join(said)
+
+    def stuck(self) -> list[int]:
+        """Worlds from which no way leads to training under a coordinator, without another fault or
+        the end of one."""
+        before: list[list[int]] = [[] for _ in self.worlds]
+        for number, ahead in enumerate(self._ahead):
+            for to in ahead:
+                before[to].append(number)
+        good = [self.model.trains(world) for world in self.worlds]
+        front = [number for number, trains in enumerate(good) if trains]
+        while front:
+            for number in before[front.pop()]:
+                if not good[number]:
+                    good[number] = True
+                    front.append(number)
+        return [n for n, w in enumerate(self.worlds) if not good[n] and anybody(self.model, w)]

@@ -1,0 +1,176 @@
+"""A run on several nodes, as far as its movers see it: a real mover a node over one run store, and
+the capturers of all ranks in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.checkpoint.capture.capturer import Captured, Capturer, view_of
+from holdfast.checkpoint.mover.client import MoverClient, Newest
+from holdfast.checkpoint.peers.config import Peer, PeerSettings
+from holdfast.checkpoint.peers.source import PeerBlobs
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.checkpoint.restore.sources import MappedSource, Mixed, Source, StoreSource
+from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.state_table import local_boxes
+from holdfast.events import Event
+from holdfast.layout import Layout, Topology, place
+from holdfast.policy.placement import Machine
+from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.term import open_generation
+from tests.support.mover_process import DTYPE, TABLE, Mover, assert_holds, state
+from tests.support.peer_nodes import SECRET, until
+
+Start = Callable[..., Mover]
+
+
+class Nodes:
+    """Movers by the name of their node. What an agent tells its mover is said here to each."""
+
+    def __init__(
+        self, start: Start, *names: str, mover: Mapping[str, Any] | None = None, every: int = 1
+    ) -> None:
+        """mover: settings of every mover. every: the steps whose snapshots are copied."""
+        self._start, self._mover, self._every = start, dict(mover or {}), every
+        self.movers: dict[str, Mover] = {}
+        self.peers: dict[str, Peer] = {}
+        self.ranks: dict[int, Rank] = {}
+        self._marks: dict[str, int] = {}
+        self._heard: dict[str, list[Event]] = {}
+        for name in names:
+            self.add(name)
+
+    def add(self, name: str) -> Mover:
+        told = PeerSettings(Machine(name), room=1 << 28, every_steps=self._every)
+        mover = self._start(secret=SECRET, peers=told.to_json(), **self._mover)
+        address = str(mover.client(1).status()["peers"]["address"])
+        self.movers[name], self.peers[name] = mover, Peer(Machine(name), address)
+        self._marks[name] = 0
+        self._heard.setdefault(name, [])
+        return mover
+
+    def kill(self, name: str) -> None:
+        """The node is gone, with its workers."""
+        self.hear()
+        self.movers.pop(name).kill()
+        del self.peers[name]
+
+    def topology(self, generation: int, nodes: Sequence[str], **degrees: int) -> Topology:
+        return place(Layout(**degrees), generation, tuple(nodes))
+
+    def open(self, generation: int) -> None:
+        open_generation(FolderStore(self.folder), generation, {})
+
+    @property
+    def store(self) -> FolderStore:
+        found = next(iter(self.movers.values())).store
+        assert isinstance(found, FolderStore)
+        return found
+
+    @property
+    def folder(self) -> Path:
+        return self.store.folder
+
+    def choose(
+        self, by: str, generation: int, among: Collection[str], tried: dict[str, str] | None = None
+    ) -> Newest:
+        """Open the generation, and have a node's mover choose what it begins from."""
+        self.open(generation)
+        client = self.movers[by].client(generation)
+        return client.newest(tried=tried, machines=[self.peers[name] for name in among])
+
+    def begin(
+        self, topo: Topology, newest: Newest | None = None, also: Collection[str] = (),
+        only: Iterable[str] | None = None, start: int | None = None,
+    ) -> None:  # fmt: skip
+        """Tell every node's mover that the generation begins, and have each rank make an arena."""
+        names = list(dict.fromkeys(topo.nodes))
+        step = start if newest is None else newest.step
+        for name in names if only is None else only:
+            self.movers[name].client(topo.generation).expect(
+                topo, TABLE, step, [self.peers[n] for n in names],
+                [self.peers[n] for n in also], newest.placement if newest else None, newest,
+            )  # fmt: skip
+
+    def equip(self, topo: Topology, slots: int = 3, only: Iterable[int] | None = None) -> None:
+        for rank in range(topo.world_size) if only is None else only:
+            client = self.movers[topo.nodes[rank]].client(topo.generation)
+            self.ranks[rank] = Rank(client, topo, rank, slots)
+
+    def capture(self, step: int, durable: bool = False, only: Iterable[int] | None = None) -> None:
+        for rank in sorted(self.ranks) if only is None else only:
+            self.ranks[rank].take(step, durable)
+
+    def hear(self) -> dict[str, list[Event]]:
+        """All events so far, by node."""
+        for name, mover in self.movers.items():
+            events, self._marks[name] = mover.client(0).events(self._marks[name])
+            self._heard[name] += events
+        return self._heard
+
+    def heard(self, kind: type[Event], step: int | None = None) -> list[tuple[str, Event]]:
+        return [
+            (name, event)
+            for name, events in self.hear().items()
+            for event in events
+            if isinstance(event, kind) and step in (None, event.step)
+        ]
+
+    def held(self, name: str) -> list[tuple[int, int]]:
+        """(step, rank) of what a node's mover keeps for others."""
+        found = self.movers[name].client(0).status()["peers"]["keeps"]["snapshots"]
+        return [(step, rank) for _, step, rank in found]
+
+    def until_kept(self, step: int, by: str) -> str:
+        """The machine that has taken a node's copies of a step."""
+
+        def kept() -> str | None:
+            sends = self.movers[by].client(0).status()["peers"]["sends"]
+            return next((name for name, line in sends.items() if line["kept"][1] == step), None)
+
+        return str(until(kept))
+
+    def restored(self, on: str, generation: int, key: str, step: int) -> set[str]:
+        """Read the whole state as a worker on a node does; which sources were read."""
+        holdings = self.movers[on].client(generation).holdings(key)
+        mapped = MappedSource(holdings.slots)
+        peers = [
+            PeerBlobs(p["name"], p["address"], p["keys"], SECRET, generation, p["run"])
+            for p in holdings.peers
+        ]
+        sources: list[Source] = [mapped, *peers, StoreSource(FolderStore(self.folder))]
+        found = Checkpoint(Mixed(sources), holdings.commit)
+        assert_holds(found, step, TABLE)
+        for peer in peers:
+            peer.close()
+        mapped.close()
+        return {name for name, count in found.tally.bytes.items() if count}
+
+
+class Rank:
+    """One rank's tensors and its capturer."""
+
+    def __init__(self, client: MoverClient, topo: Topology, rank: int, slots: int) -> None:
+        self.client = client
+        self.boxes = local_boxes(topo, TABLE, rank)
+        dtypes = {spec.name: DTYPE[spec.dtype] for spec in TABLE}
+        self.tensors = {b.name: torch.zeros(b.lengths, dtype=dtypes[b.name]) for b in self.boxes}
+        self.capturer = Capturer(client, topo, TABLE, rank, self.tensors, run="test", slots=slots)
+
+    def compute(self, step: int) -> None:
+        full = state(step, TABLE)
+        for box in self.boxes:
+            everything = whole(box.name, tuple(full[box.name].shape))
+            self.tensors[box.name].copy_(view_of(full[box.name], everything, box))
+
+    def take(self, step: int, durable: bool) -> None:
+        self.compute(step)
+        assert isinstance(self.capturer.capture(step, wait=60), Captured)
+        assert self.capturer.announce(step, {"position": 16 * step}, durable=durable) is None
+
+    def settle(self, step: int) -> str | None:
+        return self.capturer.settle(step, 60)

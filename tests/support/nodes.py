@@ -1,0 +1,192 @@
+"""Several nodes of one run, each an agent of its own, started by the real command."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from holdfast.core.data.lineage import split
+from holdfast.events import Event, GenerationStarted, Record, StepDone
+from holdfast.wire.store.run_store import FolderStore
+from holdfast.wire.term import newest_term
+from tests.support.commands import apart, start, within, write_run_file
+from tests.support.journal_reader import Journal
+
+E = TypeVar("E", bound=Event)
+DEADLINE = 180.0
+QUICK = (
+    "cluster.places=1", "cluster.beat_seconds=0.5", "cluster.settle_seconds=0.5",
+    "cluster.alone_seconds=3", "cluster.threads_per_worker=1",
+)  # fmt: skip
+
+
+def prepared(folder: Path) -> Path:
+    """A run file for a tiny model, its dataset made."""
+    path = write_run_file(folder)
+    done = within("data", "prepare", path)
+    assert done.code == 0, done.err
+    return path
+
+
+def losses_of_one_worker(run_file: Path, *settings: str) -> dict[int, float]:
+    """By step, of the run that is compared with: nobody disturbs it."""
+    folder = run_file.parent / f"alone{len(list(run_file.parent.glob('alone*')))}"
+    done = apart(
+        "train", run_file, f"folder={folder}", *settings, "layout.workers=1",
+        "cluster.threads_per_worker=1", deadline=DEADLINE,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    return Nodes(run_file, folder).losses()
+
+
+class Nodes:
+    """A run folder and the agents at work on it."""
+
+    def __init__(self, run_file: Path, folder: Path, *settings: str) -> None:
+        self.run_file, self.folder, self.settings = run_file, folder, settings
+        self.agents: dict[str, subprocess.Popen[str]] = {}
+        self._journal = Journal(folder)
+        self.said = ""
+
+    def start(self, *names: str, settings: Sequence[str] = (), before: Sequence[str] = ()) -> None:
+        """before: what to put before the command (`Network.command`)."""
+        for name in names:
+            self.agents[name] = start(
+                "train", self.run_file, f"folder={self.folder}", f"cluster.node={name}", *QUICK,
+                *self.settings, *settings, before=before,
+            )  # fmt: skip
+
+    def join(self, *names: str) -> None:
+        """As `start`, by the run folder alone."""
+        for name in names:
+            self.agents[name] = start("join", self.folder, *QUICK, "--node", name)
+
+    def kill(self, name: str) -> None:
+        """The agent; its children end with it."""
+        agent = self.agents.pop(name)
+        agent.kill()
+        self._hear(name, agent)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        os.kill(self.agents[name].pid, number)
+
+    def _hear(self, name: str, agent: subprocess.Popen[str]) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            out, err = agent.communicate(timeout=20)
+            self.said += f"--- {name}\n{out}{err}"
+
+    # --- what the journal says --------------------------------------------------------------
+    def records(self) -> list[Record]:
+        return self._journal.records()
+
+    def events(self, kind: type[E]) -> list[E]:
+        return [r.event for r in self.records() if isinstance(r.event, kind)]
+
+    def losses(self) -> dict[int, float]:
+        """Of the steps that count."""
+        effective, _ = split(self.records())
+        return {r.event.step: r.event.loss for r in effective if isinstance(r.event, StepDone)}
+
+    def nodes(self, generation: int) -> set[str]:
+        """Who took part; nobody where that is not written yet, though a step of it may be."""
+        for record in self.records():
+            if record.generation == generation and isinstance(record.event, GenerationStarted):
+                return set(record.event.topology["nodes"])
+        return set()
+
+    @property
+    def leader(self) -> str:
+        """Who holds the newest term."""
+        _, holder = newest_term(FolderStore(self.folder))
+        return "" if holder is None else str(holder["node"])
+
+    @property
+    def newest(self) -> int:
+        """The newest generation in which a step was done."""
+        done = [r.generation for r in self.records() if isinstance(r.event, StepDone)]
+        return max(done, default=0)
+
+    def wait_step(self, step: int, after: int = 0, nodes: set[str] | None = None) -> None:
+        """Until a step of at least that number is done, in a generation later than `after`, of
+        these nodes."""
+
+        def due() -> bool:
+            found = [
+                record.generation
+                for record in self.records()
+                if isinstance(record.event, StepDone) and record.event.step >= step
+            ]
+            return any(
+                number > after and (nodes is None or self.nodes(number) == nodes)
+                for number in set(found)
+            )
+
+        self.wait_until(due, f"no step {step} of {nodes}")
+
+    def wait_generation(self, nodes: set[str], after: int = 0) -> None:
+        """Until a generation later than `after` has begun, of these nodes."""
+
+        def due() -> bool:
+            begun = {
+                record.generation
+                for record in self.records()
+                if isinstance(record.event, GenerationStarted)
+            }
+            return any(number > after and self.nodes(number) == nodes for number in begun)
+
+        self.wait_until(due, f"no generation of {nodes}")
+
+    def wait_until(self, due: Callable[[], object], otherwise: str) -> None:
+        """Fails at once when no agent is left."""
+        deadline = time.monotonic() + DEADLINE
+        while not due():
+            if time.monotonic() > deadline or not self.alive:
+                raise AssertionError(f"{otherwise}\n{self.story()}")
+            time.sleep(0.05)
+
+    @property
+    def alive(self) -> list[str]:
+        return [name for name, agent in self.agents.items() if agent.poll() is None]
+
+    def end(self) -> dict[str, int]:
+        """Exit codes, once all have ended."""
+        deadline = time.monotonic() + DEADLINE
+        codes = {}
+        for name, agent in self.agents.items():
+            try:
+                out, err = agent.communicate(timeout=max(1.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"{name} did not end\n{self.story()}") from None
+            self.said += f"--- {name}\n{out}{err}"
+            codes[name] = agent.returncode
+        return codes
+
+    def story(self) -> str:
+        """For a test that failed."""
+        for name, agent in list(self.agents.items()):
+            agent.kill()
+            self._hear(name, agent)
+        events = [f"{r.generation} {r.writer} {r.event}" for r in self.records()]
+        kept = [line for line in events if "batch_fed" not in line and "BatchFed" not in line]
+        logs = sorted((self.folder / "logs").rglob("*.log"))
+        texts = "".join(f"--- {p.name}\n{p.read_text()[-1500:]}" for p in logs)
+        return "\n".join([self.said, *kept[-60:], texts])
+
+
+@contextmanager
+def nodes_of(run_file: Path, folder: Path, *settings: str) -> Iterator[Nodes]:
+    """Nobody is left afterwards, however the test ended."""
+    nodes = Nodes(run_file, folder, *settings)
+    try:
+        yield nodes
+    finally:
+        for agent in nodes.agents.values():
+            if agent.poll() is None:
+                agent.kill()
+                agent.communicate(timeout=20)

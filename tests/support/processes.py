@@ -1,0 +1,44 @@
+"""What the operating system says of other processes, and stopping one for sure."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tests.support.ranks import wait_until
+
+STOPPED = "T"
+
+
+def state(pid: int) -> str:
+    """The letter of proc(5): R runs, S sleeps, T is stopped, Z is a zombie; "" for none at all."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def runs(pid: int) -> bool:
+    """Whether it has not ended; a zombie that nobody has reaped has."""
+    return state(pid) not in ("", "Z", "X")
+
+
+def children_of(pid: int, module: str, recursive: bool = False) -> list[psutil.Process]:
+    """Those that run a Python module; one that has ended runs nothing, reaped or not."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=recursive):
+        with suppress(psutil.NoSuchProcess):
+            if module in child.cmdline():
+                found.append(child)
+    return found
+
+
+def stop(pid: int) -> None:
+    """Stop it, and return when it stands. Where the cores are busy, SIGSTOP alone leaves time: one
+    of its threads has to run to take the signal, and the others go on until it has."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: state(pid) in (STOPPED, "Z", ""), 60.0, f"process {pid} to stop")

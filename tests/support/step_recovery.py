@@ -1,0 +1,317 @@
+"""A rank is really killed at a named point of a step; the others recover and train on.
+
+Each process is a `Survivor`: a session over synthetic batches, with the numbers of every step that
+it has applied. `Deadly` makes one rank die at a point:
+
+    forward   of its second microbatch        backward   of the first block, in its last one
+    late      as forward, but when all others have computed what was theirs
+    whole     holding the whole gradient      told N     its vote has reached N ranks only
+    voted     before its update               applied    after it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, cast
+
+import torch
+
+from holdfast.core.sharding.reduction_tree import deal
+from holdfast.data.batch import Batches, Validation
+from holdfast.errors import PeerLostError
+from holdfast.events import BatchFed, Event, StepDone
+from holdfast.layout import Topology
+from holdfast.parallel.process_groups import connect
+from holdfast.train import engine as engine_module
+from holdfast.train.build import Session, build_engine, session_of
+from holdfast.train.engine import Dealer, StepEngine
+from holdfast.train.objective import NextToken
+from holdfast.train.recover import Recovered, join, recover
+from holdfast.train.vote import Verdict
+from tests.support.layouts import VOCABULARY, case, config_of, topology_of
+from tests.support.ranks import RankContext, rank_values
+from tests.support.tiny_training import CPU, digest, feed
+
+SIZE = 4  # samples of a microbatch
+DIES, LAST = 3, 5  # the step in which somebody is lost, and the last of all
+
+
+@dataclass(frozen=True)
+class Entered:
+    """A microbatch with a ledger entry."""
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor | None
+    tokens: int
+    entries: list[dict[str, Any]]
+
+
+class Data:
+    """What a session asks of `Batches`."""
+
+    def microbatch(self, step: int, leaf: int, part: int = 0, parts: int = 1) -> Entered:
+        fed = feed(step, leaf, SIZE, part, parts, VOCABULARY)
+        entry = {"microbatch": leaf, "start": 0, "stop": 0, "part": [part, parts]}
+        return Entered(fed.inputs, fed.targets, fed.documents, fed.tokens, [entry])
+
+    def validation(self, samples: int) -> Validation:
+        return Validation([], 0, 1.0)
+
+
+DATA = cast(Batches, Data())
+
+
+def config_for(name: str, microbatches: int = 6) -> Any:
+    changes = {"train__steps": 50, "train__batch_size": SIZE * microbatches}
+    return config_of({"model__layers": 2, **case(name).changes, **changes})
+
+
+def topology_for(name: str, generation: int, ranks: Sequence[int] | None = None) -> Topology:
+    return topology_of(case(name), config_for(name), generation, ranks)
+
+
+class Survivor:
+    """One process over its generations. curve: loss and norm of each step that it applied."""
+
+    def __init__(self, rank: RankContext, name: str, microbatches: int = 6) -> None:
+        self.rank, self.me = rank, rank.rank
+        self.config = config_for(name, microbatches)
+        self.curve: dict[int, list[float]] = {}
+        self.events: list[list[Any]] = []
+        self.session: Session | None = None
+        self.step = 0
+        self.computed: dict[int, int] = {}  # microbatches, by step
+
+    @property
+    def engine(self) -> StepEngine:
+        assert self.session is not None
+        return self.session.engine
+
+    def begin(self, topology: Topology, dealer: Dealer = deal) -> None:
+        groups = connect(topology, self.me, self.rank.store(), CPU, seconds=60)
+        engine = build_engine(self.config, groups, CPU, dealer=dealer)
+        engine.initialise(self.config.seed)
+        self.session = session_of(self.config, engine, DATA, CPU)
+        self._count()
+
+    def train(self, last: int) -> None:
+        """Steps up to `last`. Raises PeerLostError."""
+        while self.step < last:
+            self.one_step(self.step + 1)
+
+    def one_step(self, step: int) -> None:
+        engine, place = self.engine, self.engine.groups.coordinate
+        parts = engine.groups.degree("dp_shard")
+        share = engine.begin(step)
+        batches = [cast(Any, DATA).microbatch(step, j, place.dp_shard, parts) for j in share]
+        engine.compute(batches)
+        self.rank.mark(f"computed {step}")
+        verdict = engine.reduce()
+        engine.apply(verdict)
+        self._applied(step, verdict)
+
+    def _count(self) -> None:
+        """Note how many microbatches are given to the model."""
+        executor: Any = self.engine.executor
+        plain = type(executor).train
+
+        def train(leaves: Sequence[int], *arguments: Any) -> Any:
+            step = self.engine.step
+            self.computed[step] = self.computed.get(step, 0) + len(leaves)
+            return plain(executor, leaves, *arguments)
+
+        executor.train = train
+
+    def _applied(self, step: int, verdict: Verdict) -> None:
+        assert step == self.step + 1
+        self.step = step
+        self.curve[step] = [verdict.mean_loss, verdict.mean_norm]
+        self.engine.untold = 0  # as `train.runner` does once it has told of it
+
+    def lose(self, last: int) -> None:
+        """Train until a peer is lost, as it must be before `last` is over."""
+        try:
+            self.train(last)
+        except PeerLostError:
+            return
+        raise AssertionError("nobody was lost")
+
+    def recover(
+        self, topology: Topology, came_from: Sequence[int | None], dealer: Dealer = deal
+    ) -> Recovered:
+        """Into a generation as the process that `came_from` calls by its old rank."""
+        assert self.session is not None
+        old = self.session.groups.rank
+        self.me = list(came_from).index(old)
+        found = recover(
+            self.session, topology, self.me, self.rank.store(), came_from, step=self.step,
+            dealer=dealer, seconds=60,
+        )  # fmt: skip
+        self._entered(found)
+        return found
+
+    def join(
+        self, topology: Topology, before: Topology, came_from: Sequence[int | None], me: int,
+        dealer: Dealer = deal,
+    ) -> Recovered:  # fmt: skip
+        self.me = me
+        found = join(
+            self.config, DATA, topology, self.me, self.rank.store(), CPU, before, came_from,
+            dealer=dealer, seconds=60,
+        )  # fmt: skip
+        self.step = found.step
+        self._entered(found)
+        return found
+
+    def _entered(self, found: Recovered) -> None:
+        self.session = found.session
+        self._count()
+        if found.step > self.step:
+            assert found.verdict is not None
+            self._applied(found.step, found.verdict)
+        assert found.step == self.step == self.engine.applied
+        self.events += [_plain(event) for event in found.events]
+
+    def result(self) -> dict[str, Any]:
+        at = self.engine.groups.coordinate
+        out = {
+            "curve": self.curve, "digest": digest(self.engine), "place": at.mesh_rank,
+            "replica": at.replica, "events": self.events,
+            "computed": self.computed,
+        }  # fmt: skip
+        self.engine.close()
+        return out
+
+
+def _plain(event: Event) -> list[Any]:
+    """Something that can be a process's value."""
+    if isinstance(event, BatchFed):
+        fed = [[e["microbatch"], e["part"], bool(e.get("stands_in"))] for e in event.entries]
+        return ["fed", event.step, fed]
+    assert isinstance(event, StepDone)
+    return ["done", event.step, [event.loss, event.grad_norm]]
+
+
+class Deadly:
+    """Makes this process die in a step, if it is the one; the others say how far they came."""
+
+    def __init__(self, survivor: Survivor, victim: int, step: int, when: str) -> None:
+        self.survivor, self.victim, self.step = survivor, victim, step
+        self.when, _, told = when.partition(" ")
+        self.told = int(told or 0)
+        topology = survivor.engine.groups.topology
+        self.doomed = topology.replica_of(victim).ranks
+        rank = survivor.rank
+        if rank.rank != victim:
+            self._replace("meet", self._marked)
+            return
+        getattr(self, f"_{self.when}")()
+
+    def die(self, *_: Any) -> None:
+        if self.survivor.engine.step == self.step:
+            self.survivor.rank.kill(self.victim)
+
+    def _replace(self, name: str, make: Callable[[Any], Any]) -> None:
+        setattr(engine_module, name, make(getattr(engine_module, name)))
+
+    def _marked(self, meet: Any) -> Any:
+        def marking(groups: Any, verdict: Any) -> Any:
+            if verdict is not None and self.survivor.engine.step == self.step:
+                self.survivor.rank.mark("heard")
+            return meet(groups, verdict)
+
+        return marking
+
+    # --- where it dies --------------------------------------------------------------------
+    def _count(self, number: int) -> Callable[..., None]:
+        """Dies at call `number` of the step."""
+        calls = 0
+
+        def call(*_: Any) -> None:
+            nonlocal calls
+            if self.survivor.engine.step == self.step:
+                calls += 1
+                if calls == number:
+                    self.die()
+
+        return call
+
+    def _forward(self) -> None:
+        self.survivor.engine.objective.register_forward_pre_hook(self._count(2))
+
+    def _late(self) -> None:
+        share = self.survivor.engine.share(self.step)
+        rank, die = self.survivor.rank, self._count(min(2, len(share)))
+
+        def wait(*_: Any) -> None:
+            if self.survivor.engine.step == self.step:
+                for other in range(self.survivor.engine.groups.topology.world_size):
+                    if other not in self.doomed:
+                        rank.wait_mark(f"computed {self.step}", other)
+            die()
+
+        self.survivor.engine.objective.register_forward_pre_hook(wait)
+
+    def _backward(self) -> None:
+        decoder = cast(NextToken, self.survivor.engine.objective).decoder
+        block = next(iter(decoder.layers))
+        share = self.survivor.engine.share(self.step)
+        block.register_full_backward_pre_hook(self._count(len(share)))
+
+    def _whole(self) -> None:
+        self._replace("vote", lambda _: self.die)
+
+    def _told(self) -> None:
+        """Its ballot goes to some only, who must have heard it before it dies."""
+        groups = self.survivor.engine.groups
+        control, say = groups.control, groups.control.say
+        to = list(control.others)[: self.told]
+
+        def some(record: Any, tag: int) -> None:
+            if tag != 1 or self.survivor.engine.step != self.step:
+                say(record, tag)
+                return
+            sends = [control.group.send([record], peer, tag) for peer in to]
+            for peer in to:
+                self.survivor.rank.wait_mark("heard", groups.positions[peer])
+            self.die(sends)
+
+        control.say = some  # type: ignore[method-assign]
+
+    def _voted(self) -> None:
+        engine = self.survivor.engine
+        plain = type(engine).update
+
+        def update(verdict: Verdict) -> float:
+            self.die()
+            return plain(engine, verdict)
+
+        engine.update = update  # type: ignore[method-assign]
+
+    def _applied(self) -> None:
+        engine = self.survivor.engine
+        plain = type(engine).update
+
+        def update(verdict: Verdict) -> float:
+            rate = plain(engine, verdict)
+            self.die()
+            return rate
+
+        engine.update = update  # type: ignore[method-assign]
+
+
+def _undisturbed(rank: RankContext, name: str, microbatches: int) -> dict[str, Any]:
+    made = Survivor(rank, name, microbatches)
+    made.begin(topology_for(name, 1))
+    made.train(LAST)
+    return made.result()
+
+
+@cache
+def undisturbed(name: str, microbatches: int = 6) -> list[dict[str, Any]]:
+    """What each rank of one replica has, when nobody is lost."""
+    arguments = {"name": name, "microbatches": microbatches}
+    return list(rank_values(_undisturbed, case(name).world_size, arguments))

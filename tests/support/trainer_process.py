@@ -1,0 +1,123 @@
+"""A real trainer in a process of its own, watched from outside: through its journal and `/proc`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holdfast.events import Event, Record, WorkerStarted
+from tests.support.journal_reader import Journal
+from tests.support.processes import runs
+from tests.support.ranks import ROOT, wait_until
+
+DEADLINE = 120.0
+
+E = TypeVar("E", bound=Event)
+
+
+class Trainer:
+    """One start of a trainer on a run folder."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.folder = folder
+        self._journal = Journal(folder)
+        self.output = folder.parent / f"{folder.name}-{len(list(folder.parent.iterdir()))}.out"
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.toy_trainer", str(folder),
+                 "cluster.heartbeat_seconds=0.05", "cluster.recovery=restart", *overrides],
+                cwd=ROOT, stdout=output, stderr=output, start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+
+    @property
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def records(self) -> list[Record]:
+        return self._journal.records()
+
+    def events(self, kind: type[E], generation: int | None = None) -> list[E]:
+        return [
+            r.event
+            for r in self.records()
+            if isinstance(r.event, kind) and generation in (None, r.generation)
+        ]
+
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        """Until `condition` holds. Fails at once when the trainer ends before."""
+
+        def due() -> object:
+            return condition() or self.process.poll() is not None
+
+        try:
+            wait_until(due, DEADLINE, what)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}; the trainer said:\n{self.said}{self.logs()}") from None
+        assert condition(), f"ended before {what}; it said:\n{self.said}{self.logs()}"
+
+    def wait_step(self, step: int, generation: int) -> None:
+        from holdfast.events import StepDone
+
+        self.wait(
+            lambda: any(e.step >= step for e in self.events(StepDone, generation)),
+            f"step {step} of generation {generation}",
+        )
+
+    def workers(self, generation: int) -> dict[int, int]:
+        """rank -> pid."""
+        return {e.rank: e.pid for e in self.events(WorkerStarted, generation)}
+
+    def end(self, seconds: float = DEADLINE) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"did not end; it said:\n{self.said}{self.logs()}") from None
+
+    def logs(self) -> str:
+        paths = sorted((self.folder / "logs").rglob("*.log"))
+        return "".join(f"--- {path.name}\n{path.read_text()}" for path in paths)
+
+    def family(self) -> set[int]:
+        """Process ids of this trainer and everything that descends from it now."""
+        parents = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with suppress(OSError):
+                    parents[int(entry.name)] = parent_of(int(entry.name))
+        found = {self.process.pid}
+        while more := {pid for pid, parent in parents.items() if parent in found} - found:
+            found |= more
+        return found
+
+
+@contextmanager
+def training(folder: Path, plan: dict[str, Any], *overrides: str) -> Iterator[Trainer]:
+    """A trainer that is gone afterwards, however the test ended."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(plan))
+    trainer = Trainer(folder, *overrides)
+    try:
+        yield trainer
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(trainer.process.pid, signal.SIGKILL)
+        trainer.process.wait(10)
+
+
+def parent_of(pid: int) -> int:
+    """Raises OSError when the process is gone."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def gone(pids: set[int]) -> bool:
+    """Whether none of them runs any more; a zombie that nobody has reaped counts as gone."""
+    return not any(map(runs, pids))

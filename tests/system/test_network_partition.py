@@ -1,0 +1,114 @@
+"""Real partitions: each node in a network namespace of its own, one of them cut off and healed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from holdfast.chaos.network import Network, available
+from holdfast.events import GenerationStarted
+from holdfast.report import history
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.commands import apart
+from tests.support.nodes import Nodes, nodes_of
+
+WHY_NOT = available()
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+STEPS = 200  # of which a node misses some 30 while it is cut off; the rest waits for it
+SETTINGS = (
+    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
+    "checkpoint.every_steps=50", "cluster.min_nodes=2",
+)  # fmt: skip
+ALL = {"a", "b", "c"}
+
+
+@contextmanager
+def _three(run_file: Path, folder: Path) -> Iterator[tuple[Network, Nodes]]:
+    """At step 20."""
+    with (
+        Network() as network,
+        nodes_of(run_file, folder / "run", *SETTINGS, "layout.workers=3") as nodes,
+    ):
+        network.up("abc")
+        for name in "abc":
+            nodes.start(name, settings=network.settings(name), before=network.command(name))
+        nodes.wait_step(20, nodes=ALL)
+        yield network, nodes
+
+
+def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    """One that follows, then the one that leads; bit by bit the run that nobody disturbed."""
+    with _three(run_file, tmp_path) as (network, nodes):
+        first = nodes.leader
+        network.delay(max(ALL - {first}), 10)  # no step is quicker than that, on any machine
+        _cut_and_heal(network, nodes, min(ALL - {first}))
+        assert nodes.leader == first
+        _cut_and_heal(network, nodes, first)
+        assert nodes.leader != first
+        network.delay(max(ALL - {first}), 0)
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        losses = nodes.losses()
+        assert losses == {step: undisturbed[step] for step in losses}
+        assert len(losses) == STEPS, nodes.story()
+        _told(nodes, first)
+        audit = apart("data", "audit", nodes.folder)
+        assert audit.code == 0, audit.out
+        assert "none missing, none twice" in audit.out
+
+
+def test_two_that_do_not_reach_each_other_are_not_in_one_generation(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    """Both are heard by the one that leads, so neither is lost: one of them is done without."""
+    with _three(run_file, tmp_path) as (network, nodes):
+        first = nodes.leader
+        one, other = sorted(ALL - {first})
+        network.delay(first, 20)  # so slow that the other is tried again before the last step
+        network.part(one, other)
+        nodes.wait_step(25, nodes={first, one})
+        assert nodes.leader == first
+        without = nodes.newest
+        network.join(one, other)
+        nodes.wait_step(0, without, ALL)
+        network.delay(first, 0)  # it has shown what it is to show
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        losses = nodes.losses()
+        assert losses == {step: undisturbed[step] for step in losses}
+        assert len(losses) == STEPS, nodes.story()
+        reasons = [
+            record.event.reason
+            for record in nodes.records()
+            if isinstance(record.event, GenerationStarted)
+        ]
+        assert reasons[1:] == ["link_cut", "node_joined"], reasons
+
+
+def _told(nodes: Nodes, first: str) -> None:
+    """The report knows who was gone and came back, and no takeover for a restart."""
+    story = history.read(FolderStore(nodes.folder))
+    assert [session.ended for session in story.sessions] == ["finished"]
+    assert sum(story.time.values()) == pytest.approx(story.wall)
+    assert story.time["recovery"] > 0
+    assert story.time["stopped"] == story.time["rework"] == 0
+    assert {i.gone for i in story.incidents if i.gone} >= {(first,), (min(ALL - {first}),)}
+    came = {name for incident in story.incidents for name in incident.came}
+    assert came >= {first, min(ALL - {first})}
+    for incident in story.incidents:
+        if incident.recovered is not None and incident.stood_still is not None:
+            parts = sum(incident.phases.values())
+            assert parts == pytest.approx(incident.stood_still)
+
+
+def _cut_and_heal(network: Network, nodes: Nodes, lost: str) -> None:
+    before = nodes.newest
+    network.cut(lost)
+    nodes.wait_step(0, before, ALL - {lost})
+    parted = nodes.newest
+    network.heal(lost)
+    nodes.wait_step(0, parted, ALL)

@@ -1,0 +1,105 @@
+"""How runs on several nodes end or go on: too few nodes, `holdfast notice`."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.events import GenerationStarted, NoticeReceived, RunStopped, StepDone
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.commands import apart, start
+from tests.support.nodes import DEADLINE, Nodes, nodes_of
+
+SETTINGS = (
+    "train.steps=100000", "train.batch_size=6", "train.evaluate.every=0",
+    "checkpoint.every_steps=0", "layout.workers=2",
+)  # fmt: skip
+LEAVE = ("cluster.min_nodes=2", "cluster.below_minimum=leave", "cluster.below_minimum_seconds=0.5")
+
+
+def _stops(nodes: Nodes) -> list[str]:
+    return [event.reason for event in nodes.events(RunStopped)]
+
+
+def test_too_few_nodes_save_what_they_hold_and_leave(run_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with nodes_of(run_file, folder, *SETTINGS, *LEAVE) as nodes:
+        nodes.start("a", "b")
+        nodes.wait_step(5, nodes={"a", "b"})
+        assert listing(FolderStore(folder)) == []
+        lost = next(name for name in "ab" if name != nodes.leader)
+        nodes.kill(lost)
+        assert list(nodes.end().values()) == [3], nodes.story()
+        done = max(event.step for event in nodes.events(StepDone))
+        assert step_of(listing(FolderStore(folder))[0]) == done  # nothing else had saved
+        assert nodes.events(GenerationStarted)[-1].came_from is not None
+        assert _stops(nodes) == ["1 of at least 2 nodes (cluster.min_nodes) are here, for 0.5 s"]
+        assert f"stopped after step {done} (1 of at least 2 nodes" in nodes.said
+        assert "Traceback" not in nodes.said
+
+
+def test_nodes_that_never_were_enough_leave_with_a_sentence(run_file: Path, tmp_path: Path) -> None:
+    settings = (*SETTINGS, *LEAVE, "cluster.gather_seconds=0")
+    with nodes_of(run_file, tmp_path / "run", *settings) as nodes:
+        nodes.start("a")
+        assert nodes.end() == {"a": 3}, nodes.story()
+        assert nodes.said.count("1 of at least 2 nodes (cluster.min_nodes) are here") == 2
+        assert nodes.events(GenerationStarted) == []
+
+
+def test_a_node_that_is_named_by_holdfast_notice_is_done_without(
+    run_file: Path, tmp_path: Path
+) -> None:
+    """It takes half of the state with it, and nothing is saved by any rule: what the step after the
+    notice left is copied first. Then all that are left are to go: the run stops with everything
+    saved."""
+    folder = tmp_path / "run"
+    with nodes_of(run_file, folder, *SETTINGS, "layout.tp=2", "model.kv_heads=2") as nodes:
+        nodes.start("a", "b")
+        nodes.wait_step(5, nodes={"a", "b"})
+        goes = next(name for name in "ab" if name != nodes.leader)
+        first = nodes.newest
+        unknown = apart("notice", folder, "--seconds", "60", "--node", "z")
+        unknown.refuses("there is no node z in this run")
+        told = apart("notice", folder, "--seconds", "60", "--node", goes, "--leave")
+        assert told.code == 0, told.err
+        assert f"go on without {goes}" in told.err
+        nodes.wait_step(1, first, {"a", "b"} - {goes})
+        nodes.agents[goes].wait(DEADLINE)
+        all_of_them = apart("notice", folder, "--seconds", "60", "--leave")
+        assert all_of_them.code == 0, all_of_them.err
+        assert nodes.end() == {"a": 0, "b": 0}, nodes.story()
+        assert f"{goes} has left the run" in nodes.said
+        heard = [(event.nodes, event.leave) for event in nodes.events(NoticeReceived)]
+        rest = sorted({"a", "b"} - {goes})
+        assert heard == [([goes], True), (rest, True)]
+        done = [event.step for event in nodes.events(StepDone)]
+        assert len(done) == len(set(done)), "a step was done twice"
+        assert _stops(nodes)[-1] == "notice"
+        assert step_of(listing(FolderStore(folder))[0]) == max(done)
+
+
+def test_a_run_of_one_node_takes_in_no_other(run_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with nodes_of(run_file, folder, *SETTINGS) as nodes:
+        nodes.agents["alone"] = start("train", run_file, f"folder={folder}", *SETTINGS)
+        nodes.wait_step(1)
+        apart("join", folder, "--node", "b").refuses("without other nodes", "cluster.node=NAME")
+        nodes.agents["alone"].terminate()
+        assert nodes.end() == {"alone": 0}, nodes.story()
+
+
+def test_all_nodes_are_told_to_go_at_once_and_save_before_that(
+    run_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with nodes_of(run_file, folder, *SETTINGS, "cluster.min_nodes=2") as nodes:
+        nodes.start("a", "b")
+        nodes.wait_step(5, nodes={"a", "b"})
+        for name in "ab":
+            nodes.signal(name, signal.SIGTERM)
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        done = max(event.step for event in nodes.events(StepDone))
+        assert step_of(listing(FolderStore(folder))[0]) == done, nodes.story()
+        assert _stops(nodes) == ["all nodes were told to go"]

@@ -1,0 +1,157 @@
+"""A run on several nodes from outside: nodes are lost and come back, the one that leads, too, and
+the curve is that of the run that nobody disturbed."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.elastic.protocol.fault_orders import Armoury
+from holdfast.events import GenerationStarted, NoticeReceived, StepDone
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.commands import within
+from tests.support.nodes import DEADLINE, Nodes, nodes_of
+from tests.support.ranks import wait_until
+
+STEPS, LATE = 70, 60
+SETTINGS = (
+    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
+    "checkpoint.every_steps=20",
+)  # fmt: skip
+THREE = (*SETTINGS, "layout.workers=3", "cluster.min_nodes=2")
+FOUR = (*SETTINGS, "layout.workers=4", "cluster.min_nodes=2")
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Armoury:
+    """Shut, until a test opens it: to LATE before it does harm, which then comes in the middle of
+    steps and never too late, and to the end after that."""
+    found = Armoury(tmp_path / "gate")
+    found.prepare(0)
+    return found
+
+
+def _twenty_steps(nodes: Nodes, gate: Armoury, names: str = "abc") -> None:
+    """Of all of them, whichever came late."""
+    nodes.wait_generation({*names})
+    gate.open_gate(20)
+    nodes.wait_step(20, nodes={*names})
+
+
+def _behind(gate: Armoury) -> str:
+    return f"cluster.faults={gate.folder}"
+
+
+def _same_run(nodes: Nodes, undisturbed: dict[int, float]) -> None:
+    assert nodes.losses() == undisturbed, nodes.story()
+    audit = within("data", "audit", nodes.folder)
+    assert audit.code == 0, audit.out
+    assert "none missing, none twice" in audit.out
+
+
+def test_nodes_are_killed_and_the_others_go_on(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
+) -> None:
+    """One that follows, then the one that leads."""
+    with nodes_of(run_file, tmp_path / "run", *FOUR, _behind(gate)) as nodes:
+        nodes.start(*"abcd")
+        _twenty_steps(nodes, gate, "abcd")
+        first = nodes.leader
+        lost = next(name for name in "abcd" if name != first)
+        gate.open_gate(40)
+        nodes.kill(lost)
+        nodes.wait_generation({*"abcd"} - {lost})
+        assert nodes.leader == first
+        assert _live(nodes)[-1] is True
+        gate.open_gate(LATE)
+        nodes.kill(first)
+        gate.open_gate(STEPS)
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        assert nodes.leader != first
+        assert nodes.nodes(nodes.newest) == {*"abcd"} - {lost, first}
+        assert _rungs(nodes)[-2:] == [0, 0]
+        _same_run(nodes, undisturbed)
+
+
+def test_too_few_nodes_wait_with_what_they_hold(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
+) -> None:
+    settings = (*THREE, "cluster.min_nodes=3", _behind(gate))
+    with nodes_of(run_file, tmp_path / "run", *settings) as nodes:
+        nodes.start("a", "b", "c")
+        _twenty_steps(nodes, gate)
+        lost = next(name for name in "abc" if name != nodes.leader)
+        gate.open_gate(LATE)
+        nodes.kill(lost)
+        gate.open_gate(STEPS)
+        nodes.join("d")  # a stranger to the run file
+        nodes.wait_step(30, nodes.newest, {"a", "b", "c", "d"} - {lost})
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        assert _live(nodes) == [False, True]  # two of three held the state meanwhile
+        assert _rungs(nodes) == [-1, 3], "the stranger took the place"
+        _same_run(nodes, undisturbed)
+
+
+def test_all_nodes_are_lost_and_the_newest_checkpoint_is_rotten(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
+) -> None:
+    folder = tmp_path / "run"
+    settings = (*SETTINGS, "cluster.min_nodes=2", "layout.workers=2", _behind(gate))
+    gate.open_gate(50)
+    with nodes_of(run_file, folder, *settings) as nodes:
+        nodes.start("a", "b")
+        nodes.wait_step(50)
+        wait_until(lambda: len(listing(FolderStore(folder))) == 2, DEADLINE, "two checkpoints")
+        nodes.kill("a")
+        nodes.kill("b")
+        gate.open_gate(STEPS)
+        newest, older, *_ = listing(FolderStore(folder))
+        for blob in (folder / "data").rglob(f"{step_of(newest):010d}-*"):
+            torn = bytearray(blob.read_bytes())
+            torn[-100] ^= 1
+            blob.write_bytes(torn)
+        nodes.start("a", "b")
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        begun = [event.restored_from for event in nodes.events(GenerationStarted)]
+        assert begun[-2:] == [newest, older]
+        assert _rungs(nodes)[-2:] == [6, 6]
+        _same_run(nodes, undisturbed)
+
+
+def test_nodes_that_are_told_to_go_leave_and_the_others_go_on(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
+) -> None:
+    """By its cloud one that follows, then by the signal the one that leads."""
+    notice = ("cluster.notices=file", "cluster.notices_every_seconds=0.1")
+    with nodes_of(run_file, tmp_path / "run", *FOUR, *notice, _behind(gate)) as nodes:
+        for name in "abcd":
+            nodes.start(name, settings=[f"cluster.notices_at={tmp_path / name}"])
+        _twenty_steps(nodes, gate, "abcd")
+        leads = nodes.leader
+        warned = min({*"abcd"} - {leads})
+        gate.open_gate(40)
+        (tmp_path / warned).write_text("60")
+        nodes.wait_generation({*"abcd"} - {warned})
+        gate.open_gate(LATE)
+        nodes.signal(leads, signal.SIGTERM)
+        gate.open_gate(STEPS)
+        assert set(nodes.end().values()) == {0}, nodes.story()
+        assert nodes.nodes(nodes.newest) == {*"abcd"} - {warned, leads}
+        assert [e.nodes for e in nodes.events(NoticeReceived)] == [[warned]]
+        assert _rungs(nodes)[-2:] == [0, 0]
+        _same_run(nodes, undisturbed)
+        done = [step.step for step in nodes.events(StepDone)]
+        assert len(done) == len(set(done)), "a step was done twice"
+
+
+def _live(nodes: Nodes) -> list[bool]:
+    """Of every generation, whether it began from what the processes held."""
+    return [event.came_from is not None for event in nodes.events(GenerationStarted)]
+
+
+def _rungs(nodes: Nodes) -> list[int]:
+    """Of every generation, by which rung of the recovery ladder it came about."""
+    return [event.rung for event in nodes.events(GenerationStarted)]

@@ -1,0 +1,142 @@
+"""Tier 0 from outside: a killed worker's state comes back from its node's memory.
+
+The run saves durably only at its end, and keeps a snapshot of every step in the mover's memory.
+Workers get SIGKILL; each time all are ended, the next generation goes on from the newest snapshot,
+and the end is that of a run that was left alone, to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.sharding.boxes import whole
+from holdfast.core.sharding.state_table import ITEM_BYTES
+from holdfast.events import (
+    CheckpointCaptured,
+    CheckpointCommitted,
+    CheckpointFailed,
+    CheckpointRestored,
+    CheckpointSkipped,
+    GenerationStarted,
+    RestorePointFound,
+    RunFinished,
+    SnapshotComplete,
+    WorkerStarted,
+)
+from holdfast.wire.journal import follow, read
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.commands import Outcome, apart, start, within
+
+STEPS = 120
+KILLS = (15, 35)
+SETTINGS = (
+    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
+    "checkpoint.every_steps=1000", "checkpoint.memory_every_steps=1",
+    "cluster.threads_per_worker=1", "cluster.recovery=restart", "layout.workers=2",
+)  # fmt: skip
+
+
+def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Path) -> None:
+    alone, killed = run_file.parent / "alone", run_file.parent / "killed"
+    undisturbed = apart("train", run_file, f"folder={alone}", *SETTINGS, deadline=120)
+    assert undisturbed.code == 0, undisturbed.err
+    hit, held = _killed(run_file, killed)
+    assert hit.code == 0, hit.err
+
+    records = read(FolderStore(killed))
+    events = [record.event for record in records]
+    assert sum(isinstance(event, RunFinished) for event in events) == 1
+    begun = [event for event in events if isinstance(event, GenerationStarted)]
+    assert [event.reason for event in begun] == ["start", "worker_lost", "worker_lost"]
+    for event, step in zip(begun[1:], held, strict=True):
+        assert event.step >= step, "nothing that was complete in memory is lost"
+    found = [event for event in events if isinstance(event, RestorePointFound)]
+    assert [event.durable for event in found] == [False, False]
+    restored = [event for event in events if isinstance(event, CheckpointRestored)]
+    assert len(restored) == 4
+    for event in restored:
+        assert set(event.sources) == {"memory"}, "no byte came from the disk"
+        assert {"open", "plan", "read", "verify", "copy"} <= set(event.phases)
+    durable = {event.step for event in events if isinstance(event, CheckpointCommitted)}
+    assert durable >= {STEPS}
+
+    assert _final(alone) == _final(killed)
+    audit = within("data", "audit", killed)
+    assert audit.code == 0, audit.out
+    assert f"{6 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
+
+
+def test_beside_a_snapshot_of_every_step_the_durable_saves_come_first(run_file: Path) -> None:
+    """Steps take milliseconds, so most durable saves meet slots that are in use."""
+    folder = run_file.parent / "every-step"
+    outcome = apart(
+        "train", run_file, f"folder={folder}", *SETTINGS, "checkpoint.every_steps=5",
+        "checkpoint.keep_last=100", deadline=120,
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    events = [record.event for record in read(FolderStore(folder))]
+    assert not any(isinstance(event, CheckpointFailed) for event in events)
+    captured = {
+        event.step: event.durable
+        for event in events if isinstance(event, CheckpointCaptured) and event.rank == 0
+    }  # fmt: skip
+    assert len(captured) > STEPS // 5
+    skipped = {event.step for event in events if isinstance(event, CheckpointSkipped)}
+    for due in range(5, STEPS, 5):
+        found = min(step for step in captured if step >= due)
+        assert captured[found], f"step {due} was owed, and step {found} stayed in memory"
+        assert found == due or due in skipped or min(skipped, default=STEPS) < due
+    durable = {step for step, is_durable in captured.items() if is_durable}
+    committed = {event.step for event in events if isinstance(event, CheckpointCommitted)}
+    assert STEPS in committed <= durable
+    # Those under way beside the last one may be committed when nobody listens any more.
+    assert set(sorted(durable)[:-3]) <= committed
+
+
+def _killed(run_file: Path, folder: Path) -> tuple[Outcome, list[int]]:
+    """Train in `folder`, and SIGKILL a worker when the journal shows that memory holds each step
+    of KILLS or a later one; those steps."""
+    process = start("train", run_file, f"folder={folder}", *SETTINGS)
+    output: list[str] = []
+    collector = threading.Thread(target=lambda: output.extend(process.communicate(timeout=180)))
+    collector.start()
+    done = threading.Event()
+    threading.Thread(target=lambda: (process.wait(180), done.set()), daemon=True).start()
+    due, pids, seen = list(KILLS), dict[int, int](), 0
+    held: list[int] = []
+    for records in follow(FolderStore(folder), poll=0.05, stop=done):
+        for record in records:
+            event = record.event
+            if isinstance(event, WorkerStarted):
+                pids[event.rank] = event.pid
+            # Late reports of a generation that was already hit do not count.
+            if not isinstance(event, SnapshotComplete) or record.generation <= seen or not due:
+                continue
+            if event.step >= due[0]:
+                due.pop(0)
+                held.append(event.step)
+                seen = record.generation
+                os.kill(pids[len(due) % 2], signal.SIGKILL)
+    collector.join(180)
+    assert not due, output
+    return Outcome(process.wait(1), *output), held
+
+
+def _final(folder: Path) -> dict[str, bytes]:
+    """Every tensor of the newest checkpoint, which is that of the last step."""
+    store = FolderStore(folder)
+    checkpoint = Checkpoint.open(store, listing(store)[0])
+    assert checkpoint.step == STEPS
+    out = {}
+    for spec in checkpoint.tensors:
+        box = whole(spec.name, spec.shape)
+        data = bytearray(box.size * ITEM_BYTES[spec.dtype])
+        checkpoint.read(box, memoryview(data))
+        assert any(data), f"{spec.name} is all zeros"
+        out[spec.name] = bytes(data)
+    return out

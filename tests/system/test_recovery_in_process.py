@@ -1,0 +1,295 @@
+"""Recovery in the same process, from outside: whoever is not hit goes on, and nothing is lost.
+
+Real runs of `holdfast train`. Processes are killed; those that are left keep their process ids, and
+the end is that of a run that nobody disturbed: to the bit where only replicas changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.data.lineage import split
+from holdfast.core.sharding.boxes import whole
+from holdfast.events import (
+    Event,
+    GenerationStarted,
+    Record,
+    RestorePointFound,
+    RunFinished,
+    StepDone,
+    WorkerHeld,
+    WorkerLost,
+    WorkerStarted,
+)
+from holdfast.report import history
+from holdfast.wire.journal import follow, read
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.commands import apart, start, within
+from tests.support.faulty_trainer import DEEDS
+from tests.support.processes import children_of
+from tests.support.ranks import ROOT
+
+STEPS = 40
+DEADLINE = 240
+SETTINGS = (
+    f"train.steps={STEPS}", "train.batch_size=6", "train.precision=float64",
+    "train.evaluate.every=0", "train.optimizer.clip_norm=0.05", "checkpoint.every_steps=1000",
+    "cluster.threads_per_worker=1",
+)  # fmt: skip
+
+ALONE = "cluster.settle_seconds=1000"
+"""Whoever is ready to join the others waits until all is over."""
+
+Kind = TypeVar("Kind", bound=Event)
+
+
+@pytest.fixture(scope="module")
+def alone(run_file: Path) -> Path:
+    """One worker, undisturbed."""
+    folder = run_file.parent / "alone"
+    found = apart("train", run_file, f"folder={folder}", *SETTINGS, "layout.workers=1",
+                  deadline=DEADLINE)  # fmt: skip
+    assert found.code == 0, found.err
+    return folder
+
+
+class Run:
+    """A run in a process of its own, and its journal as it grows."""
+
+    def __init__(self, folder: Path, process: subprocess.Popen[str]) -> None:
+        self.folder, self.process = folder, process
+        self.pids: dict[int, int] = {}
+        self._output: list[str] = []
+        self._over = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._records = self._news()
+
+    def _read(self) -> None:
+        self._output += self.process.communicate()
+        self._over.set()
+
+    def _news(self) -> Iterator[Record]:
+        for records in follow(FolderStore(self.folder), poll=0.02, stop=self._over):
+            for record in records:
+                event = record.event
+                if isinstance(event, GenerationStarted) and event.came_from is not None:
+                    self.pids = {rank: self.pids[was] for rank, was in enumerate(event.came_from)
+                                 if was is not None}  # fmt: skip
+                if isinstance(event, WorkerStarted):
+                    self.pids[event.rank] = event.pid
+                yield record
+
+    def until(self, seen: Callable[[Record], bool]) -> Record:
+        """The next record of which this is true."""
+        over = threading.Timer(DEADLINE, self._over.set)
+        over.start()
+        try:
+            for record in self._records:
+                if seen(record):
+                    return record
+        finally:
+            over.cancel()
+        pytest.fail(f"it ended before that: {self._output}")
+
+    def until_step(self, step: int, generation: int) -> None:
+        self.until(
+            lambda r: isinstance(r.event, StepDone) and r.generation >= generation
+            and r.event.step >= step
+        )  # fmt: skip
+
+    def children(self, module: str) -> list[int]:
+        """Children of the agent that run a module."""
+        return [child.pid for child in children_of(self.process.pid, module)]
+
+    def finish(self) -> None:
+        self._reader.join(DEADLINE)
+        assert self.process.returncode == 0, self._output
+
+    def events(self, kind: type[Kind]) -> list[Kind]:
+        return [r.event for r in read(FolderStore(self.folder)) if isinstance(r.event, kind)]
+
+
+@contextmanager
+def _running(folder: Path, process: subprocess.Popen[str]) -> Iterator[Run]:
+    try:
+        yield Run(folder, process)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _train(run_file: Path, name: str, *settings: str) -> AbstractContextManager[Run]:
+    folder = run_file.parent / name
+    return _running(folder, start("train", run_file, f"folder={folder}", *SETTINGS, *settings))
+
+
+def _befallen(
+    run_file: Path, name: str, deeds: dict[str, list[list[int]]], *settings: str
+) -> AbstractContextManager[Run]:
+    folder = run_file.parent / name
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.faulty_trainer", str(run_file), f"folder={folder}",
+         *SETTINGS, *settings],
+        cwd=ROOT, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", DEEDS: json.dumps(deeds)},
+    )  # fmt: skip
+    return _running(folder, process)
+
+
+def _state(folder: Path) -> dict[str, NDArray[np.float64]]:
+    """Every tensor of the last checkpoint."""
+    store = FolderStore(folder)
+    checkpoint = Checkpoint.open(store, listing(store)[0])
+    assert checkpoint.step == STEPS
+    out = {}
+    for spec in checkpoint.tensors:
+        value = np.empty(spec.shape, np.float64)
+        checkpoint.read(whole(spec.name, spec.shape), value.data.cast("B"))
+        assert np.any(value), f"{spec.name} is all zeros"
+        out[spec.name] = value
+    return out
+
+
+def _every_step_once(folder: Path, alone: Path, rel: float) -> None:
+    """The losses of the undisturbed run, each step reported, each sample used once."""
+    curves = [
+        {r.event.step: r.event.loss for r in split(read(FolderStore(f)))[0]
+         if isinstance(r.event, StepDone)}
+        for f in (folder, alone)
+    ]  # fmt: skip
+    assert list(curves[0]) == list(range(1, STEPS + 1))
+    for step, loss in curves[1].items():
+        assert curves[0][step] == pytest.approx(loss, rel=rel)
+    audit = within("data", "audit", folder)
+    assert audit.code == 0, audit.out
+    assert f"{6 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
+
+
+def _same_bits(folder: Path, alone: Path) -> None:
+    one, other = _state(folder), _state(alone)
+    for name, value in one.items():
+        assert np.array_equal(value, other[name]), name
+
+
+def test_of_four_replicas_whoever_is_not_hit_stays(run_file: Path, alone: Path) -> None:
+    """Rank 0 is lost; then two at once; then the template, and the mover. (Nobody joins them: what
+    follows then is in test_rung0.)"""
+    with _train(run_file, "replicas", "layout.workers=4", ALONE) as run:
+        run.until_step(3, 1)
+        first = dict(run.pids)
+        os.kill(first[0], signal.SIGKILL)
+        run.until_step(8, 2)
+        second = dict(run.pids)
+        assert sorted(second.values()) == sorted([first[1], first[2], first[3]])
+
+        os.kill(first[1], signal.SIGKILL)
+        os.kill(first[3], signal.SIGKILL)
+        run.until(lambda r: isinstance(r.event, StepDone) and run.pids == {0: first[2]})
+
+        (template,) = run.children("holdfast.elastic.worker.fork_server")
+        os.kill(template, signal.SIGKILL)
+        (mover,) = run.children("holdfast.checkpoint.mover.main")
+        os.kill(mover, signal.SIGKILL)
+        run.finish()
+        assert run.pids == {0: first[2]}, "their ends are nobody's"
+
+    begun = run.events(GenerationStarted)
+    assert begun[0].reason == "start"
+    for event in begun[1:]:
+        assert event.came_from is not None, "nobody began from anything but what he held"
+        assert (event.reason, event.rung, event.restored_from) == ("worker_lost", 0, None)
+    notes = [json.loads(path.read_text()) for path in sorted((run.folder / "starts").iterdir())]
+    assert notes[0] == {"step": 0}
+    assert notes[1:], "who went on has noted from where"
+    assert {note.get("stored") for note in notes[1:]} == {False}, "and read no checkpoint"
+    lost = run.events(WorkerLost)
+    assert sorted(event.pid for event in lost) == sorted([first[0], first[1], first[3]])
+    assert {event.cause for event in lost} == {"SIGKILL"}
+    assert len(run.events(RunFinished)) == 1
+    _every_step_once(run.folder, alone, 0.0)
+    _same_bits(run.folder, alone)
+    story = history.read(FolderStore(run.folder))
+    assert sum(incident.steps_lost for incident in story.incidents) <= len(begun) - 1
+    assert story.time["recovery"] > 0
+    assert sum(story.time.values()) == pytest.approx(story.wall)
+
+
+@pytest.mark.parametrize("layout", ["dp_shard", "tp"])
+def test_what_only_the_lost_one_held_comes_from_memory(
+    run_file: Path, alone: Path, layout: str
+) -> None:
+    """Steps last a quarter of a second, so that a mover on a busy machine keeps up: then nobody
+    goes further back than to the last step that was done, or the one before while it is copied."""
+    settings = (
+        f"layout.{layout}=2", "layout.workers=2", "checkpoint.memory_every_steps=1",
+        "train.microbatch_size=2",
+    )  # fmt: skip
+    with _befallen(run_file, layout, {"last": [[3, 12, 250]]}, *settings) as run:
+        run.until_step(5, 1)
+        before = dict(run.pids)
+        os.kill(before[1], signal.SIGKILL)
+        run.until_step(9, 2)
+        assert run.pids[0] == before[0]
+        assert run.pids[1] != before[1]
+        run.finish()
+    second = run.events(GenerationStarted)[1]
+    assert (second.reason, second.rung, second.came_from) == ("worker_lost", 2, None)
+    assert [event.durable for event in run.events(RestorePointFound)] == [False]
+    reached = max(
+        r.event.step for r in read(FolderStore(run.folder))
+        if r.generation == 1 and isinstance(r.event, StepDone)
+    )  # fmt: skip
+    assert second.step >= reached - 1, "memory holds one of the last two steps"
+    _every_step_once(run.folder, alone, 1e-10)
+    one, other = _state(run.folder), _state(alone)
+    for name, value in one.items():
+        assert np.linalg.norm(value - other[name]) < 1e-10 * np.linalg.norm(other[name]), name
+
+
+def test_an_error_ends_no_process_and_a_death_while_they_agree_is_one_more_round(
+    run_file: Path, alone: Path
+) -> None:
+    """Rank 1 raises in step 5. While all agree on what to do, rank 2 dies; while the next ones
+    agree, rank 0 does."""
+    deeds = {"raise": [[1, 1, 5]], "die agreeing": [[2, 2], [3, 0]]}
+    with _befallen(run_file, "error", deeds, "layout.workers=3", ALONE) as run:
+        run.until(lambda r: isinstance(r.event, GenerationStarted) and r.generation == 2)
+        first = dict(run.pids)
+        run.finish()
+    begun = run.events(GenerationStarted)
+    assert [event.reason for event in begun] == ["start", "error", "worker_lost", "worker_lost"]
+    assert [event.rung for event in begun] == [-1, 1, 0, 0]
+    assert [event.came_from for event in begun[1:]] == [[0, 1, 2], [0, 1], [1]]
+    assert [event.pid for event in run.events(WorkerLost)] == [first[2], first[0]]
+    said = [event.why for event in run.events(WorkerHeld) if event.rank == 1]
+    assert "ValueError: the test broke it" in said
+    _every_step_once(run.folder, alone, 0.0)
+    _same_bits(run.folder, alone)
+
+
+def test_an_error_that_comes_back_is_given_up(run_file: Path) -> None:
+    deeds = {"raise": [[generation, 1, 3] for generation in range(1, 10)]}
+    limit = "cluster.max_restarts_without_progress=2"
+    with _befallen(run_file, "again", deeds, "layout.workers=2", limit) as run:
+        run._reader.join(DEADLINE)
+        assert run.process.returncode == 1
+    assert len(run.events(GenerationStarted)) <= 5
+    assert run.events(WorkerLost) == []
+    assert "ValueError: the test broke it" in " ".join(run._output)

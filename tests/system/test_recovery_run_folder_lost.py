@@ -1,0 +1,112 @@
+"""A run folder is lost with everything on its node, and the run goes on from a peer's memory.
+
+The run keeps a snapshot of every step on a staging machine and saves durably only at its end. All
+of its processes are killed and the folder is removed; the same command then begins a new folder
+above the generations that the peer knows, from the step that it holds.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from holdfast.elastic.protocol.fault_orders import Armoury
+from holdfast.events import (
+    CheckpointRestored,
+    GenerationStarted,
+    RunFinished,
+    SnapshotKept,
+    StepDone,
+)
+from holdfast.wire.journal import Record, follow, read
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.commands import apart, secret_file, staging, start, write_run_file
+
+STEPS, GATE = 40, 25  # further than the gate nobody goes before all is lost
+KILL_AT = 10
+VARIABLE = "HOLDFAST_SECRET_FILE"
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[str]:
+    with staging(tmp_path) as address:
+        yield address
+
+
+def test_a_lost_run_folder_goes_on_from_the_staging_machine(
+    tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(secret_file(tmp_path)))
+    path = write_run_file(tmp_path)
+    path.write_text(path.read_text().replace("checkpoint: {every_steps: 3}\n", (
+        "checkpoint:\n  every_steps: 0\n  memory_every_steps: 1\n  slots: 3\n"
+        f"  peers: [{{name: stage, address: '{stage}', stable: true}}]\n"
+    )))  # fmt: skip
+    gate = Armoury(tmp_path / "gate")
+    gate.prepare()
+    settings = (f"train.steps={STEPS}", "train.evaluate.every=0", "layout.workers=1",
+                "cluster.threads_per_worker=1", f"cluster.faults={gate.folder}")  # fmt: skip
+    lost, alone = tmp_path / "lost", tmp_path / "alone"
+    undisturbed = apart(
+        "train", path, f"folder={alone}", *settings, "checkpoint.peers=[]", deadline=200
+    )
+    assert undisturbed.code == 0, undisturbed.err
+
+    command = ("train", path, f"folder={lost}", *settings)
+    gate.open_gate(GATE)
+    _lose(start(*command), lost)
+    gate.open_gate(STEPS)
+
+    # The secret of the run is not that of a new folder: said, rather than begun from nothing.
+    with monkeypatch.context() as without:
+        without.delenv(VARIABLE)
+        apart(*command).refuses_last("checkpoint.peers, stage", "does not accept", "--fresh")
+    shutil.rmtree(lost)
+
+    again = apart(*command, deadline=200)
+    assert again.code == 0, again.err
+    assert "stage knows this run up to generation 1" in again.out + again.err
+    records = read(FolderStore(lost))
+    (begun,) = [r for r in records if isinstance(r.event, GenerationStarted)]
+    assert begun.generation == 2
+    assert KILL_AT <= begun.event.step <= GATE
+    restored = [r.event for r in records if isinstance(r.event, CheckpointRestored)]
+    assert restored
+    assert all(event.sources.get("peer stage", 0) > 0 for event in restored)
+    assert sum(isinstance(r.event, RunFinished) for r in records) == 1
+    losses, whole = _losses(records), _losses(read(FolderStore(alone)))
+    assert sorted(losses) == list(range(begun.event.step + 1, STEPS + 1))
+    assert losses == {step: whole[step] for step in losses}
+
+
+def _lose(process: subprocess.Popen[str], folder: Path) -> None:
+    """Kill all of a run, once the staging machine holds a step from KILL_AT on; its folder goes."""
+    end = threading.Event()
+    deadline = threading.Timer(120, end.set)
+    deadline.start()
+    for records in follow(FolderStore(folder), poll=0.05, stop=end):
+        if any(isinstance(r.event, SnapshotKept) and r.event.step >= KILL_AT for r in records):
+            break
+    else:
+        pytest.fail("no snapshot reached the staging machine")
+    deadline.cancel()
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    for child in children:
+        if child.is_running():
+            child.kill()
+    process.communicate(timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
+    shutil.rmtree(folder)
+
+
+def _losses(records: list[Record]) -> dict[int, float]:
+    return {r.event.step: r.event.loss for r in records if isinstance(r.event, StepDone)}

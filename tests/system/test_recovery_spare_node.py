@@ -1,0 +1,99 @@
+"""A node of a sharded replica is lost for good, by real kills: an idle one takes its rank (rung 3);
+where no other is left, another layout of what is left goes on (rung 4). Nobody holds the lost
+part alive, so both go on from memory, the lost part from the copy on another node."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.elastic.protocol.fault_orders import Armoury, Order
+from holdfast.events import (
+    CheckpointRestored,
+    GenerationStarted,
+    RestorePointFound,
+    SnapshotKept,
+    StepDone,
+)
+from tests.support.commands import within
+from tests.support.nodes import Nodes, nodes_of
+
+STEPS, FIRST, SECOND = 24, 8, 16
+KEPT_SECONDS = 20.0
+"""A state that no other node holds by then is held by none."""
+SETTINGS = (
+    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
+    "train.precision=float64", "train.microbatch_size=2", "checkpoint.every_steps=1000",
+)  # fmt: skip
+SHARDED = (
+    "checkpoint.memory_every_steps=1", "layout.workers=2", "layout.dp_shard=2",
+    "cluster.min_nodes=1", "cluster.gather_seconds=120",
+    "cluster.compare=false",  # who is held up in a step is not to be named for it
+)  # fmt: skip
+
+
+def test_a_spare_node_takes_the_rank_and_then_what_is_left_another_layout(
+    run_file: Path, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    gate = Armoury(tmp_path / "gate")
+    gate.prepare(FIRST)
+    settings = (*SETTINGS, *SHARDED, f"cluster.faults={gate.folder}")
+    with nodes_of(run_file, tmp_path / "run", *settings) as nodes:
+        nodes.start("a", "b", "c")
+        one = _held_on_both(nodes, gate, range(FIRST, SECOND - 1))
+        (spare,) = {*"abc"} - (first := nodes.nodes(nodes.newest))
+        ready = nodes.folder / "logs" / f"standby1.{spare}.log"
+        nodes.wait_until(ready.exists, f"{spare} was not taken in")
+        stays = nodes.leader if nodes.leader in first else min(first)
+        _lose_in_step(nodes, gate, one + 1, {stays, spare})
+        two = _held_on_both(nodes, gate, range(SECOND, STEPS), after=1)
+        _lose_in_step(nodes, gate, two + 1, {stays})
+        gate.open_gate(STEPS)
+        assert nodes.end() == {stays: 0}, nodes.story()
+
+        begun = nodes.events(GenerationStarted)
+        story = [(e.rung, e.step, set(e.topology["nodes"]), e.came_from) for e in begun[1:]]
+        assert story == [
+            (3, one, {stays, spare}, None), (4, two, {stays}, None),
+        ], nodes.story()  # fmt: skip
+        found = nodes.events(RestorePointFound)
+        assert [(e.step, e.durable) for e in found] == [(one, False), (two, False)]
+        restored = {(e.step, e.rank): set(e.sources) for e in nodes.events(CheckpointRestored)}
+        rank = begun[1].topology["nodes"].index(spare)
+        assert restored[one, rank] == {f"peer {stays}"}
+        assert restored[one, 1 - rank] == restored[two, 0] == {"memory"}
+        done = [event.step for event in nodes.events(StepDone)]
+        assert sorted(done) == list(range(1, STEPS + 1)), "only steps in flight were done again"
+        losses = nodes.losses()
+        assert losses == pytest.approx(undisturbed, rel=1e-10, abs=0.0)
+        audit = within("data", "audit", nodes.folder)
+        assert audit.code == 0, audit.out
+        assert "none missing, none twice" in audit.out
+
+
+def _held_on_both(nodes: Nodes, gate: Armoury, steps: range, after: int = 0) -> int:
+    """The first of these steps, done after that generation, whose state lies on both nodes: a copy
+    is left out where a busy machine is still sending those before it."""
+    for step in steps:
+        gate.open_gate(step)
+        nodes.wait_step(step, after)
+        deadline = time.monotonic() + KEPT_SECONDS
+        while time.monotonic() < deadline:
+            if len({e.peer for e in nodes.events(SnapshotKept) if e.step == step}) == 2:
+                return step
+            time.sleep(0.05)
+    raise AssertionError(f"no copies of any step of {steps}\n{nodes.story()}")
+
+
+def _lose_in_step(nodes: Nodes, gate: Armoury, step: int, left: set[str]) -> None:
+    """Kill the agent of the node that is not `left`, and all of it, while `step` is computed."""
+    topology = nodes.events(GenerationStarted)[-1].topology["nodes"]
+    (lost,) = {*topology} - left
+    gate.arm(Order(step, "wait", "wait", "forward", step, topology.index(lost)))
+    gate.open_gate(step)
+    nodes.wait_until(lambda: gate.hit(step), f"step {step} did not begin")
+    before = nodes.newest
+    nodes.kill(lost)
+    nodes.wait_generation(left, before)

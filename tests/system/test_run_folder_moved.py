@@ -1,0 +1,106 @@
+"""The run folder of several nodes is moved away while they train, or is out of reach when they are
+told to go: they wait for it, and end with a sentence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.checkpoint.restore.catalog import listing, step_of
+from holdfast.elastic.agent.run_folder_monitor import GONE, GONE_SECONDS, HOLD_SECONDS
+from holdfast.elastic.agent.shutdown import LEAVE_SECONDS
+from holdfast.events import GenerationStarted
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.nodes import Nodes, nodes_of
+
+SETTINGS = (
+    "train.steps=100000", "train.batch_size=6", "train.evaluate.every=0",
+    "checkpoint.every_steps=20", "layout.workers=2",
+)  # fmt: skip
+CLEAN = 30.0  # beside what is waited for: processes end, on a busy machine
+
+
+def _train(nodes: Nodes) -> None:
+    nodes.start("a", "b")
+    nodes.wait_step(20, nodes={"a", "b"})
+    nodes.wait_until(lambda: listing(FolderStore(nodes.folder)), "nothing is saved")
+
+
+def _end_within(nodes: Nodes, seconds: float) -> None:
+    begun = time.monotonic()
+    codes = nodes.end()
+    took = time.monotonic() - begun
+    assert codes == {"a": 1, "b": 1}, nodes.story()
+    assert took < seconds + CLEAN, nodes.story()
+    assert "Traceback" not in nodes.said
+
+
+def _point(link: Path, target: str) -> None:
+    new = link.with_name("new")
+    new.symlink_to(target)
+    os.replace(new, link)
+
+
+def test_a_folder_that_was_moved_is_waited_for_and_then_all_leave(
+    run_file: Path, tmp_path: Path
+) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    with nodes_of(run_file, folder, *SETTINGS) as nodes:
+        _train(nodes)
+        folder.rename(moved)
+        time.sleep(GONE_SECONDS / 3)
+        assert nodes.alive == ["a", "b"], nodes.story()
+        moved.rename(folder)
+        # Nothing has been lost, and nobody had to begin anew.
+        newest = step_of(listing(FolderStore(folder))[0])
+        nodes.wait_until(
+            lambda: step_of(listing(FolderStore(folder))[0]) > newest + 20, "nothing is saved"
+        )
+        assert len(nodes.events(GenerationStarted)) == 1
+        folder.rename(moved)
+        _end_within(nodes, GONE_SECONDS + HOLD_SECONDS)
+        assert nodes.said.count(f"{GONE}\n") == 2, nodes.said
+        assert not folder.exists()
+
+
+def test_who_is_told_to_go_does_not_wait_for_a_folder_that_was_moved(
+    run_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with nodes_of(run_file, folder, *SETTINGS) as nodes:
+        _train(nodes)
+        folder.rename(tmp_path / "moved")
+        time.sleep(3)
+        for name in "ab":
+            nodes.signal(name, signal.SIGTERM)
+        _end_within(nodes, LEAVE_SECONDS)
+        assert GONE in nodes.said
+
+
+@pytest.mark.slow
+def test_a_folder_out_of_reach_ends_nobody_but_who_is_told_to_go(
+    run_file: Path, tmp_path: Path
+) -> None:
+    folder, real = tmp_path / "run", tmp_path / "real"
+    real.mkdir()
+    _point(folder, real.name)
+    with nodes_of(run_file, folder, *SETTINGS) as nodes:
+        _train(nodes)
+        _point(folder, folder.name)  # to itself: nobody gets in
+        time.sleep(GONE_SECONDS + HOLD_SECONDS + 5)
+        assert nodes.alive == ["a", "b"], nodes.story()
+        before = step_of(listing(FolderStore(real))[0])
+        _point(folder, real.name)
+        nodes.wait_until(
+            lambda: step_of(listing(FolderStore(real))[0]) > before + 20, "nothing is saved"
+        )
+        assert len(nodes.events(GenerationStarted)) == 1
+        _point(folder, folder.name)
+        for name in "ab":
+            nodes.signal(name, signal.SIGTERM)
+        _end_within(nodes, LEAVE_SECONDS)
+        assert nodes.said.count("SIGTERM: the run folder is out of reach") == 2, nodes.said

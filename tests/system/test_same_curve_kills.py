@@ -1,0 +1,144 @@
+"""Promise 1 and 2 from outside: a run that is killed again and again ends where one that is left
+alone ends, to the bit, and has used every sample once.
+
+One worker trains undisturbed. Another run of the same file starts with three workers; a worker
+drawn at random gets SIGKILL at each of ten seeded points; then the run is told to leave, goes on
+with two workers, is killed once more, and ends. Weights and both moments of AdamW are compared
+byte by byte, and the ledger is audited.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.checkpoint.restore.catalog import listing
+from holdfast.checkpoint.restore.reader import Checkpoint
+from holdfast.core.sharding.boxes import Box
+from holdfast.core.sharding.state_table import ITEM_BYTES
+from holdfast.events import (
+    Event,
+    GenerationStarted,
+    Record,
+    RunFinished,
+    RunStopped,
+    StepDone,
+    WorkerLost,
+    WorkerStarted,
+)
+from holdfast.wire.journal import follow, read
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.commands import Outcome, apart, start, within
+
+STEPS = 260
+KILLS = 10
+SETTINGS = (
+    f"train.steps={STEPS}", "train.batch_size=6", "train.evaluate.every=0",
+    "train.optimizer.clip_norm=0.05", "checkpoint.every_steps=5",
+    "cluster.threads_per_worker=1",
+)  # fmt: skip
+
+
+def test_ten_kills_and_another_number_of_workers_change_no_bit(run_file: Path) -> None:
+    alone, killed = run_file.parent / "alone", run_file.parent / "killed"
+    undisturbed = apart("train", run_file, f"folder={alone}", *SETTINGS, "layout.workers=1",
+                        deadline=240)  # fmt: skip
+    assert undisturbed.code == 0, undisturbed.err
+
+    chooser = random.Random(20260511)
+    points = [10 + 12 * i + chooser.randrange(8) for i in range(KILLS)]
+    first = _disturbed(run_file, killed, 3, points, chooser, leave_at=140)
+    assert first.code == 0, first.err
+    second = _disturbed(run_file, killed, 2, [170], chooser)
+    assert second.code == 0, second.err
+
+    events = [record.event for record in read(FolderStore(killed))]
+    losses = [event for event in events if isinstance(event, WorkerLost)]
+    assert [loss.cause for loss in losses] == ["SIGKILL"] * (KILLS + 1)
+    assert sum(isinstance(event, RunStopped) for event in events) == 1
+    assert sum(isinstance(event, RunFinished) for event in events) == 1
+    assert _clipped_in_every_step(events)
+    _same_state(alone, killed)
+
+    audit = within("data", "audit", killed)
+    assert audit.code == 0, audit.out
+    assert f"{6 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
+
+
+def _disturbed(
+    run_file: Path, folder: Path, workers: int, points: list[int], chooser: random.Random,
+    leave_at: int | None = None,
+) -> Outcome:  # fmt: skip
+    """Train in `folder`; SIGKILL a worker when the journal shows each of `points`; SIGTERM the
+    agent at `leave_at`."""
+    before = len(read(FolderStore(folder))) if folder.exists() else 0
+    process = start("train", run_file, f"folder={folder}", *SETTINGS, f"layout.workers={workers}")
+    output: list[str] = []
+    collector = threading.Thread(target=lambda: output.extend(process.communicate(timeout=240)))
+    collector.start()
+    done = threading.Event()
+    watcher = threading.Thread(
+        target=lambda: (process.wait(240), done.set()), daemon=True
+    )  # fmt: skip
+    watcher.start()
+    due, pids, killed = list(points), dict[int, int](), 0
+    for record in _news(folder, before, done):
+        event = record.event
+        if isinstance(event, GenerationStarted):  # who stays has another rank
+            came_from = enumerate(event.came_from or ())
+            pids = {rank: pids[was] for rank, was in came_from if was is not None}
+        if isinstance(event, WorkerStarted):
+            pids[event.rank] = event.pid
+        # Late reports of a generation that was already hit do not count.
+        if not isinstance(event, StepDone) or record.generation <= killed:
+            continue
+        if due and event.step >= due[0] and pids:  # who they are may be told a moment later
+            due.pop(0)
+            killed = record.generation
+            os.kill(pids[chooser.choice(sorted(pids))], signal.SIGKILL)
+        elif not due and leave_at is not None and event.step >= leave_at:
+            leave_at = None
+            process.send_signal(signal.SIGTERM)
+    collector.join(240)
+    assert not due, f"the run ended before the points {due}: {output}"
+    return Outcome(process.wait(1), *output)
+
+
+def _news(folder: Path, skip: int, done: threading.Event) -> Iterator[Record]:
+    """Records as they come, until the process has ended."""
+    for records in follow(FolderStore(folder), poll=0.05, stop=done):
+        for record in records:
+            if skip:
+                skip -= 1
+            else:
+                yield record
+
+
+def _clipped_in_every_step(events: list[Event]) -> bool:
+    return all(e.grad_norm > 0.05 for e in events if isinstance(e, StepDone))
+
+
+def _same_state(left: Path, right: Path) -> None:
+    """Every tensor of the two newest checkpoints has the same bytes."""
+    one, other = (_final(folder) for folder in (left, right))
+    assert [spec.name for spec in one.tensors] == [spec.name for spec in other.tensors]
+    for spec in one.tensors:
+        box = Box(spec.name, (0,) * len(spec.shape), spec.shape)
+        values = []
+        for checkpoint in (one, other):
+            out = bytearray(box.size * ITEM_BYTES[spec.dtype])
+            checkpoint.read(box, memoryview(out))
+            values.append(bytes(out))
+        assert any(values[0]), f"{spec.name} is all zeros"
+        assert values[0] == values[1], f"{spec.name} differs"
+
+
+def _final(folder: Path) -> Checkpoint:
+    store = FolderStore(folder)
+    checkpoint = Checkpoint.open(store, listing(store)[0])
+    assert checkpoint.step == STEPS
+    return checkpoint

@@ -1,0 +1,92 @@
+"""A run that decides by itself how often to save: what it says, and what it learns from a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from holdfast.events import (
+    CheckpointCommitted,
+    Record,
+    SaveInterval,
+    StepDone,
+    WorkerLost,
+    WorkerStarted,
+)
+from holdfast.wire.journal import follow, read
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.commands import start, within, write_run_file
+
+SETTINGS = (
+    "train.steps=100000", "train.batch_size=6", "train.evaluate.every=0", "checkpoint.keep_last=60",
+    "checkpoint.interval=adaptive", "checkpoint.min_seconds=0.05", "layout.workers=2",
+    "checkpoint.node_mtbf_hours=0.01", "cluster.threads_per_worker=1",
+)  # fmt: skip
+
+
+def test_a_kill_is_remembered_over_the_restart_and_over_a_new_session(tmp_path: Path) -> None:
+    path, folder = write_run_file(tmp_path), tmp_path / "run"
+    assert within("data", "prepare", path).code == 0
+    pids: dict[int, int] = {}
+    decided: set[int] = set()  # generations that have said how often they save
+    killed = threading.Event()
+
+    def first(record: Record) -> bool:
+        event = record.event
+        if isinstance(event, WorkerStarted):
+            pids[event.rank] = event.pid
+        elif isinstance(event, SaveInterval):
+            decided.add(record.generation)
+        elif isinstance(event, StepDone) and event.step >= 20 and 1 in decided:
+            if not killed.is_set():
+                killed.set()
+                os.kill(pids[1], signal.SIGKILL)
+            return record.generation == 2 and 2 in decided
+        return False
+
+    saved: list[int] = []  # steps, by time: nobody asked for them, and the run did not end there
+
+    def second(record: Record) -> bool:
+        if record.generation == 3 and isinstance(record.event, CheckpointCommitted):
+            saved.append(record.event.step)
+        return len(saved) == 2
+
+    for until in (first, second):
+        assert _until(path, folder, until) == 0
+
+    records = read(FolderStore(folder))
+    assert sum(isinstance(record.event, WorkerLost) for record in records) == 1
+    told: dict[int, list[str]] = {}
+    for record in records:
+        if isinstance(record.event, SaveInterval):
+            assert record.writer == "rank0"
+            assert record.event.tier == 2
+            assert record.event.seconds >= 0.05
+            told.setdefault(record.generation, []).append(record.event.reason)
+    assert "(no failure in " in told[1][0]
+    assert all("(1 failure in " in reason for number in (2, 3) for reason in told[number])
+    assert len(saved) >= 2
+
+
+def _until(path: Path, folder: Path, leaves: Callable[[Record], bool]) -> int:
+    """A session that is told to leave once `leaves` says so of a record; its exit code."""
+    process = start("train", path, f"folder={folder}", *SETTINGS)
+    done = threading.Event()
+    collector = threading.Thread(target=lambda: (process.communicate(timeout=200), done.set()))
+    collector.start()
+    told = False
+    for record in _records(folder, done):
+        if not told and leaves(record):
+            told = True
+            process.terminate()
+    collector.join(200)
+    assert told
+    return int(process.returncode)
+
+
+def _records(folder: Path, done: threading.Event) -> Iterator[Record]:
+    for batch in follow(FolderStore(folder), poll=0.05, stop=done):
+        yield from batch

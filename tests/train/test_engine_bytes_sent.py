@@ -1,0 +1,114 @@
+"""What a whole engine sends in one step, by kind, against the formulas of the literature.
+
+Each replica computes one microbatch, so one piece: k = 1 in the reducer's formula. All counts are
+in elements of float32, per rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from holdfast.config.run import RunConfig
+from holdfast.core.sharding.parameters import decoder_parameters
+from holdfast.parallel.comm.comm_stats import Traffic
+from holdfast.parallel.process_groups import connect
+from holdfast.train.build import build_engine
+from tests.support.layouts import VOCABULARY, case, config_of, topology_of
+from tests.support.ranks import RankContext, rank_values
+from tests.support.tiny_training import CPU, LENGTH, feed
+
+SAMPLES, BYTES = 4, 4  # of a microbatch; of an element
+
+
+def _config(name: str, microbatches: int) -> RunConfig:
+    """Matrices of even rows, wide enough that what FSDP2 pads (norms) is below 2 %."""
+    of = case(name)
+    wide = {
+        "model__dim": 64, "model__ffn_dim": 160, "model__tied_embeddings": False,
+        "train__batch_size": SAMPLES * microbatches * len(of.replicas),
+        "train__precision": "fp32",
+    }  # fmt: skip
+    return config_of({**of.changes, **wide})
+
+
+def _sent(rank: RankContext, name: str, microbatches: int) -> dict[str, float]:
+    """Elements that one step of this rank sends, by kind; small exchanges left aside."""
+    config, traffic = _config(name, microbatches), Traffic()
+    topology = topology_of(case(name), config)
+    groups = connect(topology, rank.rank, rank.store(), CPU, seconds=60.0, traffic=traffic)
+    made = build_engine(config, groups, CPU)
+    made.initialise(config.seed)
+    part, parts = groups.coordinate.dp_shard, groups.degree("dp_shard")
+    for step in (1, 2):  # the first one may send what is only needed once
+        traffic.reset()
+        share = made.begin(step)
+        assert len(share) == microbatches
+        made.compute([feed(step, leaf, SAMPLES, part, parts, VOCABULARY) for leaf in share])
+        made.apply(made.reduce())
+    sent = traffic.bytes
+    made.close()
+    assert sent.pop("control", 0) < 2000
+    return {kind: count / BYTES for kind, count in sent.items()}
+
+
+def _sizes(name: str) -> tuple[int, int]:
+    """(elements of the model, of these outside of the blocks)."""
+    rows = decoder_parameters(_config(name, 1).model)
+    sizes: dict[str, int] = {}
+    for row in rows:
+        size = 1
+        for length in row.shape:
+            size *= length
+        sizes[row.name] = size
+    ends = sum(size for key, size in sizes.items() if not key.startswith("layers."))
+    return sum(sizes.values()), ends
+
+
+def _about(**kinds: float) -> Any:
+    return pytest.approx(kinds, rel=0.02)
+
+
+def test_replicas_send_k_plus_1_parts_of_the_gradient_dp2() -> None:
+    """(k + 1)(n - 1)/n of the gradient with k = 1 piece and n = 2 replicas."""
+    model, _ = _sizes("dp2")
+    for sent in rank_values(_sent, 2, {"name": "dp2", "microbatches": 1}):
+        assert sent == _about(reduce=2 * model / 2)
+
+
+def test_zero1_reduces_to_the_owner_and_gathers_the_parameters_dpshard2() -> None:
+    """Rajbhandari et al., 2020, section 7.1: one reduce-scatter, one all-gather."""
+    model, _ = _sizes("zero1.2")
+    for sent in rank_values(_sent, 2, {"name": "zero1.2", "microbatches": 1}):
+        assert sent == _about(reduce=model / 2, gather=model / 2)
+
+
+@pytest.mark.parametrize(("name", "gathers"), [("zero2.2", 1), ("shard2", 2)])
+def test_sharded_parameters_send_what_the_paper_says_dpshard2(name: str, gathers: int) -> None:
+    """Rajbhandari et al., 2020, section 7: stage 3 gathers a second time, in the backward; of
+    that the last unit, all outside of the blocks, is spared: it begins where the forward ended."""
+    model, ends = _sizes(name)
+    for sent in rank_values(_sent, 2, {"name": name, "microbatches": 1}):
+        spared = ends if gathers == 2 else 0
+        assert sent == _about(scatter=model / 2, gather=(gathers * model - spared) / 2)
+
+
+@pytest.mark.parametrize("name", ["tp2", "plain.tp2"])
+def test_tensor_parallelism_sends_two_sums_per_region(name: str) -> None:
+    """The formula of `parallel/tensor_parallel.py`, n = 2, with the embedding and the head here."""
+    config, tokens = _config(name, 1), SAMPLES * LENGTH
+    sums = 8 * config.model.layers + 2 + 2
+    formula = tokens * config.model.dim * sums / 2 + 2 * tokens
+    for sent in rank_values(_sent, 2, {"name": name, "microbatches": 1}):
+        assert sent["tp"] == pytest.approx(formula, rel=0.02)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_pipeline_sends_activations_one_way_and_their_gradients_the_other_pp2(
+    microbatches: int,
+) -> None:
+    """[B, S, D] of each microbatch leaves the first stage, its gradient the last one."""
+    activation = SAMPLES * LENGTH * _config("pp2", 1).model.dim
+    for sent in rank_values(_sent, 2, {"name": "pp2", "microbatches": microbatches}):
+        assert sent == _about(pp=microbatches * activation)
