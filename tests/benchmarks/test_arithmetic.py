@@ -118,6 +118,7 @@ def test_the_run_file_for_one_gpu_asks_for_what_is_measured() -> None:
     assert (config.train.compile, config.device, config.layout.workers) == (True, "auto", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cases", "count"), [(["4 MB"], 4), pytest.param([], 4 + 2, marks=pytest.mark.slow)]
 )

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from xml.dom import minidom
 
+import pytest
 from benchmarks.interval import COSTS, Job, drawing, jobs, measure, shown, summary
 
 from holdfast.simulate import synthetic
@@ -31,6 +32,7 @@ def test_too_few_failures_are_not_judged() -> None:
     assert measure(Job(synthetic.spot_pool(1, days=0.1), 2, 2, 60.0, 5400.0)) == []
 
 
+@pytest.mark.slow
 def test_without_data_it_says_what_is_missing() -> None:
     found = subprocess.run(
         [sys.executable, "-m", "benchmarks.interval", "--phases", "2", "--only", "Poisson"],

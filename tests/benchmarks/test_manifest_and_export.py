@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from benchmarks.manifest import measure
 
 from holdfast.config.model import ModelConfig
@@ -21,6 +22,7 @@ def test_the_manifest_is_measured() -> None:
     assert found["commit_object_bytes"] > 1000  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_exports_are_measured(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.export", "--megabytes", "4",
                "--shard-megabytes", "2", "--folder", str(tmp_path)]  # fmt: skip

@@ -60,6 +60,7 @@ def test_bubble_pp4_uneven_stages() -> None:
     assert found.bubble.index(min(found.bubble)) == 1
 
 
+@pytest.mark.slow
 def test_bubble_split_backward_on_virtual_stages() -> None:
     """Its bubble is a thirteenth, so that a tenth of it would be two milliseconds a rank."""
     schedule, durations = from_csv(SPLIT_V, "v"), Durations.even(4, 0.04, 0.08)

@@ -38,7 +38,9 @@ def campaign(*arguments: str | int, deadline: float = 120) -> list[dict[str, str
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, PARTS))]
+)
 def test_five_hundred_cases(part: int) -> None:
     """Every one restores the newest good checkpoint, or was built with none left and says so."""
     seen = campaign("--seed", 1, "--cases", 500, "--part", f"{part}/{PARTS}", "--skip", *BUCKET,
@@ -87,6 +89,7 @@ def test_another_machines_memory_at_length(name: str) -> None:
     assert "nothing" not in {case["verdict"] for case in seen}
 
 
+@pytest.mark.slow
 def test_a_bucket_over_real_http() -> None:
     """One of each kind, in which nothing is silently wrong; `make rotten` does more."""
     seen = campaign("--seed", 2, "--cases", 1, "--only", *BUCKET)
@@ -117,6 +120,7 @@ def test_another_five_hundred(seed: int) -> None:
     assert "nothing" not in {case["verdict"] for case in seen}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "count"),
     [(0, 10), (10, 10), (20, 10), (30, 10), pytest.param(40, 10, marks=pytest.mark.slow)],

@@ -334,6 +334,7 @@ def test_a_full_disk_during_prepare_then_room(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_full_disk_for_the_run_folder_then_room(trained: Trained, tmp_path: Path) -> None:
     disk = tmp_path / "disk"

@@ -46,6 +46,7 @@ def test_a_trace_is_written_alone(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_without_a_traced_step_says_how_to_get_one(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
     assert apart("train", run_file, "train.steps=2", "layout.workers=1", deadline=120).code == 0

@@ -254,6 +254,7 @@ sys.exit(run.main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reach", [os.killpg, os.kill], ids=["both", "the script alone"])
 def test_ctrl_c_while_a_command_trains_ends_in_a_sentence_and_leaves_nobody(
     tmp_path: Path, reach: Callable[[int, int], None]

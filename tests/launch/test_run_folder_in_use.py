@@ -48,6 +48,7 @@ def _saves_on(folder: Path) -> None:
     wait_until(lambda: step_of(listing(FolderStore(folder))[0]) > newest, DEADLINE, "a save")
 
 
+@pytest.mark.slow
 def test_fresh_takes_no_folder_that_other_nodes_train_in(run_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with nodes_of(run_file, folder, *SETTINGS) as nodes:
@@ -80,6 +81,7 @@ def test_of_two_starts_in_one_moment_with_other_settings_one_begins_the_folder(
     describe(folder, two[0], machine, tmp_path, "v1")
 
 
+@pytest.mark.slow
 def test_two_nodes_with_fresh_begin_one_run_beside_an_old_folder(
     run_file: Path, tmp_path: Path
 ) -> None:
@@ -268,6 +270,7 @@ def test_a_node_beside_a_run_of_one_node_is_refused_before_it_writes(
         assert nodes.end() == {"alone": 0}, nodes.story()
 
 
+@pytest.mark.slow
 def test_of_two_agents_of_one_name_the_older_ends_with_a_sentence(
     run_file: Path, tmp_path: Path
 ) -> None:
@@ -302,6 +305,7 @@ def test_a_node_whose_name_is_too_long_makes_no_folder(
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_notice_names_each_node_once_and_knows_who_is_there(
     run_file: Path, tmp_path: Path
 ) -> None:

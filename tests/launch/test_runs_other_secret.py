@@ -57,6 +57,7 @@ def agent(secret: Secret) -> Iterator[str]:
     assert ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", ["none", "of another run", "in the folder"])
 def test_a_trainer_is_found_whatever_secret_the_shell_names(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -403,6 +403,7 @@ def test_tensor_ranks_that_fsdp_shards_further(rank: RankContext) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_compiled_blocks_compute_the_same(rank: RankContext) -> None:
     rank.init_torch_world()

@@ -103,6 +103,7 @@ def test_random_failures_lose_what_dalys_formula_says(cost: float) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mtbf", [300.0, 6 * 3600.0])
 def test_the_adaptive_policy_is_within_five_per_cent_on_random_failures(mtbf: float) -> None:
     found = spells(synthetic.poisson(2, mtbf=mtbf, failures=1200), 4)

@@ -23,6 +23,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_device_that_errs_bad_data_and_a_jump_of_the_loss(tmp_path: Path) -> None:
     run_file = prepared(tmp_path)
     undisturbed = losses_of_one_worker(run_file, *SETTINGS)

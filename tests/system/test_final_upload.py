@@ -89,6 +89,7 @@ def test_a_run_has_not_ended_before_its_last_checkpoint_is_in_the_bucket(
     assert step_of(listing(open_store(where))[0]) == 6
 
 
+@pytest.mark.slow
 def test_a_bucket_that_takes_nothing_any_more_is_not_waited_for_without_end(
     tmp_path: Path, proxy: Proxy
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_bucket_that_takes_nothing_any_more_is_not_waited_for_without_end(
     assert _kinds(folder) == [RunStopped]
 
 
+@pytest.mark.slow
 def test_a_run_that_leaves_says_so_before_it_waits_and_waits_no_longer_than_it_has(
     tmp_path: Path, proxy: Proxy
 ) -> None:

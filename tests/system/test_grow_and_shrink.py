@@ -25,7 +25,7 @@ SETTINGS = (
 NODES = ("cluster.min_nodes=2", "cluster.gather_seconds=3", "layout.workers=6")
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp"])
+@pytest.mark.parametrize("axis", ["tp", pytest.param("pp", marks=pytest.mark.slow)])
 def test_two_nodes_become_five_and_then_three(
     axis: str, run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:

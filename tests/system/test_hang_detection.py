@@ -83,6 +83,7 @@ def _in_time(run: Nodes, begun: float, rank: int) -> None:
     assert started - begun <= FIVE * (3 * normal + 1.0), run.story()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", ["ab", "a"])
 def test_a_worker_that_is_stopped_is_named_and_killed(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path, nodes: str
@@ -104,6 +105,7 @@ def test_a_worker_that_is_stopped_is_named_and_killed(
         assert run.losses() == undisturbed, run.story()
 
 
+@pytest.mark.slow
 def test_a_node_that_is_stopped_is_done_without_and_joins_again_when_it_wakes(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
@@ -159,6 +161,7 @@ def test_a_worker_that_hangs_is_named_wherever_it_does(
         assert run.losses() == undisturbed, run.story()
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_inside_a_replica_is_named_and_not_its_partner(
     run_file: Path, tmp_path: Path
 ) -> None:
@@ -177,6 +180,7 @@ def test_a_worker_that_hangs_inside_a_replica_is_named_and_not_its_partner(
         assert [e.noticed_by for e in lost] == ["behind", "behind"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_while_all_are_to_end_their_step_is_named(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
@@ -198,6 +202,7 @@ def test_a_worker_that_hangs_while_all_are_to_end_their_step_is_named(
         assert run.losses() == undisturbed, run.story()
 
 
+@pytest.mark.slow
 def test_a_worker_whose_state_is_not_that_of_the_others_takes_theirs(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:

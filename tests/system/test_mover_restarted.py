@@ -28,6 +28,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_mover_that_cannot_be_started_at_once_is_started_later(
     workers: int, tmp_path: Path

@@ -40,6 +40,7 @@ def _three(run_file: Path, folder: Path) -> Iterator[tuple[Network, Nodes]]:
         yield network, nodes
 
 
+@pytest.mark.slow
 def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(
         assert "none missing, none twice" in audit.out
 
 
+@pytest.mark.slow
 def test_two_that_do_not_reach_each_other_are_not_in_one_generation(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:

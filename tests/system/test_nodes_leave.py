@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from holdfast.checkpoint.restore.catalog import listing, step_of
 from holdfast.events import GenerationStarted, NoticeReceived, RunStopped, StepDone
 from holdfast.wire.store.run_store import FolderStore
@@ -22,6 +24,7 @@ def _stops(nodes: Nodes) -> list[str]:
     return [event.reason for event in nodes.events(RunStopped)]
 
 
+@pytest.mark.slow
 def test_too_few_nodes_save_what_they_hold_and_leave(run_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with nodes_of(run_file, folder, *SETTINGS, *LEAVE) as nodes:
@@ -90,6 +93,7 @@ def test_a_run_of_one_node_takes_in_no_other(run_file: Path, tmp_path: Path) -> 
         assert nodes.end() == {"alone": 0}, nodes.story()
 
 
+@pytest.mark.slow
 def test_all_nodes_are_told_to_go_at_once_and_save_before_that(
     run_file: Path, tmp_path: Path
 ) -> None:

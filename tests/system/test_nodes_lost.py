@@ -76,6 +76,7 @@ def test_nodes_are_killed_and_the_others_go_on(
         _same_run(nodes, undisturbed)
 
 
+@pytest.mark.slow
 def test_too_few_nodes_wait_with_what_they_hold(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
 ) -> None:
@@ -121,6 +122,7 @@ def test_all_nodes_are_lost_and_the_newest_checkpoint_is_rotten(
         _same_run(nodes, undisturbed)
 
 
+@pytest.mark.slow
 def test_nodes_that_are_told_to_go_leave_and_the_others_go_on(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
 ) -> None:

@@ -7,6 +7,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from holdfast.events import GenerationStarted, RunFailed, StepDone, StopRequested, WorkerLost
 from holdfast.report import history
 from tests.support.trainer_process import Trainer, training
@@ -58,6 +60,7 @@ def test_whoever_waits_alone_for_others_can_be_stopped(tmp_path: Path) -> None:
     assert len(one.events(GenerationStarted)) == 2  # the second one saved
 
 
+@pytest.mark.slow
 def test_a_run_that_is_taken_up_again_tells_of_no_loss_in_a_generation_before_all(
     tmp_path: Path,
 ) -> None:

@@ -24,6 +24,7 @@ def _checksums(store: RunStore, key: str) -> list[tuple[str, ...]]:
     return [writer.blob.checksums for writer in Checkpoint.open(store, key).commit.writers]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_bucket_when_its_folder_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

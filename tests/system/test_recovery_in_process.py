@@ -188,6 +188,7 @@ def _same_bits(folder: Path, alone: Path) -> None:
         assert np.array_equal(value, other[name]), name
 
 
+@pytest.mark.slow
 def test_of_four_replicas_whoever_is_not_hit_stays(run_file: Path, alone: Path) -> None:
     """Rank 0 is lost; then two at once; then the template, and the mover. (Nobody joins them: what
     follows then is in test_rung0.)"""

@@ -33,6 +33,7 @@ def stage(tmp_path: Path) -> Iterator[str]:
         yield address
 
 
+@pytest.mark.slow
 def test_a_run_whose_mover_is_killed_goes_on_from_the_staging_machine(
     tmp_path: Path, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

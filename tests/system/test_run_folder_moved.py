@@ -45,6 +45,7 @@ def _point(link: Path, target: str) -> None:
     os.replace(new, link)
 
 
+@pytest.mark.slow
 def test_a_folder_that_was_moved_is_waited_for_and_then_all_leave(
     run_file: Path, tmp_path: Path
 ) -> None:
@@ -67,6 +68,7 @@ def test_a_folder_that_was_moved_is_waited_for_and_then_all_leave(
         assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_who_is_told_to_go_does_not_wait_for_a_folder_that_was_moved(
     run_file: Path, tmp_path: Path
 ) -> None:

@@ -119,6 +119,7 @@ def test_one_node_trains_on_while_its_folder_is_not_mounted(tmp_path: Path, disk
     assert "Traceback" not in one.said
 
 
+@pytest.mark.slow
 def test_a_loss_while_the_folder_is_not_mounted_waits_for_it(tmp_path: Path, disk: Disk) -> None:
     with training(disk.point, ENDLESS, "layout.workers=1") as one:
         one.wait_step(2, 1)
@@ -137,6 +138,7 @@ def test_a_loss_while_the_folder_is_not_mounted_waits_for_it(tmp_path: Path, dis
     assert "generation 2 cannot be made yet: the run folder is out of reach" in one.said
 
 
+@pytest.mark.slow
 def test_no_mover_takes_what_lies_under_a_folder_that_is_not_mounted_for_it(
     tmp_path: Path, disk: Disk
 ) -> None:
@@ -158,6 +160,7 @@ def test_no_mover_takes_what_lies_under_a_folder_that_is_not_mounted_for_it(
     assert one.said.count("cannot be made yet: the run folder is out of reach") == 1
 
 
+@pytest.mark.slow
 def test_two_nodes_keep_their_leader_while_their_folder_is_not_mounted(
     tmp_path: Path, disk: Disk
 ) -> None:
@@ -203,6 +206,7 @@ class Hanging(Trainer):
         time.sleep(1.5)  # until it has looked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seconds", "again", "code"), [(3.0, False, 0), (60.0, True, LEFT_AT_ONCE)]
 )

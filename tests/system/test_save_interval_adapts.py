@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
+
 from holdfast.events import (
     CheckpointCommitted,
     Record,
@@ -27,6 +29,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_kill_is_remembered_over_the_restart_and_over_a_new_session(tmp_path: Path) -> None:
     path, folder = write_run_file(tmp_path), tmp_path / "run"
     assert within("data", "prepare", path).code == 0

@@ -49,6 +49,7 @@ def end(process: subprocess.Popen[str]) -> Outcome:
     return Outcome(process.returncode, out, err)
 
 
+@pytest.mark.slow
 def test_two_trainers_ctrl_c_and_fresh(running: tuple[Path, subprocess.Popen[str]]) -> None:
     run_file, process = running
     folder = run_file.parent / "run"
@@ -74,6 +75,7 @@ def test_two_trainers_ctrl_c_and_fresh(running: tuple[Path, subprocess.Popen[str
     assert json.loads((folder / "resolved.json").read_text())["config"]["train"]["steps"] == 6
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_may_remove_what_is_read(tmp_path: Path) -> None:
     """Retention is as quick as it can be: each save removes the checkpoint before it."""
     run_file = write_run_file(tmp_path)
@@ -99,6 +101,7 @@ def test_a_run_that_goes_on_may_remove_what_is_read(tmp_path: Path) -> None:
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_is_missed(running: tuple[Path, subprocess.Popen[str]]) -> None:
     """`watch` does not wait for the dead, and `report` does not call them running."""
     run_file, process = running

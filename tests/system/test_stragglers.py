@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from holdfast.elastic.protocol.fault_orders import Armoury
 from holdfast.events import BatchFed, GenerationStarted, WorkerLost, WorkerPaced, WorkerStarted
 from tests.support.commands import within
@@ -18,6 +20,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_slow_worker_gets_fewer_microbatches_of_the_same_steps(tmp_path: Path) -> None:
     run_file = prepared(tmp_path / "run-file")
     undisturbed = losses_of_one_worker(run_file, *SETTINGS)

@@ -171,6 +171,7 @@ def test_a_nan_born_in_the_backward_is_named_by_its_first_gradient() -> None:
     assert math.isnan(made._gradients.squares())
 
 
+@pytest.mark.slow
 def test_a_nan_inside_compiled_blocks_is_named_all_the_same() -> None:
     made = engine(tiny(), 0, torch.distributed.HashStore())
     for index in range(2):

@@ -61,6 +61,11 @@ LAYOUTS = {
 }  # fmt: skip
 """Every kind of layout (the names are those of `tests/support/layouts.py`), and the other one that
 it becomes."""
+EACH_AXIS = (
+    "dp2", "shard2", "tp2", "pp2", "pp2-dp2-tp2", "tp2+one", "pp2-shard2+tp2", "zero1.2-dp2",
+    "plain.tp2-shard2", "untied.pp2-tp2", "qknorm.tp4",
+)  # fmt: skip
+"""Each axis, one product, unlike replicas and each kind of model; the campaign takes all."""
 
 
 def world(name: str, generation: int, ranks: Sequence[int] | None = None) -> Topology:
@@ -168,7 +173,10 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("states")
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in EACH_AXIS else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
+)
 def test_rebuild(name: str, states: Path, tmp_path: Path) -> None:
     size = case(name).world_size
     name, other = of_one_model(name, LAYOUTS[name])
@@ -331,6 +339,7 @@ def _settled(bound: LeftBehind, seconds: float = 10.0) -> LeftBehind:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cycle",
     [

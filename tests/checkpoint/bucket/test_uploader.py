@@ -110,6 +110,7 @@ def _stored(where: str, part_of_key: str) -> list[str]:
     return [key for key in (*store.list("data/"), *store.list("parts/")) if part_of_key in key]
 
 
+@pytest.mark.slow
 def test_what_an_abandoned_copy_left_in_the_bucket_goes_also_when_that_fails_at_first(
     start: Start, proxy: Proxy
 ) -> None:
@@ -268,6 +269,7 @@ def test_a_mover_whose_run_store_is_the_bucket(start: Start) -> None:
     assert_holds(found, 3)
 
 
+@pytest.mark.slow
 def test_an_upload_that_is_tried_again_reads_nothing_back(start: Start, proxy: Proxy) -> None:
     """A large blob that has arrived is known by the checksum that lies beside it."""
     table = (TensorSpec("model.embed.weight", "F32", (3000, 1000), 0),)

@@ -212,6 +212,7 @@ def test_a_receiver_that_is_told_to_end_does_so_in_the_middle_of_a_pull(start: S
     assert keeper.process.wait(10) == 0
 
 
+@pytest.mark.slow
 def test_a_receiver_that_is_killed_costs_a_copy_and_nothing_else(start: Start) -> None:
     """The owner goes on capturing, says so once, and sends to the new one when it is there."""
     keeper = start(name="keeper", port=free_port())

@@ -212,6 +212,7 @@ def test_the_worker_that_hangs_is_named_and_the_run_goes_on(tmp_path: Path) -> N
     assert [e.reason for e in trainer.events(GenerationStarted)] == ["start", "hang"]
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
     plan = ENDLESS | {"hang": {"generation": 1, "rank": 0, "step": 3}}
     overrides = ("layout.workers=2", "cluster.compare=false")
@@ -227,6 +228,7 @@ def test_a_second_ctrl_c_leaves_at_once(tmp_path: Path) -> None:
     assert trainer.events(RunStopped) == []
 
 
+@pytest.mark.slow
 def test_a_crash_that_comes_back_is_given_up(tmp_path: Path) -> None:
     plan = {"steps": 4, "crash": {"generation": 0, "rank": 1, "step": 2}}
     overrides = ("layout.workers=2", "cluster.max_restarts_without_progress=2")
@@ -267,6 +269,7 @@ def test_what_is_not_finite_stops_the_run_and_is_named(tmp_path: Path) -> None:
     assert len(trainer.events(GenerationStarted)) == 1
 
 
+@pytest.mark.slow
 def test_a_stopped_trainer_is_succeeded_and_leaves_when_it_wakes(tmp_path: Path) -> None:
     with training(tmp_path / "run", ENDLESS, "layout.workers=1") as old:
         old.wait_step(2, 1)

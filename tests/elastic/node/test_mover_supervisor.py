@@ -122,6 +122,7 @@ async def _ended(folder: Path) -> None:
         os.close(end)
 
 
+@pytest.mark.slow
 def test_a_mover_that_dies_again_and_again_is_replaced_in_the_end(tmp_path: Path) -> None:
     """Killed at any moment of its start: as soon as its process is there, while it is told of the
     generation, when it has been. Whichever is the last, the next one serves."""

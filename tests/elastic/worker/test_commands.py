@@ -319,6 +319,7 @@ def test_who_waits_elsewhere_is_not_stuck() -> None:
     assert found == [False]
 
 
+@pytest.mark.slow
 def test_who_computes_is_not_stuck() -> None:
     assert _found_in_a_backward() == [False]
 
@@ -349,6 +350,7 @@ def test_who_waits_for_a_rank_that_hangs_says_so_and_the_other_does_not(rank: Ra
     assert said == [False, False], "it computes"
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_who_was_stopped_for_a_while_is_not_stuck(rank: RankContext) -> None:
     """It has used no processor, and stands where it stood, as whoever waits in vain."""

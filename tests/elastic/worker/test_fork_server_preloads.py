@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SMALL = {"torch.utils._device", "torch.profiler._cupti_monitor"}
 """A hundred lines each, of torch's own, at the first use of something."""
 SYMBOLS, COMPILER, FSDP = "sympy", "torch._dynamo", "torch.distributed.fsdp"
@@ -24,6 +26,7 @@ LAYOUTS: dict[str, list[str]] = {
 """And what of the heavy ones a template has for them."""
 
 
+@pytest.mark.slow
 def test_workers_import_nothing_that_their_template_could(tmp_path: Path) -> None:
     names = [f"shallow.{name}" for name in LAYOUTS]
     command = [sys.executable, "-m", "tests.support.preloaded_steps", str(tmp_path), *names]

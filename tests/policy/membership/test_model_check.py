@@ -179,6 +179,7 @@ def _with(module: ModuleType, function: str, old: str, new: str) -> Carried:
     return Carried(member=broken) if module is transitions else Carried(succeed=broken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_broken_machine_is_found_out(name: str) -> None:
     wrong, *mutant = MUTANTS[name]
@@ -187,6 +188,7 @@ def test_a_broken_machine_is_found_out(name: str) -> None:
         _check(search(model, [model.cold(faults=0), model.training(faults=1)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDING)
 def test_a_broken_machine_is_found_out_when_a_cut_heals(name: str) -> None:
     model = Model(_with(*ENDING[name]), eager=True, kinds=("cut",))
