@@ -54,6 +54,7 @@ test: lint pytest
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python tools/prose.py
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
