@@ -57,7 +57,8 @@ class Child:
         with suppress(ProcessLookupError):
             self.process.terminate()
         try:
-            await asyncio.wait_for(self.process.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self.process.wait()
         except TimeoutError:
             with suppress(ProcessLookupError):
                 self.process.kill()

@@ -31,6 +31,7 @@ from holdfast.elastic.protocol.worker_spec import WorkerBoot
 from holdfast.errors import HoldfastError
 from holdfast.policy.recovery.survivors import Held
 from holdfast.wire.secret import Secret
+from holdfast.wire.waiting import wait_event
 
 CLEAR_SECONDS = 20.0
 """How long killed processes are waited for."""
@@ -227,8 +228,7 @@ class Host:
                 heard = "stop" if process.heard else "answer"
                 process.why = f"did not {heard} within {limit:g} s of being told to"
                 return
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.changed.wait(), left)
+            await wait_event(process.changed, left)
 
     def kill(self, pid: int, why: str = "") -> None:
         """End one worker that makes no progress."""
@@ -361,7 +361,8 @@ async def _ended(processes: Iterable[Process]) -> None:
             await process.changed.wait()
 
     with suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.gather(*map(one, processes)), CLEAR_SECONDS)
+        async with asyncio.timeout(CLEAR_SECONDS):
+            await asyncio.gather(*map(one, processes))
 
 
 def _looked_at(task: asyncio.Task[None]) -> None:
