@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.elastic.node.children import Template
+from holdfast.elastic.node.children import ChildFailedError, Template
 from holdfast.elastic.node.mover_supervisor import MoverLink
 from holdfast.elastic.node.worker_process import STANDBY, Desk, Process
 from holdfast.elastic.protocol.worker_spec import WorkerBoot
@@ -87,14 +87,16 @@ class Host:
         *,
         mover_gone: Callable[[], None],
         template_gone: Callable[[], None],
+        say: Callable[[str], None],
     ) -> None:
         """`folder` gets the logs, `entry` is a worker's main function, `preloads` are modules that
         it needs besides, and the lifeline ends every child. mover_gone, template_gone: called when
-        one has ended."""
+        one has ended. say: gets a sentence for the log."""
         self.mover = mover
         self._folder, self._secret, self._lifeline = folder, secret, lifeline
         self._entry, self._preloads = entry, preloads
         self._news, self._mover_gone, self._told_gone = news, mover_gone, template_gone
+        self._say = say
         self._template: Template | None = None
         self._starting: asyncio.Task[None] | None = None
         self.noticed: Callable[[], None] = lambda: None
@@ -195,7 +197,12 @@ class Host:
         if self._template is None or not self._template.alive:
             asyncio.get_running_loop().call_soon(self._bury)
         else:
-            await self._template.fork(boot, self._secret)
+            try:
+                await self._template.fork(boot, self._secret)
+            except Exception:  # the next one that is forked is another
+                with suppress(ValueError):
+                    self._pending.remove(process)
+                raise
         return process
 
     # --- ending ---------------------------------------------------------------------------------
@@ -268,9 +275,19 @@ class Host:
     def _mend(self) -> asyncio.Task[None]:
         """A template that is alive and ready, at once or behind what is done now."""
         if self._starting is None or (self._starting.done() and not self.can_fork):
-            self._starting = asyncio.create_task(self._start_template())
+            self._starting = asyncio.create_task(self._try_template())
             self._starting.add_done_callback(_looked_at)
         return self._starting
+
+    async def _try_template(self) -> None:
+        """Whatever goes wrong is a failed start to whoever waits for it."""
+        try:
+            await self._start_template()
+        except HoldfastError:
+            raise
+        except Exception as error:
+            self._say(f"a fault of this node's agent, which starts its template: {error!r}")
+            raise ChildFailedError(f"the template did not start: {error!r}") from error
 
     async def _start_template(self) -> None:
         if self._template is not None:
@@ -367,5 +384,5 @@ async def _ended(processes: Iterable[Process]) -> None:
 
 def _looked_at(task: asyncio.Task[None]) -> None:
     """A template that does not start is told to whoever waits for it; nobody may be waiting."""
-    if not task.cancelled() and isinstance(task.exception(), HoldfastError):
-        return
+    if not task.cancelled():
+        task.exception()
