@@ -320,3 +320,27 @@ def test_a_validation_that_broke_off_is_done_by_those_who_go_on(
     found = rank_values(_broken_off, 2, {"config": config, "where": where, "left": left})
     told = sorted(tuple(each) for value in found for each in value)
     assert told == [(step, loss) for step, loss, *_ in alone["evaluated"]]
+
+
+def _ignored(rank: RankContext, config: dict[str, Any], pp: int) -> list[Any]:
+    run_file = RunConfig.model_validate(config)
+    data = batches(make(run_file.data), run_file.data, run_file.seed, **_train_values(run_file))
+    layout = Layout(pp=2, stages=(1, 1)) if pp == 2 else Layout(dp_replicate=2)
+    topology = place(layout, 1, ("node",) * rank.world_size)
+    session = build(run_file, data, topology, rank.rank, rank.store("few"), CPU, seconds=60)
+    session.engine.initialise(run_file.seed)
+    world = World()
+    _run(session, rank.rank, world)
+    session.close()
+    return [[e.key, e.step] for e in world.events("setting_ignored")]
+
+
+def test_what_of_the_layout_is_not_followed_is_said_once(config: dict[str, Any]) -> None:
+    """One microbatch for two stages, and a tied embedding, which both of them add to."""
+    config = json.loads(json.dumps(config))
+    config["layout"] |= {"reduction": "fast"}
+    assert rank_values(_ignored, 2, {"config": config, "pp": 1}) == [[], []]
+    config["model"]["tied_embeddings"] = True
+    config["train"]["batch_size"] = 2
+    stages = rank_values(_ignored, 2, {"config": config, "pp": 2})
+    assert stages == [[["layout.reduction", 1], ["layout.schedule", 1]], []]

@@ -33,6 +33,7 @@ from holdfast.policy.saving.destinations import Into, due
 from holdfast.policy.saving.tiers import BUCKET, DISK, MEMORY, PEERS
 from holdfast.train.engine import StepEngine
 from holdfast.train.evaluate import Evaluator
+from holdfast.train.fallbacks import Fallbacks
 from holdfast.train.protocols import Feed, Membership, Reporter, Saver, StepBatch
 from holdfast.train.replica_check import Checksums, odd_ranks
 from holdfast.train.save_cadence import Cadence, Known
@@ -139,6 +140,7 @@ class _Loop:
         self.cadence = Cadence(config.checkpoint, known, nodes, clock())
         self.durations = durations
         self.retry = retry
+        self.fallbacks = Fallbacks(config, engine.groups.topology, reporter.emit)
         judges = rank == 0 and config.cluster.loss_jumps == "roll_back"
         # An engine outlives generations, and this rank may have been 0 in the one before.
         engine.judge = self._judge if judges else lambda step, account: None
@@ -151,6 +153,8 @@ class _Loop:
             self.recorder.spans = []  # what a validation left is not of this step
         self.reporter.progress(step, "compute")
         self.engine.begin(step)
+        if self.rank == 0:
+            self.fallbacks.look(step, self.engine.dealt)
         self.engine.compute(batch.microbatches)
         watch.lap("compute")
         self.reporter.progress(step, "reduce")

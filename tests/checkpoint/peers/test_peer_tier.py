@@ -140,6 +140,18 @@ def test_three_nodes_keep_each_others_ranks_and_one_may_go(start: Start) -> None
     assert {(1, 1, 0), (1, 1, 2)} <= {tuple(x) for x in nodes["b"].do("memories", generation=2)}
 
 
+def test_the_first_copy_goes_to_the_stable_machine_and_not_to_the_other_replica(
+    start: Start,
+) -> None:
+    """A node that trains too lends its memory as well; it may go any time, the stable one stays."""
+    stage, other = start(name="stage"), start(name="b")
+    node = start(other, stage, name="a", stable="stage")
+    node.begin(place(Layout(dp_replicate=2), 1, ("a", "b")))
+    node.put(1, [0])
+    there = until(lambda: [n for n in ("stage", "b") if node.kept(n) == (1, 1)])
+    assert there == ["stage"]
+
+
 def test_connections_stay_open_from_step_to_step(start: Start) -> None:
     """One that the owner offers over, and one that the keeper reads over."""
     keeper = start(name="keeper")

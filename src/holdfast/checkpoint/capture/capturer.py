@@ -84,13 +84,10 @@ class Capturer:
         *,
         run: str,
         slots: int = 2,
-        part: int | None = None,
         let_go: bool = False,
     ) -> None:
         """Ask the mover for an arena and lay the views out.
 
-        part: the rank whose share is captured, where that is another one's, of which this rank
-        holds every box too (`policy.mirrors`): for memory alone.
         let_go: every capturer that this process had in older generations is closed, so that their
         memory may be used again.
         Raises CheckpointError when a tensor does not have the shape or dtype that the table and
@@ -98,7 +95,7 @@ class Capturer:
         """
         self.skipped = 0
         self._mover = mover
-        self._rank, self._mirror = (rank, False) if part is None else (part, True)
+        self._rank = rank
         self._run = digest(run)
         boxes = owned_boxes(topology, table, self._rank)
         self._placed = placed(boxes, table)
@@ -146,8 +143,7 @@ class Capturer:
 
     def unheard(self, steps: Sequence[int]) -> None:
         """Tell the mover of durable saves that the one before it had taken over."""
-        if not self._mirror:
-            self._mover.unheard(self._rank, steps)
+        self._mover.unheard(self._rank, steps)
 
     # --- copying ----------------------------------------------------------------------------
     def begin(self, step: int, wait: float = 0.0) -> Copy | Skipped:
@@ -265,8 +261,6 @@ class Capturer:
 
     def _told(self, step: int, reason: str) -> Skipped:
         """Others may have this step: their slots must not wait for this rank's part of it."""
-        if self._mirror:
-            return Skipped(step, reason)  # the owner has it: it is pulled from there
         with suppress(HoldfastError):
             self._mover.skipped(self._rank, step, reason)
         return Skipped(step, reason)

@@ -295,12 +295,6 @@ class Shelf:
         with self._lock:
             return sorted(name[2] for name in self._snapshots if name[:2] == (generation, step))
 
-    def own(self, generation: int, rank: int) -> dict[int, Part]:
-        """step -> the part of a rank that was captured on this node."""
-        with self._lock:
-            found = [s for s in self._snapshots.values() if s.own and s.part.rank == rank]
-        return {s.part.step: s.part for s in found if s.part.generation == generation and s.whole}
-
     def read_into(self, generation: int, step: int, rank: int, start: int, out: memoryview) -> None:
         """Fill `out` with bytes [start, start + len(out)) of the blob.
 

@@ -89,8 +89,6 @@ class PeerSettings:
     stable: str | None = None
     bytes_per_second: float = 0.0  # 0: no bound
     room: int = 0  # bytes of memory for others
-    mirror_seconds: float = 5.0
-    """How long a part is waited for that is captured here as well; then it is pulled."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

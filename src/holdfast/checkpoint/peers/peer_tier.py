@@ -48,7 +48,7 @@ class Peers:
         self._stop = stop
         self.address = settings.advertised(address_of(listening))
         self.refusals = refusals or Refusals(add)
-        self.keeper = Keeper(shelf, secret, settings.room, mirror_seconds=settings.mirror_seconds)
+        self.keeper = Keeper(shelf, secret, settings.room)
         self.server = PeerServer(
             listening, secret, shelf, self.keeper,
             Budget(settings.bytes_per_second, time.monotonic, stop.wait), run, settled=settled,

@@ -9,9 +9,6 @@ last: a pull that breaks off leaves a dirty slot, and the other one whole.
     offered -> pulling -> held
                   '-----> refused     (no room, wrong bytes, the offerer is gone): asked again later
 
-A part that this machine has captured itself, as the mirror of a rank elsewhere (`policy.mirrors`),
-is held without a byte of it being pulled, if the checksums are the same.
-
 What is never overwritten is the newest step that is complete here: of which every rank lies here
 that the offerers of its generation have announced. It goes with its generation, when the next one
 is complete in its turn, or when the next one finds no other room; its state is then in the memory
@@ -46,7 +43,6 @@ PULLS = 4
 """Ranks that are pulled at a time."""
 ANSWER_SECONDS = 10.0
 """An offer is answered within this time, be it with "pulling": the offerer asks again."""
-MIRROR_POLL = 0.02
 ATTEMPTS = 2
 """Reads of an extent whose bytes are not what the manifest says."""
 
@@ -91,11 +87,9 @@ class Keeper:
 
     def __init__(
         self, shelf: Shelf, secret: Secret, room: int,
-        clock: Callable[[], float] = time.monotonic, mirror_seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`room`: bytes that the memory files of others may take together. `mirror_seconds`: as in
-        `PeerSettings`."""
-        self._mirror_seconds = mirror_seconds
+        """`room`: bytes that the memory files of others may take together."""
         self._shelf, self._room, self._clock = shelf, room, clock
         self._lock = threading.Lock()
         self._memory: dict[tuple[int, int], MemoryFile] = {}  # (rank, capacity)
@@ -112,7 +106,6 @@ class Keeper:
         self.pulled = 0  # bytes that came over the network
         self.reused = 0  # bytes that lay here already
         self.refused = 0  # offers that ended without being held
-        self.apart = 0  # parts that were captured here too, so that nothing had to travel
 
     def offer(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
         """Answer an offer: `state` is "held", "pulling" (ask again), or "plan" (say who writes).
@@ -123,9 +116,6 @@ class Keeper:
         offered = _Offer.from_json(generation, body)
         if not self._opened(generation, body.get("plan")):
             return {"state": PLAN}
-        if self._mirrored(offered):
-            self.apart += 1
-            return {"state": HELD, "reused": offered.part.blob.size}
         with self._lock:
             self._ranks[generation] = self._ranks.get(generation, frozenset()) | offered.ranks
             if offered.name in self._names and self._on_shelf(offered.name):
@@ -138,26 +128,6 @@ class Keeper:
                 return {"state": PULLING}  # or another step's pull, whose end is told to its offer
             raise
         return self._held(offered.name) if self._on_shelf(offered.name) else {"state": PULLING}
-
-    def _mirrored(self, offered: _Offer) -> bool:
-        """Whether this machine has captured the same part itself; one that it mirrors and has not
-        handed over yet is waited for. Raises CorruptError when the bytes are not the same."""
-        generation, step, rank = offered.name
-        end = time.monotonic() + self._mirror_seconds
-        while True:
-            own = self._shelf.own(generation, rank)
-            found = own.get(step)
-            if found is not None:
-                if found.blob != offered.part.blob:  # its header, which lists the tensors, too
-                    raise CorruptError(
-                        f"{offered.part.blob.key}: what was captured here of the same state "
-                        f"differs: the replicas are not the same any more"
-                    )
-                return True
-            late = not own or max(own) > step or self._closed
-            if late or time.monotonic() > end:
-                return False
-            time.sleep(MIRROR_POLL)
 
     def _held(self, name: _Name) -> dict[str, Any]:
         return {"state": HELD, "reused": self._spared.get(name, 0)}
@@ -174,7 +144,7 @@ class Keeper:
             return {
                 "room": self._room, "used": sum(f.nbytes for f in files),
                 "snapshots": sorted(map(list, self._names)), "pulled": self.pulled,
-                "reused": self.reused, "refused": self.refused, "apart": self.apart,
+                "reused": self.reused, "refused": self.refused,
             }  # fmt: skip
 
     def close(self) -> None:

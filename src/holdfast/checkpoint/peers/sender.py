@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +32,7 @@ from holdfast.core.sharding.state_table import StateTable
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Event, PeerFailed, SettingIgnored, SnapshotKept
 from holdfast.layout import Topology
-from holdfast.policy.mirrors import mirror_of
-from holdfast.policy.placement import Machine, place_copies
+from holdfast.policy.placement import place_copies
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError
 
@@ -112,7 +111,6 @@ class Copies:
         self._here: dict[tuple[int, int], set[int]] = {}  # own ranks shelved, by step
         self._lines = {peer.name: _Line(peer) for peer in settings.peers}
         self._held: dict[str, tuple[str, ...]] = {}  # the placement in force
-        self._mirrors: dict[int, int | None] = {}  # rank -> the one that captures its part too
         self._warned: set[str] = set()
         self._over: list[ExitStack] = []  # pins that nobody needs: ended without our lock held
 
@@ -156,7 +154,6 @@ class Copies:
             if self._plan is not None and self._plan[0] == topology:
                 return  # said again
             self._plan = (topology, table)
-            self._mirrors = {}
             self._here = {}
             for line in self._lines.values():
                 if line.waiting is not None:
@@ -173,8 +170,6 @@ class Copies:
             if self._plan is None or self._plan[0].generation != generation or self._closed:
                 return
             ranks = self._own(rank)
-            if rank not in ranks:
-                return  # captured here as the mirror of another node's: that one offers it
             here = self._here.setdefault((generation, step), set())
             here.add(rank)
             if here != ranks:
@@ -213,11 +208,6 @@ class Copies:
         mine = name if name in nodes else nodes[rank]
         return {other for other, node in enumerate(nodes) if node == mine}
 
-    def _machines(self) -> dict[str, Machine]:
-        return {m.name: m for m in (self._settings.machine, *(
-            line.peer.machine for line in self._lines.values()
-        ))}  # fmt: skip
-
     def _pinned(self, generation: int, step: int, ranks: Iterable[int]) -> _Step | None:
         """A step with its slots kept; None when one has been given back already.
 
@@ -237,8 +227,7 @@ class Copies:
 
     def _queue(self, offered: _Step) -> None:
         offered.users = 1  # this method
-        ranks = [snapshot.part.rank for snapshot in offered.snapshots]
-        for name in self._holders(sum(s.part.blob.size for s in offered.snapshots), ranks):
+        for name in self._holders(sum(s.part.blob.size for s in offered.snapshots)):
             line = self._lines[name]
             if line.waiting is not None:
                 line.counts["superseded"] += 1
@@ -254,11 +243,10 @@ class Copies:
         self._let_go(offered)
         self._change.notify_all()
 
-    def _holders(self, size: int, ranks: Sequence[int]) -> tuple[str, ...]:
+    def _holders(self, size: int) -> tuple[str, ...]:
         """The machines that are to hold this node's copies now. Where others train in the same
         generation, under their names in its topology, the plan is for all of them, so that each
-        mover comes to the same one; they are taken to be as large as this one. A machine that
-        captures these ranks' parts too comes first: nothing has to travel there."""
+        mover comes to the same one; they are taken to be as large as this one."""
         assert self._plan is not None
         now = self._clock()
         machines = [line.peer.machine for line in self._lines.values() if now >= line.back]
@@ -274,22 +262,7 @@ class Copies:
             if text not in self._warned and text.startswith(f"{own.name} "):
                 self._warned.add(text)
                 self._add(SettingIgnored("checkpoint.peers", text))
-        first = self._mirroring(ranks) & names
-        rest = [name for name in plan.holders[own.name] if name not in first]
-        return tuple([*first, *rest][: self._settings.copies])
-
-    def _mirroring(self, ranks: Sequence[int]) -> set[str]:
-        """The machine that captures the parts of all of these ranks too, if there is one."""
-        assert self._plan is not None
-        topology, found = self._plan[0], set[str]()
-        for rank in ranks:
-            if rank not in self._mirrors:
-                self._mirrors[rank] = mirror_of(topology, self._machines(), rank)
-            mirror = self._mirrors[rank]
-            if mirror is None:
-                return set()
-            found.add(topology.nodes[mirror])
-        return found if len(found) == 1 else set()
+        return plan.holders[own.name]
 
     def _let_go(self, offered: _Step) -> None:
         offered.users -= 1

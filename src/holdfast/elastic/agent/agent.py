@@ -140,6 +140,7 @@ class NodeAgent:
         self._host = Host(
             self._mover, it.folder, it.secret, it.entry, preloads(it.config), self._line, self,
             mover_gone=self._mover_gone, template_gone=self._template_gone,
+            say=self._say,
         )  # fmt: skip
         self._upload = LastUpload(self._mover, it.config.checkpoint.bucket_wait_seconds, self._say)
         run_folder = RunFolder(it.folder, it.store)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from math import inf
 from typing import Any, Protocol
@@ -42,6 +41,7 @@ from holdfast.policy.membership.transitions import (
     Stage,
     directive,
 )
+from holdfast.wire.waiting import wait_event
 
 LONGEST_WAIT = 20.0
 SOON = 0.3
@@ -397,7 +397,7 @@ class Coordinator:
             if not self._news.is_set():
                 due = transitions.deadline(self.reign, self._rules, self._now)
                 wait = max(0.01, min(due - self._now + 0.001, self._rules.lost_after / 6))
-                await within(self._news, wait)
+                await wait_event(self._news, wait)
         return self.reign
 
     def _tick(self) -> None:
@@ -429,7 +429,7 @@ class Coordinator:
             if self._complained != (complaint := str(error)):  # it is tried again each second
                 self._complained = complaint
                 self._complain(f"generation {generation} cannot be made yet: {error}")
-            await within(self._news, RETRY_SECONDS)
+            await wait_event(self._news, RETRY_SECONDS)
         else:
             self._complained = ""
             taken: dict[str, int] | None = begin.pop(TAKEN, None)
@@ -440,14 +440,6 @@ class Coordinator:
             self._set(
                 transitions.opened(self.reign, generation, used, self._now, self._rules, taken)
             )
-
-
-async def within(event: asyncio.Event, seconds: float | None) -> None:
-    """Until it is set, or the time is over; None: however long it takes. (`asyncio.wait_for` of
-    Python 3.11 may take a cancellation for the event, and never end.)"""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
 
 
 def _ready(body: Mapping[str, Any]) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from holdfast.elastic.protocol.worker_messages import LONGEST_POLL
 from holdfast.errors import FencedError
+from holdfast.wire.waiting import wait_event
 
 _ANSWERS = 4096  # answers remembered for requests that arrive twice
 
@@ -66,9 +67,7 @@ class Rendezvous:
             if left <= 0:
                 return {"ready": False}
             changed = self._changed
-            try:
-                await asyncio.wait_for(changed.wait(), left)
-            except TimeoutError:
+            if not await wait_event(changed, left):
                 return {"ready": False}
             if generation != self._generation:
                 raise FencedError(f"generation {generation} is over: {self._generation} rules")

@@ -21,7 +21,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from holdfast.elastic.coordinator.coordinator import Coordinator, within
+from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.membership.prevote import Search
 from holdfast.elastic.membership.reachability import Reaching
 from holdfast.elastic.membership.workload import Work
@@ -44,6 +44,7 @@ from holdfast.wire.term import (
     claim,
     newest_term,
 )
+from holdfast.wire.waiting import wait_event
 
 ROUND_SECONDS = 1.0
 """How long a silent coordinator and the other agents are waited for at least, when they are asked;
@@ -458,4 +459,4 @@ class Follower:
             self._complain(sentence)
 
     async def _pause(self, seconds: float) -> None:
-        await within(self._work.changed, seconds)
+        await wait_event(self._work.changed, seconds)

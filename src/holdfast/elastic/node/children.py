@@ -41,6 +41,7 @@ class Child:
         self.process = process
         self.log = log
         self._watch = asyncio.create_task(self._wait(gone))
+        self._watch.add_done_callback(_tell_fault)
 
     async def _wait(self, gone: Callable[[], None]) -> None:
         await self.process.wait()
@@ -57,7 +58,8 @@ class Child:
         with suppress(ProcessLookupError):
             self.process.terminate()
         try:
-            await asyncio.wait_for(self.process.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self.process.wait()
         except TimeoutError:
             with suppress(ProcessLookupError):
                 self.process.kill()
@@ -224,6 +226,13 @@ async def _first(wanted: Any, process: asyncio.subprocess.Process, child: Child)
             process.send_signal(signal.SIGKILL)
         raise child.failure()
     return task.result()
+
+
+def _tell_fault(task: asyncio.Task[None]) -> None:
+    """Nobody awaits it, so a fault in what is called at the child's end is logged at once."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        told = {"message": "a fault at the end of a child", "exception": error, "task": task}
+        task.get_loop().call_exception_handler(told)
 
 
 def last_lines(path: Path, count: int, limit: int = 8192) -> str:

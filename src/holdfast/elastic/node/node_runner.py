@@ -335,7 +335,7 @@ class Station:
         count = standbys(self._around.config) * bool(here) + max(0, missing)
         if count:
             self._spares = asyncio.create_task(self._spare(count))
-            self._spares.add_done_callback(_looked_at)
+            self._spares.add_done_callback(self._spared_or_not)
 
     async def _spare(self, count: int) -> None:
         around = self._around
@@ -344,6 +344,13 @@ class Station:
             around.config, around.folder, around.control, self._mover.socket_path, usable_cores()
         )
         await self._host.standby(count, boot)
+
+    def _spared_or_not(self, task: asyncio.Task[None]) -> None:
+        """Standbys that could not be made are tried again when somebody misses them."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if not isinstance(error, HoldfastError):
+            self._say(f"a fault of this node's agent, which makes standbys: {error!r}")
 
     async def _judge(self, verdict: Verdict) -> None:
         verdict = await self._ended(verdict)
@@ -395,9 +402,3 @@ class Station:
 
     def _spans(self, topology: Topology, ranks: tuple[int, ...]) -> bool:
         return len({topology.nodes[rank] for rank in ranks}) > 1
-
-
-def _looked_at(task: asyncio.Task[None]) -> None:
-    """Standbys that could not be made: they are tried again when somebody misses them."""
-    if not task.cancelled() and isinstance(task.exception(), HoldfastError):
-        return

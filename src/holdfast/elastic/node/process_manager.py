@@ -24,13 +24,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdfast.elastic.node.children import Template
+from holdfast.elastic.node.children import ChildFailedError, Template
 from holdfast.elastic.node.mover_supervisor import MoverLink
 from holdfast.elastic.node.worker_process import STANDBY, Desk, Process
 from holdfast.elastic.protocol.worker_spec import WorkerBoot
 from holdfast.errors import HoldfastError
 from holdfast.policy.recovery.survivors import Held
 from holdfast.wire.secret import Secret
+from holdfast.wire.waiting import wait_event
 
 CLEAR_SECONDS = 20.0
 """How long killed processes are waited for."""
@@ -86,14 +87,16 @@ class Host:
         *,
         mover_gone: Callable[[], None],
         template_gone: Callable[[], None],
+        say: Callable[[str], None],
     ) -> None:
         """`folder` gets the logs, `entry` is a worker's main function, `preloads` are modules that
         it needs besides, and the lifeline ends every child. mover_gone, template_gone: called when
-        one has ended."""
+        one has ended. say: gets a sentence for the log."""
         self.mover = mover
         self._folder, self._secret, self._lifeline = folder, secret, lifeline
         self._entry, self._preloads = entry, preloads
         self._news, self._mover_gone, self._told_gone = news, mover_gone, template_gone
+        self._say = say
         self._template: Template | None = None
         self._starting: asyncio.Task[None] | None = None
         self.noticed: Callable[[], None] = lambda: None
@@ -194,7 +197,12 @@ class Host:
         if self._template is None or not self._template.alive:
             asyncio.get_running_loop().call_soon(self._bury)
         else:
-            await self._template.fork(boot, self._secret)
+            try:
+                await self._template.fork(boot, self._secret)
+            except Exception:  # the next one that is forked is another
+                with suppress(ValueError):
+                    self._pending.remove(process)
+                raise
         return process
 
     # --- ending ---------------------------------------------------------------------------------
@@ -227,8 +235,7 @@ class Host:
                 heard = "stop" if process.heard else "answer"
                 process.why = f"did not {heard} within {limit:g} s of being told to"
                 return
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.changed.wait(), left)
+            await wait_event(process.changed, left)
 
     def kill(self, pid: int, why: str = "") -> None:
         """End one worker that makes no progress."""
@@ -268,9 +275,19 @@ class Host:
     def _mend(self) -> asyncio.Task[None]:
         """A template that is alive and ready, at once or behind what is done now."""
         if self._starting is None or (self._starting.done() and not self.can_fork):
-            self._starting = asyncio.create_task(self._start_template())
+            self._starting = asyncio.create_task(self._try_template())
             self._starting.add_done_callback(_looked_at)
         return self._starting
+
+    async def _try_template(self) -> None:
+        """Whatever goes wrong is a failed start to whoever waits for it."""
+        try:
+            await self._start_template()
+        except HoldfastError:
+            raise
+        except Exception as error:
+            self._say(f"a fault of this node's agent, which starts its template: {error!r}")
+            raise ChildFailedError(f"the template did not start: {error!r}") from error
 
     async def _start_template(self) -> None:
         if self._template is not None:
@@ -361,10 +378,11 @@ async def _ended(processes: Iterable[Process]) -> None:
             await process.changed.wait()
 
     with suppress(TimeoutError):
-        await asyncio.wait_for(asyncio.gather(*map(one, processes)), CLEAR_SECONDS)
+        async with asyncio.timeout(CLEAR_SECONDS):
+            await asyncio.gather(*map(one, processes))
 
 
 def _looked_at(task: asyncio.Task[None]) -> None:
     """A template that does not start is told to whoever waits for it; nobody may be waiting."""
-    if not task.cancelled() and isinstance(task.exception(), HoldfastError):
-        return
+    if not task.cancelled():
+        task.exception()

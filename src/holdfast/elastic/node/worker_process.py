@@ -21,6 +21,7 @@ from typing import Any
 
 from holdfast.elastic.protocol.worker_messages import LONGEST_POLL
 from holdfast.policy.recovery.survivors import Held
+from holdfast.wire.waiting import wait_event
 
 STANDBY = -1
 """The rank of a process that has none."""
@@ -164,7 +165,7 @@ class Desk:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + LONGEST_POLL
         while (process := self._processes.get(pid)) is None:  # it may ask before its fork is told
-            if not await _within(self._known, deadline - loop.time()):
+            if not await wait_event(self._known, deadline - loop.time()):
                 # Forked by a template that died before it could say so: nobody counts on it.
                 return {"number": seen + 1, "orders": {"kind": "end"}}
         first = process.seen < 0
@@ -173,20 +174,10 @@ class Desk:
         if first:
             self._ready()
         while process.number <= seen and process.alive:
-            if not await _within(process.changed, deadline - loop.time()):
+            if not await wait_event(process.changed, deadline - loop.time()):
                 break
         fresh = process.number > seen
         return {"number": process.number, "orders": process.orders if fresh else None}
-
-
-async def _within(event: asyncio.Event, seconds: float) -> bool:
-    if seconds <= 0:
-        return event.is_set()
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        return False
-    return True
 
 
 def pidfd_of(pid: int) -> int:

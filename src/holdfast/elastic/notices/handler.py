@@ -39,6 +39,7 @@ from holdfast.layout import Topology
 from holdfast.policy.saving.emergency import MARGIN, Emergency, Route, at_risk, emergency
 from holdfast.policy.saving.tier_durations import Measured
 from holdfast.policy.saving.tiers import BUCKET, DISK, PEERS, Tiers
+from holdfast.wire.waiting import wait_event
 
 NOTICE = "/notice"
 """The path of a notice on the agent's control port."""
@@ -199,8 +200,6 @@ class Notices:
         while self._kept < step:
             self._news.clear()
             left = self._deadline - time.monotonic()
-            try:
-                await asyncio.wait_for(self._news.wait(), max(0.0, left))
-            except TimeoutError:
+            if not await wait_event(self._news, max(0.0, left)):
                 return "time was up before a peer had it"
         return None

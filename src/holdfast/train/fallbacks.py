@@ -1,0 +1,56 @@
+"""Settings of the layout that a generation cannot follow everywhere: each is said once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.config.run import RunConfig
+from holdfast.core.sharding.reduction_cells import cells_of
+from holdfast.core.sharding.reduction_tree import Shares
+from holdfast.events import Event, SettingIgnored
+from holdfast.layout import Topology
+
+
+class Fallbacks:
+    """What one rank looks at in each step, for all of them."""
+
+    def __init__(
+        self, config: RunConfig, topology: Topology, emit: Callable[[Event], None]
+    ) -> None:
+        self._config, self._topology, self._emit = config, topology, emit
+        self._reduction = config.layout.reduction == "fast"  # as long as it is to be looked at
+        self._schedule = config.layout.schedule == "1f1b"
+
+    def look(self, step: int, shares: Shares) -> None:
+        """shares: how the microbatches of `step` were dealt to the replicas."""
+        if self._reduction:
+            self._reduction = False
+            if not one_sum(self._config, self._topology):
+                self._emit(SettingIgnored(
+                    "layout.reduction",
+                    "fast needs a layout in which all that a rank computes is summed by the same "
+                    "ranks, who all give and get; others add up by the tree", step=step,
+                ))  # fmt: skip
+        for replica, share in zip(self._topology.replicas, shares, strict=True):
+            stages = replica.degree("pp")
+            if self._schedule and 0 < len(share) < stages:
+                self._schedule = False
+                self._emit(SettingIgnored(
+                    "layout.schedule",
+                    f"replica {replica.index} has {len(share)} of the microbatches of step {step}, "
+                    f"and 1f1b needs {stages}: such a share runs as gpipe", step=step,
+                ))  # fmt: skip
+
+
+def one_sum(config: RunConfig, topology: Topology) -> bool:
+    """Whether each rank is in one reduction cell, of which everybody contributes and receives:
+    then the backend's own all-reduce is the same sum. Replicas of one kind are alike in that."""
+    kinds = [next(r for r in topology.replicas if r.kind == kind) for kind in topology.kinds]
+    for rank in (rank for replica in kinds for rank in replica.ranks):
+        cells = cells_of(
+            topology, config.model, rank,
+            sequence_parallel=config.layout.sequence_parallel, zero=config.layout.zero,
+        )  # fmt: skip
+        if len(cells) != 1 or not all(m.contributes and m.receives for m in cells[0].members):
+            return False
+    return True

@@ -1,0 +1,43 @@
+"""A node's processes: a template that cannot be started for a reason that nobody foresaw."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from holdfast.elastic.node import process_manager
+from holdfast.elastic.node.children import ChildFailedError
+from holdfast.elastic.node.process_manager import Host
+from holdfast.wire.secret import Secret
+
+
+def test_a_template_that_fails_by_a_bug_is_said_and_is_a_failed_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(*_: Any) -> None:
+        raise RuntimeError("nobody foresaw this")
+
+    async def nothing(*_: Any) -> None:
+        return
+
+    async def scene() -> None:
+        said: list[str] = []
+        mover = cast(Any, SimpleNamespace(ensure=nothing, suffix="", stop=nothing))
+        host = Host(
+            mover, tmp_path, Secret(bytes(range(32))), "entry", (), 0, cast(Any, None),
+            mover_gone=lambda: None, template_gone=lambda: None, say=said.append,
+        )  # fmt: skip
+        await host.prepare(0)  # behind the training: nobody waits for it
+        await asyncio.sleep(0.01)
+        assert len(said) == 1
+        assert "nobody foresaw this" in said[0]
+        with pytest.raises(ChildFailedError, match="nobody foresaw this"):
+            await host.prepare(1)
+        await host.end()
+
+    monkeypatch.setattr(process_manager, "Template", SimpleNamespace(start=start))
+    asyncio.run(scene())
