@@ -1,14 +1,13 @@
 """The shelf: the snapshots that one mover holds in memory, of its own and of other nodes' ranks.
 
-A snapshot is what a slot of an arena holds, with the sealed part manifest that the mover made when
-it hashed the bytes after the capture. It has the keys, the bytes and the checksums of a durable
-part, so a shelf is one more place of "ranged reads over named blobs".
+A snapshot is the content of an arena's slot with its sealed part manifest. The mover made that
+manifest when it hashed the bytes after the capture. A snapshot has the keys, bytes and checksums of
+a durable part. So a shelf is one more place of "ranged reads over named blobs".
 
 Which slots may be written again is decided here, and nowhere else. A slot is kept while
 
-    it is part of the newest complete step    (every rank of this node is on the shelf)
-    its step is newer than that and may yet become complete
-    somebody reads it at length               (`pin`)
+    it is part of the newest complete step    (every rank of this node is on the shelf) its step is
+    newer than that and may yet become complete a reader needs it for long                (`pin`)
 
 and is given back at the first moment when none of these holds. Bytes of a slot that was given back
 stay readable until they are overwritten; the seqlock in the slot's header tells. A slot that was

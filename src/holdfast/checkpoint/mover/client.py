@@ -1,8 +1,8 @@
 """Requests of workers and the agent to their node's mover. No torch.
 
-Every call has a connection to itself, so a client may be shared between threads, and a call that
-waits (events, settle) does not delay other calls. A connection stays open for the next call while
-the client exists.
+Every call has its own connection. So threads may share a client, and a call that waits (events,
+settle) does not delay other calls. A connection stays open for the next call while the client
+exists.
 """
 
 from __future__ import annotations
@@ -184,9 +184,9 @@ class MoverClient:
         return events, int(body["next"])
 
     def upload(self, wait: float) -> dict[str, Any] | None:
-        """The pending upload of the newest checkpoint: its key, bytes "sent" of "total", seconds
-        without progress ("still"), the "reason" of the last failure, and whether it is "over". None
-        once it has arrived, or without a bucket. Waits up to `wait` seconds."""
+        """Return the pending upload of the newest checkpoint; None once it has arrived, or without
+        a bucket. Its entries: key, bytes "sent" of "total", "still" (seconds without progress),
+        "reason" of the last failure, "over". Waits up to `wait` seconds."""
         left = self._call("upload", {"wait": wait}, wait + ANSWER_SECONDS)["left"]
         return None if left is None else dict(left)
 
