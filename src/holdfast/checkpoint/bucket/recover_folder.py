@@ -36,7 +36,7 @@ def bring_back(
 
     Raises CheckpointError when the bucket belongs to another run, or `fresh` asks for a beginning
     although there are checkpoints. Raises StoreError for an unfit location or server. Raises it
-    also if the folder has no checkpoint and the bucket cannot be reached: a run that then began at
+    also if the folder has no checkpoint and the bucket is out of reach. A run that then began at
     step 0 would lose the bucket's checkpoints.
     """
     held = listing(folder)

@@ -1,8 +1,8 @@
 """Arenas: memory that the mover owns and a worker copies its state into.
 
-One memory file (memfd) per rank: a page of arena header, then `slots` slots, each a page of slot
-header and room for one blob, byte for byte as it will lie on disk. The file is filled with pages
-at the start: the first touch of fresh memory costs five times the copy itself.
+One memory file (memfd) per rank: a page of arena header, then `slots` slots. A slot is a page of
+slot header and room for one blob, byte for byte as it will lie on disk. The file is filled with
+pages at the start: the first touch of fresh memory costs five times the copy itself.
 
 A slot's header is written last and works as a seqlock. While bytes change, its sequence number is
 odd, and a reader compares the header before and after. So a worker that is killed in the middle of

@@ -1,11 +1,11 @@
 """The generation above which a run begins if its folder knows of none.
 
-A folder that is new may be that of a new run, or of one whose folder was lost: then its peers hold
-snapshots of it, and the bucket its checkpoints, under the generations that the lost folder counted.
-If the run began with generation 1 again, all peers that know a newer one would fence it, and it
-would not find their snapshots. So they are asked for their newest generation, and the folder's
-first generation is the next. Opening it fences every node still at work under an older one. Its
-snapshots and checkpoints are found as after any other restart.
+A new folder may be that of a new run, or of a run whose folder was lost. In the second case its
+peers hold snapshots and the bucket has checkpoints, under the generations that the lost folder
+counted. If the run began with generation 1 again, all peers that know a newer one would fence it,
+and it would not find their snapshots. So they are asked for their newest generation, and the
+folder's first generation is the next. Opening it fences every node still at work under an older
+one. Its snapshots and checkpoints are found as after any other restart.
 
 Peers answer only a holder of the run's secret. The secret must have survived, so it is kept outside
 of the folder (`HOLDFAST_SECRET_FILE`). A folder with a new secret can prove nothing. A peer that
@@ -41,8 +41,8 @@ def begin_above(
     fresh: bool,
     say: Callable[[str], None],
 ) -> int:
-    """Return the newest generation that any peer or bucket knows of a run whose folder knows none;
-    0 otherwise.
+    """Return the newest generation of the run that a peer, or a note or checkpoint in the folder,
+    names. Return 0 if the folder has opened a generation, or if none is named.
 
     `run`: what is computed (`peer_wire.identity`); `fresh`: this is to be a beginning. Raises
     RunFolderError if a peer does not accept the run's secret, unless `fresh`.

@@ -10,8 +10,8 @@ A range leaves by sendfile(2), from the memory file to the socket. The slot's he
 before and after. If the slot has changed meanwhile, the connection is cut. Should that come too
 late, the receiver's checksums show it.
 
-An outsider can hold a connection for a few seconds and make us read a few KiB, and nothing else:
-when all connections are taken, the longest one that has proven nothing makes way.
+An outsider can only hold a connection for a few seconds and make us read a few KiB. When all
+connections are taken, the oldest one that has proven nothing is closed.
 """
 
 from __future__ import annotations

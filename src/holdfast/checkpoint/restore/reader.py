@@ -91,7 +91,7 @@ class Checkpoint:
     def read(self, box: Box, out: memoryview) -> None:
         """Fill `out` with the box's elements, row-major.
 
-        Raises CheckpointError when the tensor is not there or the box leaves its shape, and
+        Raises CheckpointError when the tensor is missing or the box leaves its shape. Raises
         CorruptError when an extent does not have its checksum; `out` is then worthless.
         """
         for stretch in stretches(self._moves(box, out), lambda blob: STRETCH_BYTES):
