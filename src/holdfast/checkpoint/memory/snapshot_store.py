@@ -6,8 +6,9 @@ a durable part. So a shelf is one more place of "ranged reads over named blobs".
 
 Which slots may be written again is decided here, and nowhere else. A slot is kept while
 
-    it is part of the newest complete step    (every rank of this node is on the shelf) its step is
-    newer than that and may yet become complete a reader needs it for long                (`pin`)
+    it is part of the newest complete step    (every rank of this node is on the shelf)
+    its step is newer than that and may yet become complete
+    a reader needs it for long                (`pin`)
 
 and is given back at the first moment when none of these holds. Bytes of a slot that was given back
 stay readable until they are overwritten; the seqlock in the slot's header tells. A slot that was

@@ -1,11 +1,11 @@
 """Requests between movers of different machines: HTTP/1.1, every request signed, bytes by range.
 
-    GET  /inventory?run=R                 what the shelf holds, and the plans to merge it GET
-    /range?run=R&key=K&start=A&stop=B&use=copy|restore     bytes [A, B) of a snapshot's blob POST
-    /offer?run=R                     "I have a new snapshot": the receiver pulls it GET
-    /newest?run=R                    the newest generation that has asked here; fences nobody POST
-    /save?run=R                      to the mover that commits: what was stored
-    (`commit_protocol.py`)
+    GET  /inventory?run=R                 what the shelf holds, and the plans to merge it
+    GET  /range?run=R&key=K&start=A&stop=B&use=copy|restore     bytes [A, B) of a snapshot's blob
+    POST /offer?run=R                     "I have a new snapshot": the receiver pulls it
+    GET  /newest?run=R                    the newest generation that has asked here; fences no node
+    POST /save?run=R                      to the committing mover: what was stored
+                                          (`commit_protocol.py`)
 
 R says what is computed (`identity`): movers that share a secret may belong to different runs, and
 the state of one is nothing to the other. Proofs are those of `wire.http.auth`, in the same headers

@@ -1,4 +1,4 @@
-"""Reading whole tensors in a known order, as an export does.
+"""Reads complete tensors in a known order, as an export does.
 
 A sharded run's tensors are split over all writers' blobs, so one tensor touches an extent of each.
 Read by itself, it would cost many times its bytes. Here as many tensors as fit into `budget` are

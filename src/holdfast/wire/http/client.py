@@ -1,6 +1,6 @@
 """Requests to an agent: JSON over HTTP/1.1, signed, on connections that stay open.
 
-`exchange` is the whole machinery: a round trip costs a fraction of what a general HTTP library
+`exchange` is all of the machinery: a round trip costs a fraction of what a general HTTP library
 takes, and a worker makes several a second.
 """
 
