@@ -1,7 +1,7 @@
-"""What is done to a node, its processes, its disk or its line, from outside.
+"""Actions on a node, its processes, its disk or its line, from outside.
 
-Each deed takes the scene and a node, says to what it was done, and gives what makes it good again,
-if that is to come, and after how many seconds.
+Each action takes the scene and a node, and returns its target. It also returns the function that
+undoes it, if it is to be undone, and after how many seconds.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Scene:
 
 @dataclass(frozen=True)
 class Deed:
-    """It was done. target: to what. heal: makes it good, after `seconds`. gone: nodes that are to
-    come back."""
+    """An action that was done. target: its object. heal: undoes it, after `seconds`. gone: nodes
+    that are to come back."""
 
     target: str
     heal: Callable[[], None] | None = None
@@ -140,8 +140,8 @@ def _full_disk(at: Scene, node: str) -> Deed:
 
 
 def _run_store(at: Scene, node: str) -> Deed:
-    """The run folder is a link, which leads to itself for a while: whoever opens anything below it
-    is refused, and what is open already stays so."""
+    """The run folder is a link, which leads to itself for a while. So every open below it fails,
+    and files that are open already stay open."""
     _point(at.folder, at.folder.name)
     return Deed("the run folder", lambda: _point(at.folder, at.real.name), at.away)
 
@@ -184,8 +184,8 @@ def _zombie(at: Scene, node: str) -> Deed:
 
 
 def _rotten_memory(at: Scene, node: str) -> Deed:
-    """Of what is hashed: bytes that change between a worker's copy and that are what it copied, for
-    all that anybody can say. So the workers stand still first, and the mover comes to an end."""
+    """Change bytes that have been hashed. A change between a worker's copy and the hash would look
+    like the copied state. So the workers are stopped first, and the mover finishes its hashing."""
     mover = _child(at, node, "mover")
     workers, changed = _all_workers(at), 0
     if not workers:

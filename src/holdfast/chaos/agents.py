@@ -1,9 +1,9 @@
-"""The nodes of a run that is disturbed: each an agent of its own, started by the real command.
+"""The nodes of a disturbed run: each has its own agent, started by the real command.
 
     fleet.start("a")    as a person would: `holdfast train RUN.yaml cluster.node=a ...`
     fleet.kill("a")     SIGKILL to the agent; its children end with it
     fleet.child("a", "mover")
-    fleet.ended()       who has ended since this was asked last, and with which exit code
+    fleet.ended()       nodes that ended since the last call, with their exit codes
 
 What an agent says goes into a file for each of its lives. An agent does not outlive this process.
 """
@@ -72,7 +72,7 @@ class Fleet:
         return None
 
     def workers(self, node: str) -> list[int]:
-        """Those who were forked from the node's template, standbys too."""
+        """Return the processes forked from the node's template, standbys too."""
         with suppress(psutil.Error, KeyError):
             return [
                 child.pid for child in psutil.Process(self.pid(node)).children(recursive=True)
@@ -134,7 +134,7 @@ class Fleet:
         return lines[-1] if lines else "it said nothing"
 
     def end(self) -> None:
-        """Leave nobody behind."""
+        """End all agents."""
         for life in self._lives.values():
             if life.process.poll() is None:
                 with suppress(ProcessLookupError):
@@ -162,8 +162,8 @@ def _runs(process: psutil.Process, module: str) -> bool:
 
 
 def _forked(process: psutil.Process) -> bool:
-    """Of those that run the template's module: whether it is a worker or a standby. When their
-    template is gone, they are the agent's own children; the template leads a session."""
+    """Return True if a process that runs the template's module is a worker or a standby. When their
+    template has exited, they are the agent's own children; the template leads a session."""
     with suppress(OSError):
         return os.getsid(process.pid) != process.pid
     return True

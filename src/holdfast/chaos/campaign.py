@@ -1,13 +1,13 @@
-"""Many disturbed runs, one after the other, each with a verdict; a finished one is not done again.
+"""Many disturbed runs, one after the other, each with a verdict; a finished one is not repeated.
 
-OUT/undisturbed-112/       the same run that nobody disturbs, of so many steps, once; for a shard
+OUT/undisturbed-112/       the same run, undisturbed, of so many steps, once; for a shard
                            undisturbed-112-1of2
 OUT/runs/tp-7-3/           one disturbed run: agents/ (what each said), faults/ (orders),
                            notices/, run (the run folder), result.json
 OUT/result.json            all of them; of a shard, result-1of2.json
 
-A run's result, and the file that says that an undisturbed run is whole, hold a digest of all that
-it came from: what is asked for now, but was made from something else, is refused.
+A run's result holds a digest of all that it came from. So does the file that marks an undisturbed
+run as complete. A result of other inputs than those requested now is refused.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Settings:
 
     @property
     def part(self) -> str:
-        """What a shard adds to the names of what it shares with nobody."""
+        """The suffix of the names of files that belong to one shard alone."""
         index, parts = self.shard
         return "" if parts == 1 else f"-{index}of{parts}"
 
@@ -156,7 +156,8 @@ class Campaign:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """While nobody else makes the same runs; shards are beside each other, and each once.
+        """Hold the lock against a second campaign of the same runs. Shards run side by side, each
+        once.
 
         Raises UserError."""
         shard = self._it.part
@@ -206,7 +207,7 @@ class Campaign:
         ])  # fmt: skip
 
     def _whole(self, steps: int) -> Path:
-        """The file that is there once the run that nobody disturbs is."""
+        """Return the file that exists once the undisturbed run is complete."""
         folder = self._it.out / f"undisturbed-{steps}{self._it.part}"
         return folder.absolute() / "undisturbed"
 

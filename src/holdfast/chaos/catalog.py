@@ -1,8 +1,9 @@
-"""The faults that `holdfast chaos` knows: what each is, what it needs, and what has to follow.
+"""The faults that `holdfast chaos` knows: the action, the conditions and the required result of
+each.
 
-Three kinds of doing. A worker breaks itself at a named point of a step (`worker/faulted.py`). Or it
-waits at that point until something outside it was done, to a real process, disk or line
-(`deeds.py`): so these too happen at a named moment. Or both at once, or one after the other.
+There are three kinds. A worker breaks itself at a named point of a step (`worker/faulted.py`). Or
+it waits at that point until an action on a real process, disk or line was done (`actions.py`). So
+these too happen at a named moment. Or both happen at once, or one after the other.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 IN_STEP = ("forward", "backward", "computed", "reduced", "voted", "applying", "applied")
 QUIET = ("begin", "computed", "reduced", "applied")
 UNVOTED = ("begin", "computed", "reduced")
-"""Where all others wait for the one that is there, before they make its state durable."""
+"""Points at which all other workers wait for this one, before they make its state durable."""
 COMMIT = ("reduced", "voted", "applying", "applied")
 
 
@@ -39,10 +40,10 @@ NOWHERE = (
 @dataclass(frozen=True)
 class Fault:
     """nodes, ranks: how many there must be. needs: "" or "pp", "shared" (some state is held by one
-    rank only), "network". again: a new generation has to follow, else steps have to. weight: how
-    often it is drawn, beside the others; 0: only where it is named. saves: it is for a step whose
-    state is to be durable. shows: events of which the journal has one after it, or it came to
-    nothing."""
+    rank only), "network". again: a new generation has to follow; if False, steps have to. weight:
+    how often it is drawn, relative to the other faults; 0: only if it is named. saves: it is for a
+    step whose state is to be durable. shows: events of which the journal must have one after it, or
+    it had no effect."""
 
     name: str
     text: str

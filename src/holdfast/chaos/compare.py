@@ -25,8 +25,8 @@ from holdfast.wire.store.run_store import FolderStore
 
 @dataclass(frozen=True)
 class Verdict:
-    """Each is "" where it holds, else a sentence. worst: the largest relative difference of a loss
-    or a tensor."""
+    """Each is "" if it holds, or a sentence. worst: the largest relative difference of a loss or a
+    tensor."""
 
     curve: str
     ledger: str

@@ -5,9 +5,9 @@
         |                                                                                   v
         '---- steps in between, nodes come back <---- steps are done in a new generation <--'
 
-Workers wait at a gate before each step (`worker/faulted.py`), so a fault finds the step for which
-it was drawn, and runs need no more steps than faults ask for. Whatever ends is started again by the
-same command, as a scheduler would; nothing else is done for the run.
+Workers wait at a gate before each step (`worker/faulted.py`). So a fault finds the step for which
+it was drawn, and runs need no more steps than faults require. A process that ends is started again
+by the same command, as a scheduler would. Nothing else is done for the run.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from holdfast.wire.store.run_store import FolderStore
 
 POLL = 0.02
 HIT_SECONDS = 20.0
-"""Within which the worker that was meant has to come to its point."""
+"""Seconds within which the chosen worker has to reach its point."""
 RECOVERED_SECONDS = 90.0
 """Without a step or a generation: the run is stuck."""
 ENDLESS = 6
-"""Times as long that it may go on without coming to what is waited for."""
+"""Times as long that the run may continue without reaching what is waited for."""
 BACK_SECONDS = 60.0
 SHOWN_SECONDS = 5.0
-"""Within which the journal says what a fault led to, once the run goes on."""
+"""Seconds within which the journal shows a fault's result, once the run continues."""
 STRIDE = 5.0
 """Seconds after which the run may do one more step, while something stays bad for long."""
 TAIL = 4
@@ -50,7 +50,7 @@ IN_VAIN = 1000
 """Draws rejected in a row, after which no more are made."""
 _REFUSES = 2  # the exit code of what a person has to mend
 _FINISHING = 5.0  # seconds that an agent may end before the run's end is in the journal
-_ENOUGH = 20  # agents that ended though nobody touched them
+_ENOUGH = 20  # agents that ended although no fault touched them
 _ENDS = ("kill", "exit", "stop", "hang", "hang inside", "hold the GIL")
 _PARTS = 10  # numbers of a fault's orders
 
@@ -61,9 +61,9 @@ class StuckError(HoldfastError):
 
 @dataclass
 class Done:
-    """One fault that hit, and what came of it. seconds: until a step was done after it. named:
-    whether the journal has the very process among the lost, or the very rank as where a NaN came
-    from; None: it was not to be."""
+    """One fault that hit, and its result. seconds: until a step was done after it. named: True if
+    the journal names the very process as lost, or the very rank as a NaN's source. None: neither is
+    expected."""
 
     number: int
     fault: str
@@ -78,9 +78,9 @@ class Done:
 
 @dataclass
 class Story:
-    """How a disturbed run went. rejected: draws that were none, and why. ends: agents that ended
-    though nobody had touched them: node, exit code. cut: why it was given fewer faults than it was
-    to have. notes: what else is to be known."""
+    """The record of a disturbed run. rejected: draws that did not apply, and why. ends: agents that
+    ended although no fault touched them: node, exit code. cut: why it got fewer faults than
+    planned. notes: other remarks."""
 
     faults: list[Done] = field(default_factory=list)
     rejected: list[dict[str, Any]] = field(default_factory=list)
@@ -122,9 +122,9 @@ class Disturbance:
     def view(self) -> View:
         return self._watcher.view
 
-    # --- the whole --------------------------------------------------------------------------------
+    # --- one run ----------------------------------------------------------------------------------
     def run(self, draws: Iterator[Draw], wanted: int, deadline: float) -> Story:
-        """Until the run is over. Problems are told in the story."""
+        """Disturb the run until it is over. Problems are noted in the story."""
         try:
             self._open(1)
             self._scene.fleet.start(*self._nodes)
@@ -161,7 +161,7 @@ class Disturbance:
     def _look_who_was_named(self) -> None:
         """At the end: who lost a worker tells of it when it comes to that."""
         records = self._watcher.look().records
-        lost = {  # who was killed because it did not stop when all were told to was not named
+        lost = {  # workers killed because they did not halt on request were not named
             r.event.pid
             for r in records
             if isinstance(r.event, WorkerLost) and r.event.noticed_by != "halt"
@@ -220,7 +220,7 @@ class Disturbance:
                   f"{done.target:<22} {done.outcome} {done.seconds:.2f} s")  # fmt: skip
 
     def _await_room(self, draw: Draw) -> str | None:
-        """Whoever is on the way back is waited for: until the fault makes sense, or why not."""
+        """Wait for returning nodes until the fault applies; return why it does not, or None."""
         end = time.monotonic() + HIT_SECONDS
         while (why := self._not_now(draw)) and time.monotonic() < end:
             self._tick()
@@ -279,7 +279,8 @@ class Disturbance:
         return False
 
     def _when_hit(self, number: int, step: int) -> str | None:
-        """Who was about to break, as the journal tells it; None: nobody."""
+        """Return the process that was about to break, as the journal names it; None if there was
+        none."""
         begun = time.monotonic()
 
         def due() -> bool:
@@ -298,8 +299,8 @@ class Disturbance:
         return f"rank {hit.rank}"
 
     def _shown(self, number: int, until: float) -> bool:
-        """Whether the worker's own words come into the journal: what was written beside its order
-        is put there else."""
+        """Return True if the worker's own record comes into the journal in time. Otherwise the copy
+        written next to its order is put there."""
         while time.monotonic() < until:
             if number in self._watcher.look().injected:
                 return True
@@ -342,7 +343,7 @@ class Disturbance:
 
     # --- what comes of it -------------------------------------------------------------------------
     def _settle(self, number: int, draw: Draw, done: Done) -> None:
-        """Until the run goes on after the fault."""
+        """Wait until the run continues after the fault."""
         if done.outcome:
             return
         view = self.view
@@ -406,8 +407,9 @@ class Disturbance:
     def _until(
         self, due: Callable[[], bool], what: str, seconds: float = RECOVERED_SECONDS
     ) -> None:
-        """Raises StuckError where the run has stood still for so many seconds, or has gone on for
-        `ENDLESS` times as many without coming to it; what is bad meanwhile may hide its steps."""
+        """Wait until `due`. Raises StuckError if the run makes no step for so many seconds, or
+        continues for `ENDLESS` times as many without reaching it. A fault in force meanwhile may
+        hide its steps."""
         seconds += max((bad.deed.seconds for bad in self._bad), default=0.0)
         begun = since = time.monotonic()
         at = (self.view.generation, self.view.step)

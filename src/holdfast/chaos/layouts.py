@@ -61,7 +61,7 @@ SHAPES: Mapping[str, Shape] = {
 
 def shape_of(text: str, nodes: int = 0) -> Shape:
     """A name of `SHAPES`, or degrees such as "tp=2,workers=4". nodes: over how many; 0: as named,
-    or one a rank. Raises UserError for what is neither, or ranks that make no whole replicas."""
+    or one a rank. Raises UserError for other text, or ranks that make no complete replicas."""
     text = ",".join(each.strip() for each in text.split(","))
     if text in SHAPES:
         shape = SHAPES[text]

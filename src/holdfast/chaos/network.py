@@ -6,14 +6,14 @@ each other, and no firewall of the machine stands between the nodes. A namespace
 process is in it: one small holder each, which ends when its input does. So nothing is left behind,
 however the process that called `up` ended.
 
-    cut      the node's plug is pulled: packets vanish, nobody is told (no reset, no refusal)
-    part     two nodes do not reach each other, and all others reach both
+    cut      the node's plug is pulled: packets vanish without a sign (no reset, no refusal)
+    part     two nodes do not reach each other, and all other nodes reach both
     delay    every packet comes that much later, in each direction
     loss     that share of packets is dropped, in each direction
 
 The last two are the kernel's netem where it has it; where not, a process stands in the line and
-holds packets back (`relay.py`). Root can do all of this, and so can whoever may make a user
-namespace: inside it he is root over these networks and over nothing else.
+holds packets back (`relay.py`). Root can do all of this, and so can a user that may make a user
+namespace. Inside it, that user is root over these networks only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TOOLS = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 
 
 def available() -> str | None:
-    """None where `Network` works, else one sentence that says why not."""
+    """Return None if `Network` works, or one sentence that says why not."""
     way, reason = _way()
     return None if way is not None else reason
 
@@ -131,7 +131,7 @@ class Network:
         _run([*inside, "ip", "link", "set", DEVICE, "up"])
         _run([*inside, "ip", "link", "set", "lo", "up"])
 
-    # --- for whoever starts a node ----------------------------------------------------------
+    # --- starting a node --------------------------------------------------------------------
     def command(self, name: str) -> list[str]:
         """What to put before a command so that it runs on that node. It becomes the command: the
         process id stays."""
@@ -148,13 +148,13 @@ class Network:
 
     # --- faults -------------------------------------------------------------------------------
     def cut(self, name: str) -> None:
-        """Nobody reaches that node any more, and it reaches nobody."""
+        """Cut that node off: no other node reaches it any more, and it reaches none."""
         node = self._node(name)
         self._ip("link", "set", node.port, "nomaster")
         node.cut = True
 
     def heal(self, name: str) -> None:
-        """The line is as it was at first: whole, and neither slow nor lossy."""
+        """Restore the line to its first state: connected, and neither slow nor lossy."""
         node = self._node(name)
         node.cut = False
         self._shape(node, 0.0, 0.0)
@@ -179,7 +179,8 @@ class Network:
         self._shape(node, node.delay, percent)
 
     def down(self) -> None:
-        """Everything is gone; what still runs on the nodes reaches nobody. May be called again."""
+        """Remove all networks; processes still on the nodes reach no other node. May be called
+        again."""
         for node in self._nodes.values():
             if node.relay is not None:
                 _end(node.relay)

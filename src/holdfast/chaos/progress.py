@@ -1,4 +1,4 @@
-"""What the journal of a run says so far, for whoever disturbs it."""
+"""The state of a run by its journal so far, for the process that disturbs it."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
     python -m holdfast.chaos.relay DEVICE DEVICE MILLISECONDS PERCENT
 
-For kernels without netem (`network.py`). Packets go as the kernel hands them over, with the header
-that says what its devices would still have to do (check sums, cutting into pieces), so up to 64 KiB
-go at once; a packet that is lost is one of those. Ends when its input does.
+For kernels without netem (`network.py`). Packets are forwarded as the kernel hands them over, up to
+64 KiB at once. Their header says what its devices would still have to do (check sums, cutting into
+pieces). A lost packet is one of those. The process ends when its input does.
 """
 
 from __future__ import annotations

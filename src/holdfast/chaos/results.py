@@ -82,7 +82,7 @@ def table(results: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _odd(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What is to be known of a run beside its faults."""
+    """Yield remarks about a run, apart from its faults."""
     for result in results:
         name, asked = result["run"], result["asked"]
         number = len(counted(result))

@@ -1,4 +1,4 @@
-"""The run that is disturbed where nobody names another: a tiny model on made-up text."""
+"""The run that is disturbed by default: a tiny model on made-up text."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ OVERRIDES = (
     "train.precision=float64", "train.evaluate.every=0", "checkpoint.every_steps=10",
     "checkpoint.memory_every_steps=1",
 )  # fmt: skip
-"""Of every disturbed run and the one that it is compared with: in float64 what another layout may
-change is rounding of 1e-10, and memory holds every step."""
+"""Settings of every disturbed run and its undisturbed counterpart. In float64 another layout
+changes only rounding of 1e-10, and memory holds every step."""
 
 
 def run_file_text(root: Path) -> str:

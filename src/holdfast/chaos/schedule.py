@@ -1,7 +1,7 @@
-"""Which fault comes when: drawn from a seed, named one by one, or read from a file.
+"""The order of faults: drawn from a seed, named one by one, or read from a file.
 
-A draw is decided before the run begins, as far as it does not depend on who is alive then: the
-fault, after how many steps, at which point, and a number by which rank and node are picked.
+A draw is decided before the run begins: the fault, after how many steps, at which point. Rank and
+node depend on the nodes alive then, so a draw has a number by which they are picked.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ LAST_STEP = 10**9
 
 @dataclass(frozen=True)
 class Draw:
-    """points: of each part of the fault. pick: chooses rank and node among those that are there;
-    target: names the node, where somebody did. step: at which it is due; 0: `gap` steps on.
-    patient: it waits until all nodes are back. where: file and line that ask for it."""
+    """points: of each part of the fault. pick: chooses rank and node among those present. target:
+    the node, if a user named one. step: at which it is due; 0: `gap` steps later. patient: it waits
+    until all nodes are back. where: file and line that ask for it."""
 
     fault: Fault
     points: tuple[str, ...]
@@ -58,8 +58,8 @@ def node_names(shape: Shape) -> list[str]:
 def refuse_hopeless(
     faults: Sequence[Fault], draws: Sequence[Draw], shape: Shape, network: str | None
 ) -> None:
-    """Raises UserError where nothing that was asked for can ever happen in a layout, or where it is
-    to happen to a node that there is not. draws: of a trace, else none. network: see `unfit`."""
+    """Raises UserError if none of the requested faults can happen in a layout, or if one names an
+    unknown node. draws: of a trace, or none. network: see `unfit`."""
     for draw in draws:
         if draw.target and draw.target not in node_names(shape):
             raise UserError(
@@ -143,7 +143,7 @@ def _row(
 
 
 def is_trace_of_faults(text: str) -> bool:
-    """Whether any line looks like one that `read_trace` reads, be it with a slip."""
+    """Return True if any line looks like one that `read_trace` reads, even with a mistake in it."""
     return any(
         line.lstrip().startswith("{") and ('"step"' in line or '"fault"' in line)
         for line in text.splitlines()

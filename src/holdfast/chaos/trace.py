@@ -1,8 +1,8 @@
 """Faults out of a trace of machines that come and go.
 
-A trace tells how many machines went when, not which of ours: each instant at which some went is a
-fault three steps on from the one before, on as large a part of our nodes, drawn by the seed. What
-went at one instant goes in one step here. Who comes back does so by itself.
+A trace tells how many machines were lost and when, not which of ours. Each instant with losses is a
+fault three steps after the one before. It hits as large a part of our nodes, drawn by the seed.
+Machines lost at one instant are lost in one step here. Nodes come back by themselves.
 """
 
 from __future__ import annotations

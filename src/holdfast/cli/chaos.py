@@ -1,4 +1,4 @@
-"""`holdfast chaos`: break a run on purpose, and see that it is the same in the end."""
+"""`holdfast chaos`: break a run on purpose, and check that its result is the same."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def chaos(
 
     Every node is an agent of its own, started by the real command. A fault happens at a named point
     of a step, which the journal shows, about every third step; what was killed is started again. In
-    the end three verdicts are asked for: the same loss at every step, each sample used once, the
-    same tensors. Where nodes cannot have networks of their own, partition, delay and loss are left
-    out and listed.
+    the end there are three verdicts: the same loss at every step, each sample used once, the same
+    tensors. If nodes cannot have their own networks, partition, delay and loss are left out and
+    listed.
 
-    Runs of 25 faults each, one after the other; what the same command has finished in --out is not
-    done again, and what another one has is refused. Exit code 0 only if every run recovered, from
-    one fault at least. All results are in result.json in --out; those of a shard in
+    Runs of 25 faults each, one after the other. A run that the same command has finished in --out
+    is not repeated; another command's result is refused. Exit code 0 only if every run recovered,
+    from one fault at least. All results are in result.json in --out; those of a shard in
     result-1of2.json.
 
     \b
@@ -127,7 +127,8 @@ def _check_layouts(work: Sequence[Task], settings: Settings, text: str | None) -
 def _work(
     shapes: Sequence[Shape], number: int, names: Sequence[str], draws: Sequence[Draw] | None
 ) -> list[Task]:
-    """The runs of the whole campaign. number: of faults; 0: 25. draws: of a trace, in each."""
+    """Return the runs of the entire campaign. number: of faults; 0: 25. draws: of a trace, in
+    each."""
     if draws is None:
         return tasks(shapes, number or 25, names)
     last = max(draw.step for draw in draws)

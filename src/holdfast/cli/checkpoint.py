@@ -1,4 +1,4 @@
-"""`holdfast checkpoint`: what a run could go on from."""
+"""`holdfast checkpoint`: the states that a run could resume from."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def list_(run: RunArgument, json: Json = False) -> None:
             row = describe(found.store, key)
         except HoldfastError as error:
             if key not in listing(found.store):
-                continue  # a run that goes on removed it
+                continue  # a run at work removed it
             row = {"key": key, "problem": str(error)}
             rows.append(("?", "?", "?", str(error)))
         else:
@@ -156,7 +156,7 @@ def verify(
         with speak(found.folder):
             keys = [find(found.store, step)]
     problems = {key: problems_of(found.store, key) for key in keys}
-    # A run that goes on removes old ones while they are verified: nothing is wrong with those.
+    # A run at work removes old ones while they are verified: nothing is wrong with those.
     there = set(listing(found.store))
     problems = {key: value for key, value in problems.items() if key in there or not value}
     if json:

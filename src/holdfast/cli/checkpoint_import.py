@@ -1,4 +1,4 @@
-"""`holdfast checkpoint import`: begin a run from what somebody else trained."""
+"""`holdfast checkpoint import`: begin a run from weights of another trainer."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def import_(
     The dataset must have been tokenised with the folder's tokenizer.
 
     A folder of torch.distributed.checkpoint (it has a .metadata) may name its parameters as
-    Holdfast, torchtitan's Llama 3 or Hugging Face do. If AdamW's moments are in it, the run goes
-    on after the step that they belong to. Its metadata is a pickle: it is read in a process of
-    its own, which refuses everything but descriptions of tensors.
+    Holdfast, torchtitan's Llama 3 or Hugging Face do. If AdamW's moments are in it, the run
+    continues after the step that they belong to. Its metadata is a pickle: its own process reads
+    it, and refuses everything but descriptions of tensors.
 
     \b
     Example:
@@ -123,8 +123,8 @@ def _from_dcp(
 
 
 def refuse_other_tokenizer(source: Path, dataset: Dataset) -> None:
-    """Raises DataError when a model's folder has a tokenizer, and it is not the dataset's: every
-    token would mean something else than the weights have learnt."""
+    """Raises DataError when a model's folder has a tokenizer that is not the dataset's. Every token
+    would mean something else than the weights have learnt."""
     from holdfast.data.vocabulary import differences
 
     theirs = source / "tokenizer.json"

@@ -31,9 +31,10 @@ def diff(
 ) -> int:
     """Compare two checkpoints, byte by byte. Exit code 1 if a tensor differs.
 
-    They may be of one run or of two, in any layouts. Prints which tensors only one of them has,
-    which have another shape or dtype, and which have other bytes: how many elements, and the
-    largest absolute difference. Without a step, a run's newest checkpoint is meant.
+    They may be of one run or of two, in any layouts. Prints the tensors that only one of them has,
+    those of another shape or dtype, and those with other bytes. For the last it prints how many
+    elements differ, and the largest absolute difference. Without a step, a run's newest checkpoint
+    is meant.
 
     \b
     Example:
@@ -97,9 +98,9 @@ def copy(
     """Copy one checkpoint to another run folder or a bucket.
 
     Every byte is checked on the way. The commit object comes last, so a copy that is cut short is
-    no checkpoint; the same command again copies only what is not whole there. A new folder gets the
-    run's description too, so that every command works on it, and 'holdfast train RUN.yaml
-    folder=...' goes on from it.
+    no checkpoint. The same command again copies only what is not intact there. A new folder gets
+    the run's description too, so that every command works on it. 'holdfast train RUN.yaml
+    folder=...' then resumes from it.
 
     \b
     Example:
@@ -164,11 +165,11 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="only say what would go")] = False,
     json: Json = False,
 ) -> None:
-    """Remove old checkpoints of a run that nobody trains.
+    """Remove old checkpoints of a run that is not being trained.
 
     Kept are the newest ones, each step that --keep-every divides, and always the newest that is
-    whole: every byte of it is read first. A broken one goes when it is older than all that are
-    kept. A run that is being trained applies its own retention, and is refused.
+    intact: every byte of it is read first. A broken one is removed when it is older than all that
+    are kept. A run that is being trained applies its own retention, and is refused.
 
     \b
     Example:

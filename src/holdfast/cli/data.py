@@ -27,7 +27,7 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 def prepare(run_file: RunFile, overrides: Overrides = None, json: Json = False) -> None:
     """Tokenise the sources of a run file.
 
-    Killed half-way, the same command goes on where it was.
+    If it is killed half-way, the same command resumes.
 
     \b
     Example:

@@ -61,7 +61,7 @@ def call(module: str, program: str, arguments: Sequence[str]) -> int:
         return 130
     except BrokenPipeError:
         raise
-    except typer.Exit as ending:  # --help, among others
+    except typer.Exit as ending:  # --help, for example
         sys.stdout.flush()
         return ending.exit_code
     except CrashedInError as crash:
@@ -109,7 +109,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _write_log(program: str, error: BaseException, folder: Path) -> str:
-    """Where the traceback lies; tried in the run folder, then here, then it is printed."""
+    """Return the path of the traceback, written to the run folder, or here. If both fail, print
+    it."""
     text = "".join(traceback.format_exception(error))
     name = f"holdfast-error-{datetime.now():%Y%m%d-%H%M%S}.log"
     for place in (folder / "logs" / name, Path(name)):

@@ -25,7 +25,7 @@ def generate(
     step: Annotated[int | None, typer.Option(help="of the checkpoint; none: the newest")] = None,
     json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Continue a prompt with the newest whole checkpoint of a run, until the text ends.
+    """Continue a prompt with the newest intact checkpoint of a run, until the text ends.
 
     \b
     Example:

@@ -37,9 +37,9 @@ def join(
 ) -> int:
     """Take part in the run of a run folder, as one node of several, until it is over.
 
-    The run folder and the secret in it are all that is needed: whoever leads is found there, and
-    where nobody does, this node leads. A node that is told to go (Ctrl-C, SIGTERM) leaves a run
-    that goes on without it; the same command takes it in again.
+    Only the run folder and the secret in it are needed. The leader is found there; if there is
+    none, this node leads. A node that is asked to leave (Ctrl-C, SIGTERM) leaves the run, which
+    continues without it. The same command takes it in again.
 
     \b
     Example:
@@ -82,7 +82,7 @@ def join(
 
 
 def _own(overrides: list[str]) -> list[str]:
-    """Raises RunFolderError for one that is the whole run's: all nodes have to agree on it."""
+    """Raises RunFolderError for a setting of the entire run: all nodes have to agree on it."""
     for override in overrides:
         key = override.partition("=")[0]
         if not key.startswith("cluster.") and key not in ("device", "checkpoint.peer_interface",

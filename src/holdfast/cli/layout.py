@@ -24,8 +24,8 @@ from holdfast.core.schedule.table import SCHEDULES, Schedule, build
 from holdfast.core.schedule.timing import Durations, Timeline, timeline
 from holdfast.errors import ConfigError, UserError
 
-MOST_ACTIONS = 200_000  # of a drawing: beyond, nobody sees anything
-TIMES = (1e-9, 1e9)  # least and most, beside 0: sums and ratios of them stay far from overflow
+MOST_ACTIONS = 200_000  # of a drawing: more cannot be told apart
+TIMES = (1e-9, 1e9)  # least and most, apart from 0: sums and ratios stay far from overflow
 
 app = make_app("Show how a model is spread over workers, before anything starts.")
 app.command()(layout_show.show)
@@ -70,7 +70,7 @@ def schedule(
 ) -> None:
     """Draw a pipeline's order of work, timed.
 
-    F0 is the forward of microbatch 0, B0 its backward; a table in CSV may split a backward into I
+    F0 is the forward of microbatch 0, B0 its backward. A table in CSV may split a backward into I
     (gradient of the input) and W (of the weights). The bubble is the share of time in which a rank
     computes nothing. In flight is the most microbatches whose activations it keeps at once.
 
@@ -230,7 +230,8 @@ def _times(option: str, text: str, stages: int) -> tuple[float, ...]:
 
 
 def _columns(schedule: Schedule) -> int | None:
-    """What is left of a terminal's width beside names and figures; None: nobody looks."""
+    """Return the columns of the terminal next to names and figures; None if stdout is no
+    terminal."""
     if not sys.stdout.isatty():
         return None
     beside = len(f"rank {schedule.ranks}  ") + len("  bubble 100.0%, in flight 1000")

@@ -42,7 +42,7 @@ class Picture:
             print()
             self._what_if(self.loss)
 
-    # --- the whole ------------------------------------------------------------------------
+    # --- the picture ----------------------------------------------------------------------
     def _head(self) -> None:
         model, layout = self.config.model, self.config.layout
         vocabulary = count(model.vocab_size) if model.vocab_size else "not known yet"

@@ -1,12 +1,12 @@
-"""`holdfast`: finds the command, calls it, and turns what goes wrong into a sentence.
+"""`holdfast`: finds the command, calls it, and turns an error into a sentence.
 
-The commands stand in a table of names; a command's module is imported when it is called, and
-the help of the whole is printed from the table alone. So `holdfast --help` costs no more than
-the interpreter's own start.
+The commands stand in a table of names. A command's module is imported when it is called, and the
+general help is printed from the table alone. So `holdfast --help` costs no more than the
+interpreter's own start.
 
-Exit codes: 0 done; 1 a fault of ours or of the machine (the traceback goes into a log file);
-2 something that the person can mend, in one sentence; 3 a run that cannot go on as it is (too few
-nodes, no state that can be trusted); 130 after Ctrl-C.
+Exit code 0: done. 1: a fault of ours or of the machine (the traceback goes into a log file). 2: an
+error that the user can mend, in one sentence. 3: a run that cannot continue as it is (too few
+nodes, no state that can be trusted). 130: after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _reader_left() -> int:
-    """Whoever read our output has gone (`| head`): end quietly, as SIGPIPE would."""
+    """End quietly, as SIGPIPE would: the reader of our output has exited (`| head`)."""
     import os
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""`holdfast notice`: tell a run that machines are about to go."""
+"""`holdfast notice`: tell a run that machines are about to be lost."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def notice(
 ) -> int:
     """Have a run that is at work save what will be complete in time, and with --leave, stop.
 
-    Of several nodes, where the others are enough to go on, they do so without those that are named,
-    after a step; with --leave those leave the run. Exit code 1 where nothing will be complete in
-    time, by what was measured so far.
+    If enough other nodes remain, they continue after a step without the nodes that are named. With
+    --leave, the named nodes leave the run. Exit code 1 if nothing will be complete in time, by what
+    was measured so far.
 
     \b
     Example:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def say(text: str) -> None:
-    """One line about what is going on; never mixed into what another program reads."""
+    """Print one line about the progress; never mixed into what another program reads."""
     print(text, file=sys.stderr, flush=True)
 
 

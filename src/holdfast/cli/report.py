@@ -31,13 +31,13 @@ def report(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print the numbers as JSON instead")] = False,
 ) -> None:
-    """Write loss, throughput, where the time went and every incident of a run as one HTML page.
+    """Write loss, throughput, use of time and every incident of a run as one HTML page.
 
-    It can be made at any time, also while the run goes on, and loads nothing from anywhere. With
-    --sample, what the newest whole checkpoint makes of a prompt stands on the page too.
+    It can be made at any time, also during the run, and loads nothing from anywhere. With --sample,
+    the page also shows how the newest intact checkpoint continues a prompt.
 
-    With --trace, the step that the run file names in layout.trace_step is written as a file for
-    ui.perfetto.dev instead: forward and backward passes, waits, and gradients being summed.
+    With --trace, a file for ui.perfetto.dev is written instead, of the step that the run file names
+    in layout.trace_step. It shows forward and backward passes, waits, and gradients being summed.
 
     \b
     Example:
@@ -78,7 +78,7 @@ def _refuse_beside_trace(given: dict[str, Any]) -> None:
 
 
 def write_trace(run: Run, path: Path) -> None:
-    """The newest traced step of all ranks, whole or not at all.
+    """Write the newest traced step of all ranks atomically.
 
     Raises DataError when the run has none, RunFolderError when the path cannot be written.
     """
@@ -124,7 +124,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def samples_of(run: Run, prompts: list[str]) -> list[dict[str, Any]]:
-    """What the newest whole checkpoint makes of each prompt."""
+    """Return the newest intact checkpoint's continuation of each prompt."""
     from holdfast.export.weights import Sampling, continuations, with_checkpoint
 
     checkpoint, texts = with_checkpoint(
@@ -137,8 +137,8 @@ def samples_of(run: Run, prompts: list[str]) -> list[dict[str, Any]]:
 
 
 def baselines_of(run: Run) -> dict[str, float] | None:
-    """Bits per byte of unigram and bigram counts on the very tokens that the run's validation
-    looks at; None, with a word about it, where the run's dataset is not there any more."""
+    """Return bits per byte of unigram and bigram counts on the very tokens of the run's validation.
+    None, with a message, if the run's dataset no longer exists."""
     from holdfast.data.batch import Batches
     from holdfast.data.dataset import Dataset
 

@@ -18,7 +18,7 @@ from holdfast.events import RequestsRefused
 from holdfast.wire.http.refusals import sentence
 
 REPORT_SECONDS = 2.0
-"""How often it is looked whether there is something new to say."""
+"""Seconds between two checks for something new to report."""
 
 GB = 1e9
 
@@ -32,10 +32,10 @@ def stage(
     memory: Annotated[float, typer.Option(help="GB that copies may take; each rank needs two")],
     json: Annotated[bool, typer.Option("--json", help="print JSON lines")] = False,
 ) -> int:
-    """Keep what the movers of a run send here, until Ctrl-C. Nothing is written to disk.
+    """Keep the copies that a run's movers send here, until Ctrl-C. Nothing is written to disk.
 
-    The run file of the training machines names this one under checkpoint.peers, and the secret is
-    the run's own: copy the file `secret` of the run folder here first, readable by you alone.
+    The run file of the training machines names this one under checkpoint.peers. The secret is the
+    run's own: copy the file `secret` of the run folder here first, readable by you alone.
 
     \b
     Example:

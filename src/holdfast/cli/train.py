@@ -45,7 +45,7 @@ def train(
         bool, typer.Option("--json", help="print the journal as JSON lines instead of a view")
     ] = False,
 ) -> int:
-    """Train what a run file describes. The same command again goes on where it was.
+    """Start or resume the run described by a run file.
 
     The dataset is prepared first if it is not there. Ctrl-C saves and leaves (exit code 0);
     a second Ctrl-C leaves at once.
@@ -67,7 +67,7 @@ def _train(loaded: Loaded, machine: Machine, folder: Path, *, fresh: bool, json:
     from holdfast.cli.views import Views
     from holdfast.launch import local
 
-    several = bool(loaded.config.cluster.node)  # one node of several: others may be there already
+    several = bool(loaded.config.cluster.node)  # one node of several: another may be there already
     before = identity(folder)  # what two nodes with --fresh both find, only one of them moves
     if several:
         refuse_alone(folder)
@@ -100,8 +100,8 @@ def _train(loaded: Loaded, machine: Machine, folder: Path, *, fresh: bool, json:
 
 
 def ready_dataset(loaded: Loaded, wait: bool = False) -> Dataset:
-    """The run's dataset, prepared where it is not there, and checked against its checksums. `wait`:
-    for whoever is preparing it."""
+    """Return the run's dataset, prepared if it is missing, and checked against its checksums.
+    `wait`: for another process that is preparing it."""
     from holdfast.data.prepare import prepare
     from holdfast.data.verify import check
 

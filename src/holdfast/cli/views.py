@@ -1,4 +1,4 @@
-"""Who looks on while a run trains: the live view or JSON lines, metrics, TensorBoard."""
+"""Observers of a run while it trains: the live view or JSON lines, metrics, TensorBoard."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class JsonLines:
             try:
                 print("\n".join(lines), flush=True)
             except (OSError, ValueError):
-                return  # nobody reads any more: that is no reason to stop training
+                return  # the reader has closed: that is no reason to stop training
 
 
 def record_line(record: Record) -> str:

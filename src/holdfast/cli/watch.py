@@ -26,9 +26,10 @@ def watch(
         bool, typer.Option("--json", help="print the journal as JSON lines instead of a view")
     ] = False,
 ) -> int:
-    """Show what a run does, from its beginning until it ends. Ctrl-C leaves; the run goes on.
+    """Show a run from its beginning until it ends. Ctrl-C leaves; the run continues.
 
-    Exit code 1 when the trainer went away without a word: it was killed, or its machine was.
+    Exit code 1 when the trainer ended without a record of it: it was killed, or its machine was
+    lost.
 
     \b
     Example:
@@ -69,8 +70,8 @@ def attended(
     batches: Iterable[list[Record]], gone: Callable[[], bool],
     patience: float = QUIET_SECONDS, now: Callable[[], float] = time.monotonic,
 ) -> Iterator[list[Record]]:  # fmt: skip
-    """The batches, until `patience` seconds have brought no record and `gone` says that nobody
-    writes any more."""
+    """Yield the batches, until no record came for `patience` seconds and `gone` says that the
+    writer has ended."""
     heard = now()
     leaving = False
     for batch in batches:

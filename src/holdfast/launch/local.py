@@ -1,8 +1,8 @@
 """Training on this machine: one agent, in the process that the person started.
 
-By itself it is the run's only node. With `cluster.node` it is one of several: whoever is started
-first makes the run folder and leads; whoever is started later, on whatever machine, joins by the
-run folder and its secret. None of them needs to know of the others.
+By itself it is the run's only node. With `cluster.node` it is one of several. The node that is
+started first makes the run folder and leads. Later nodes, on any machine, join by the run folder
+and its secret. No node needs to know the other nodes.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run(
         with bind(config.cluster.interface, 0, "cluster.interface") as control:
             return NodeAgent(joining, control, plan, **views).run()
     start.bring_back()
-    # The agent listens before the term names its address: whoever finds the term can ask.
+    # The agent listens before the term names its address: a reader of the term can ask.
     with bind(config.cluster.interface, 0, "cluster.interface") as control:
         term = open_term(store, address_of(control), secret)
         try:
@@ -94,7 +94,7 @@ def run(
 
 @dataclass
 class _Beginning:
-    """What a run goes on from whose folder is new, or was lost: what a bucket and peers have."""
+    """The state that a run with a new or lost folder resumes from: what a bucket and peers have."""
 
     config: RunConfig
     store: RunStore
@@ -129,5 +129,5 @@ class _Beginning:
 
 
 def resume_command(loaded: Loaded) -> str:
-    """What to type to go on with this run."""
+    """Return the command that resumes this run."""
     return shlex.join(["holdfast", "train", loaded.name, *loaded.overrides])

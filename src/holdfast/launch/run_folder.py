@@ -1,4 +1,5 @@
-"""What `train` writes into a run folder before a run starts, and what it refuses to start on.
+"""The files that `train` writes into a run folder before a run starts, and its checks of the
+folder.
 
 run.yaml           the run file as it was read
 resolved.json      every value, its origin, the overrides, the dataset
@@ -54,10 +55,10 @@ MOST_ASKED = 64
 
 
 def refuse_in_use(folder: Path) -> None:
-    """Raises RunFolderError when a trainer of this run folder answers: who holds the newest term,
-    or a node of the newest generation, which may be about to open the next; also when it knows
-    another secret than is known here. (The term that a trainer opens is what decides; this asks
-    before anything in the folder is touched.)"""
+    """Raises RunFolderError when a trainer of this run folder answers, also one with another
+    secret. Asked are the holder of the newest term and a node of the newest generation, which may
+    be about to open the next. (The term that a trainer opens decides; this check comes before
+    anything in the folder is touched.)"""
     if not folder.is_dir():
         return  # what else lies there is `describe`'s to refuse
     before, store = identity(folder), FolderStore(folder)
@@ -70,7 +71,7 @@ def refuse_in_use(folder: Path) -> None:
     if there is False:
         there, node = _anybody(store, secrets)
         who = f"node {node} is at work"
-    if there is False or identity(folder) != before:  # another node has begun anew: not this run's
+    if there is False or identity(folder) != before:  # another node has begun again: another run
         return
     if there is None:
         raise _other_secret(folder, number, who)
@@ -82,8 +83,8 @@ def refuse_in_use(folder: Path) -> None:
 
 
 def refuse_alone(folder: Path) -> None:
-    """Raises RunFolderError where somebody trains without other nodes, or with another secret than
-    a node that is started here: it would take the refusal for silence, and open the next term."""
+    """Raises RunFolderError if a trainer here takes in no other nodes, or has another secret than a
+    node started here. Such a node would take the refusal for silence, and open the next term."""
     number, holder = newest_term(FolderStore(folder))
     if holder is None:
         return
@@ -188,8 +189,9 @@ def identity(folder: Path) -> tuple[int, int] | None:
 def begun_beside(
     folder: Path, before: tuple[int, int] | None, loaded: Loaded, dataset_version: str
 ) -> bool:
-    """Whether another node that was started with --fresh has begun this folder: it is another one
-    than lay there `before`, when this command began, or one of this run that has no term yet."""
+    """Return True if another node that was started with --fresh has begun this folder. Then it is
+    another folder than lay there `before`, when this command began, or one of this run without a
+    term."""
     if identity(folder) != before:
         return True
     try:
@@ -204,8 +206,7 @@ def set_aside(folder: Path, before: tuple[int, int] | None) -> Path | None:
     """Move the run folder that lay there `before` to `<folder>.old-<n>`; None when there was none,
     or another node that was started with --fresh was quicker.
 
-    Raises RunFolderError for a folder that somebody uses, or that no `train` made: it is not ours
-    to move.
+    Raises RunFolderError for a folder in use, or one that no `train` made: it is not ours to move.
     """
     if before is None:
         return None
@@ -240,12 +241,12 @@ def set_aside(folder: Path, before: tuple[int, int] | None) -> Path | None:
 def describe(
     folder: Path, loaded: Loaded, machine: Machine, dataset: Path, dataset_version: str
 ) -> None:
-    """Write the three files. Later starts replace them: the journal keeps what was before. Of two
-    that begin the folder in the same moment, the other one's files are replaced by the same run's
-    only.
+    """Write the three files. Later starts replace them: the journal keeps what was before. If two
+    begin the folder in the same moment, only files of the same run are replaced.
 
     Raises RunFolderError when the folder cannot be made or written, or was begun by another run
-    just now, and StoreError for a bucket's address that may hold a secret: the files would keep it.
+    just now. Raises StoreError for a bucket's address that may hold a secret: the files would keep
+    it.
     """
     check(loaded.config.checkpoint.bucket)
     resolved = loaded.to_json() | {
@@ -293,7 +294,7 @@ def undescribe(folder: Path) -> None:
 
 
 def _claimed(path: Path, text: str) -> bool:
-    """Write a file that is not there yet, whole or not at all; False where it is."""
+    """Write a file atomically if it does not exist yet; return False if it does."""
     if path.exists():
         return False
     temporary = _temporary(path)
@@ -313,7 +314,7 @@ def _temporary(path: Path) -> Path:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all; a full disk gives back what was begun."""
+    """Write a file atomically; on a full disk, remove the part that was written."""
     temporary = _temporary(path)
     try:
         temporary.write_text(text, "utf-8")

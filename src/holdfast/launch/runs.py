@@ -1,4 +1,4 @@
-"""A run, as commands other than `train` find it: its folder, store, configuration, dataset."""
+"""A run, as other commands than `train` find it: its folder, store, configuration, dataset."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from holdfast.wire.term import QUESTION, asked, newest_term
 
 RESOLVED = "resolved.json"
 NEAR_SECONDS = 10.0
-"""How long a trainer is waited for (`wire.term.asks`): one that is slow is none that is gone."""
+"""Seconds to wait for a trainer (`wire.term.asks`): a slow one is not lost."""
 _ONLY_HERE = ("127.", "localhost:", "[::1]:")
 FAR_SECONDS = 3.0
-"""How long a trainer on another machine is waited for: its address may mean nothing here."""
+"""Seconds to wait for a trainer on another machine: its address may mean nothing here."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Run:
 
     @property
     def dataset_folder(self) -> Path:
-        """Where the dataset lay when the run was last started."""
+        """Path of the dataset when the run was last started."""
         return Path(self.resolved.get("dataset", {}).get("folder") or self.config.data.folder)
 
     @property
@@ -106,9 +106,9 @@ def _not_ours(path: Path) -> RunFolderError:
 
 
 def secrets_of(folder: Path) -> tuple[Secret, ...]:
-    """What may be the run's secret: the one that a trainer started here would use (the
-    environment's, else the folder's) first. None is made. Raises RunFolderError for one that others
-    may read."""
+    """Return the possible secrets of the run. First comes the one that a trainer started here would
+    use (the environment's, or the folder's). None is made. Raises RunFolderError for one that other
+    users may read."""
     named, own = os.environ.get(VARIABLE), folder / "secret"
     found = [read_secret(Path(named))] if named else []
     if own.exists():
@@ -121,8 +121,8 @@ def secrets_of(folder: Path) -> tuple[Secret, ...]:
 
 
 def answers(address: str, secrets: Sequence[Secret], deadline: float = NEAR_SECONDS) -> bool | None:
-    """Whether a trainer is there that knows one of these secrets; None for a trainer that knows
-    none of them: whose it is cannot be told."""
+    """Return True if a trainer answers that knows one of these secrets. None for a trainer that
+    knows none of them: its run is unknown."""
     for secret in secrets:
         if (there := asked(address, secret, deadline)) is not None:
             return there

@@ -1,7 +1,7 @@
 """The one journal: typed events, a segment per writer and generation, merged in order.
 
-A segment is `journal/<generation>/<writer>.jsonl`, one record a line. One process appends to it.
-A line is whole or (after a power loss, at the very end) torn; a torn last line never happened.
+A segment is `journal/<generation>/<writer>.jsonl`, one record a line. One process appends to it. A
+line is complete or (after a power loss, at the very end) torn; a torn last line never happened.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ class JournalWriter:
 def read(store: RunStore) -> list[Record]:
     """Every record of the run, merged by (generation, step, writer, sequence).
 
-    A step that was told once more (`core.data.lineage.Once`), kinds that this version does not know
-    and a torn last line are left out. Raises CorruptError for a line of any other kind, naming
-    segment and line.
+    Repeated reports of a step (`core.data.lineage.Once`), kinds that this version does not know and
+    a torn last line are left out. Raises CorruptError for a line of any other kind, naming segment
+    and line.
     """
     records: list[Record] = []
     for key in store.list(PREFIX):
@@ -98,7 +98,7 @@ def read(store: RunStore) -> list[Record]:
 
 
 def parse(key: str, data: bytes, first_line: int = 1) -> tuple[list[Record], int]:
-    """(the records of the whole lines in `data`, bytes of those lines)."""
+    """Return (the records of the complete lines in `data`, bytes of those lines)."""
     end = data.rfind(b"\n") + 1
     records: list[Record] = []
     lines = data[:end].splitlines()
@@ -119,7 +119,7 @@ class Follower:
 
     def __init__(self, store: RunStore) -> None:
         self._store = store
-        self._read: dict[str, int] = {}  # segment -> bytes of the whole lines read
+        self._read: dict[str, int] = {}  # segment -> bytes of the complete lines read
         self._once = Once()
 
     def new(self) -> list[Record]:

@@ -1,11 +1,11 @@
-"""A child ends when its agent does, however the agent ended.
+"""Ends a child when its agent ends, however that ended.
 
-The agent alone holds the write end of a pipe and never writes to it; each child holds the read
-end. When the agent is gone (returned, crashed, killed), the kernel closes its end. Two things then
-end the child: a thread that was blocked in a read, and on Linux a SIGKILL that the kernel itself
-sends to the child's process group, so that neither a held interpreter lock nor a stopped process
-(SIGSTOP) outlives its agent. A parent-death signal would not do: it follows the thread that
-forked, and the template, not the agent, is a worker's parent.
+The agent alone holds the write end of a pipe and never writes to it; each child holds the read end.
+When the agent has exited (returned, crashed, killed), the kernel closes its end. Two things then
+end the child. One is a thread that was blocked in a read. On Linux, the kernel itself also sends
+SIGKILL to the child's process group. So neither a held interpreter lock nor a stopped process
+(SIGSTOP) outlives its agent. A parent-death signal is not enough: it follows the thread that
+forked, and a worker's parent is the template, not the agent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OF_THE_AGENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that a terminal, systemd or Slurm sends to every process of a run. The agent answers
 them, and needs its children for that: they ignore them."""
 EXIT_CODE = 79
-"""Exit code of a child whose agent has gone."""
+"""Exit code of a child whose agent has exited."""
 
 
 def pipe() -> tuple[int, int]:
@@ -43,7 +43,7 @@ def watch(fd: int, end: Callable[[], None] | None = None) -> None:
 
 
 def arm(fd: int) -> None:
-    """Have the kernel kill this process (its whole group, if it leads one) at the pipe's end.
+    """Have the kernel kill this process (all of its group, if it leads one) at the pipe's end.
 
     Linux sends the signal chosen with F_SETSIG to the owner of an O_ASYNC descriptor when the
     other end of the pipe closes. Owner and signal belong to the open file description, which a
@@ -63,15 +63,15 @@ def arm(fd: int) -> None:
 
 
 def ended(fd: int) -> bool:
-    """Whether the write end is gone. Asked of the inherited descriptor: one that was opened
-    after the end would not know."""
+    """Return True if the write end is closed. Only the inherited descriptor knows: one that was
+    opened after the end would not."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))
 
 
 def end_now() -> None:
-    """End this process and its group at once, without cleaning up: nobody is left to tell."""
+    """End this process and its group at once, without cleaning up: no agent is left to notify."""
     if _leads():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(EXIT_CODE)

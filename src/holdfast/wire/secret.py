@@ -1,8 +1,8 @@
-"""The run's secret: 32 random bytes that every process of a run has and nobody else.
+"""The run's secret: 32 random bytes that only the processes of a run have.
 
-It lies in the run folder, readable by its owner alone from the first moment, or comes from the
-launcher in a file named by `HOLDFAST_SECRET_FILE`. It reaches other processes through inherited
-pipes and sockets only: never by an argument or an environment variable, which every user of the
+It lies in the run folder, readable by its owner alone from the first moment. Or the launcher
+provides it in a file named by `HOLDFAST_SECRET_FILE`. It reaches other processes through inherited
+pipes and sockets only. It is never an argument or an environment variable, which every user of the
 machine may read in `/proc`.
 """
 
@@ -56,8 +56,8 @@ def open_secret(folder: Path | str, environ: Mapping[str, str] | None = None) ->
 
 
 def read_secret(path: Path) -> Secret:
-    """Raises RunFolderError when the file is missing, readable by others, written by another user
-    (but root), or not a secret."""
+    """Raises RunFolderError when the file is missing, readable by other users, written by another
+    user (but root), or not a secret."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())  # of what is read, whatever the path names by now

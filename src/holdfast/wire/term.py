@@ -1,9 +1,10 @@
 """Exclusive use of a run folder, and the numbering of generations.
 
-A term is an object `terms/<t>.json` that can be created once, by one trainer. It names where that
-trainer listens; whoever comes later asks there, authenticated. An answer means: in use. No answer
-by the deadline means: that trainer is gone (a lock file would not know), open the next term. The
-older trainer, if it was merely cut off, finds the newer term and stops.
+A term is an object `terms/<t>.json` that can be created once, by one trainer. It names that
+trainer's address; a later trainer sends an authenticated request there. An answer means that the
+folder is in use. No answer by the deadline means that the trainer is lost (a lock file would not
+know): open the next term. If the older trainer was merely cut off, it finds the newer term and
+stops.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from holdfast.wire.store.run_store import AlreadyExistsError, MissingKeyError, R
 TERMS = "terms/"
 GENERATIONS = "generations/"
 QUESTION = "/term"
-"""Path of the question whether a trainer is there."""
+"""Path of the request that checks for a trainer."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class Term:
     store: RunStore
     number: int
     address: str
-    held: bytes = field(repr=False)  # what our object says, and nobody else's does
+    held: bytes = field(repr=False)  # the content of our object, unlike any other's
 
     def check(self) -> None:
-        """Raises FencedError when a newer term has been opened, or ours is no longer there: the
-        run folder was moved or removed, and another one may lie at its path."""
+        """Raises FencedError when a newer term has been opened, or ours is missing. In the second
+        case the run folder was moved or removed, and another one may lie at its path."""
         newest, _ = newest_term(self.store)
         if newest > self.number:
             raise FencedError(
@@ -89,8 +90,8 @@ def open_term(
 def claim(
     store: RunStore, number: int, address: str, node: str, alone: bool = False
 ) -> Term | None:
-    """Open term `number` without asking anybody; None where somebody else was faster. alone: of a
-    run that takes in no other node."""
+    """Open term `number` without a request to the last trainer; None if another trainer was faster.
+    alone: of a run that takes in no other node."""
     value = {
         "term": number,
         "node": node,
@@ -109,11 +110,12 @@ def claim(
 
 
 def asks(secret: Secret, deadline: float = 10.0) -> Callable[[str], bool]:
-    """The question itself: True only for an answer signed with this run's secret, be it a refusal.
+    """Return the check itself: True only for an answer signed with this run's secret, even a
+    refusal.
 
-    A refused connection is told apart from silence at once, so the deadline (seconds) is waited
-    for only where the node is gone or the trainer is stopped. It is long on purpose: a trainer on
-    an overloaded machine must not lose its run folder for being slow.
+    A refused connection is told apart from silence at once. So only a lost node or a suspended
+    trainer takes the full deadline (seconds). It is long on purpose: a trainer on an overloaded
+    machine must not lose its run folder for being slow.
     """
 
     return lambda address: asked(address, secret, deadline) is True
@@ -128,7 +130,7 @@ def asked(address: str, secret: Secret, deadline: float) -> bool | None:
     try:
         client.post(QUESTION, {}, deadline)
     except (RequestError, FencedError):
-        return True  # signed by somebody who knows the secret
+        return True  # signed by a holder of the secret
     except AuthError:
         return None
     except HoldfastError:
@@ -157,8 +159,8 @@ def newest_generation(store: RunStore) -> int:
 
 
 def newest_number(keys: list[str], prefix: str) -> int:
-    """The highest number among objects `<prefix><ten digits>.json`, 0 for none. Whatever else lies
-    there (an editor's copy, somebody's notes) is not ours and says nothing."""
+    """The highest number among objects `<prefix><ten digits>.json`, 0 for none. Any other file
+    there (an editor's copy, a user's notes) is not ours and does not count."""
     whole = re.compile(re.escape(prefix) + r"([0-9]{10,})\.json")
     return max((int(found[1]) for key in keys if (found := whole.fullmatch(key))), default=0)
 

@@ -1,12 +1,12 @@
 """Copying a checkpoint into another run store.
 
-The order is that of a save: blobs, parts, the commit object last, so that a copy that is cut short
-is no checkpoint there, and the same command goes on where it was: what lies there whole, checked
-against its checksums, is not copied again. Every extent is checked as it streams by, and none is
-held that the target has taken. Whoever begins claims the step there, so that two different
-checkpoints of one step do not mix (`claims.py`), and takes the claim away behind the commit object.
-Two copies of the same one may go on side by side: each takes what the other brought whole, and
-removes only what it has just read and found broken (`_replace`): all else may be committed by now.
+The order is that of a save: blobs, parts, the commit object last. So a copy that is cut short is no
+checkpoint there. The same command resumes it: an object that is there and matches its checksums is
+not copied again. Every extent is checked as it streams by, and none is held that the target has
+taken. A copy first claims the step there, so that two different checkpoints of one step do not mix
+(`copy_lease.py`). It removes the claim after the commit object. Two copies of the same checkpoint
+may run side by side: each accepts an object that the other wrote intact. Each removes only an
+object that it has just read and found broken (`_replace`): any other may be committed by now.
 Nothing secret is copied: a run's secret is no part of its checkpoints.
 """
 
@@ -27,7 +27,7 @@ from holdfast.wire.store.run_store import AlreadyExistsError, Matching, MissingK
 from holdfast.wire.term import generation_key, newest_generation, open_generation
 
 DESCRIPTION = ("run.yaml", "environment.json", "resolved.json")
-"""What makes a folder a run folder; copied where it is not there, the one that counts last."""
+"""Objects that make a folder a run folder. A copy adds the missing ones, the decisive one last."""
 
 Progress = Callable[[int, int], None]
 
@@ -48,15 +48,15 @@ def copy_checkpoint(
     fence: Callable[[], None] = lambda: None, abandoned: float = ABANDONED_SECONDS,
     say: Callable[[str], None] = lambda text: None,
 ) -> Copied:  # fmt: skip
-    """Copy one checkpoint; done again, it copies nothing. Without `read_back`, a large blob that a
-    bucket has is known by the checksum that the bucket keeps beside it, and not read. `progress`
-    is told of each blob that has arrived, `passed` of each extent that is handed over; `fence` is
-    asked just before the commit object is made, and raises where it may not be. `say` is told when
-    another's claim is watched, for `abandoned` seconds at most.
+    """Copy one checkpoint; done again, it copies nothing. Without `read_back`, a large blob in a
+    bucket is compared by the checksum that the bucket keeps next to it, and not read. `progress` is
+    called for each blob that has arrived, `passed` for each extent that is handed over. `fence` is
+    called just before the commit object is made, and raises if it may not be. `say` is called when
+    another copy's claim is watched, for `abandoned` seconds at most.
 
-    Raises CheckpointError when the source is broken, the target belongs to another run or somebody
-    removed there what had arrived, and what the stores raise. An object in the target that is not
-    what it should be is replaced.
+    Raises CheckpointError when the source is broken, the target belongs to another run, or an
+    object that had arrived was removed there. Raises what the stores raise. An object in the target
+    that is not what it should be is replaced.
     """
     raw = source.get(key)
     commit = Commit.from_bytes(raw, key)
@@ -94,7 +94,7 @@ def _claimed(
     """Say which checkpoint of the step is brought. Raises ClaimedError where another one is."""
     claim = Claim(target, commit, xxh3_128_hexdigest(raw), abandoned, say)
     claim.take()
-    try:  # somebody may have come to his end between the two
+    try:  # another copy may have ended between the two
         _refuse_other(target, commit, raw)
     except CheckpointError:
         claim.drop()
@@ -204,9 +204,10 @@ def _replace(
     whole: Callable[[], bool],
     claim: Claim | _NoClaim,
 ) -> bool:
-    """Create an object, in place of a broken one if need be, while the claim is held; whether it
-    had to be. One that came meanwhile, and is `whole`, is another copy's of this very checkpoint:
-    it may be committed, and who removes it may not live to bring it again."""
+    """Create an object under the claim, in place of a broken one if needed; return True if it was
+    needed. An object that came meanwhile, and is `whole`, is another copy's of this very
+    checkpoint. It may be committed, and a process that removes it may die before it writes it
+    again."""
     claim.check()
     with suppress(AlreadyExistsError):
         store.create(key, content())
@@ -249,8 +250,8 @@ def _same(store: RunStore, key: str, data: bytes) -> bool:
 
 
 def _describe(source: RunStore, target: RunStore, commit: Commit) -> None:
-    """Make the target a run folder that commands can open and a run can go on in: what describes
-    the run, and the generation, so that the next one there is a newer one."""
+    """Make the target a run folder that commands can open and a run can resume in. Copy the run's
+    description, and the generation, so that the next one there is newer."""
     for name in DESCRIPTION:
         with suppress(MissingKeyError, AlreadyExistsError):
             target.create(name, source.get(name))

@@ -1,24 +1,24 @@
-"""Who copies which checkpoint of a step into a store: a claim that ends with its holder.
+"""A lease on copying one checkpoint of a step into a store; it expires with its holder.
 
-Two that copy different checkpoints of one step to one place (a machine that was cut off does) would
-mix their blobs. So whoever begins says first what he brings. Claims are numbered objects, of which
-the newest counts; they carry what is brought, by whom, and since when (for people: no two clocks
-are compared):
+Two copies of different checkpoints of one step to one place would mix their blobs. (A machine that
+was cut off may start such a copy.) So each copier first claims the step. Claims are numbered
+objects, of which the newest counts. A claim names the checkpoint, the copier and the time (for
+people: no two clocks are compared):
 
     parts/<generation>/<step>-claim-<number>
 
-The holder creates the next number again and again, and removes his last but one. Whoever brings
-another checkpoint watches the newest by his own clock: a newer one is a sign of life, and he is
-refused; after ABANDONED_SECONDS without one he creates the next number himself. So the heartbeat
-and the taking over are the same create-if-absent, and exactly one of all who try has it. Whoever
-brings the very same checkpoint, as a killed copy that is run again does, goes on at once. So two
-copies of the same one may go on side by side, each with a claim that says the same: a claim does
-not keep them apart, and what one brought whole the other must not remove (`copying.py`).
+The holder creates the next number again and again, and removes its last but one. A copier of
+another checkpoint watches the newest claim by its own clock. A newer claim is a sign of life, and
+the copier is refused. After ABANDONED_SECONDS without one, it creates the next number itself. So
+heartbeat and takeover are the same create-if-absent, and exactly one contender wins. A copier of
+the same checkpoint continues at once: it may be a killed copy that runs again. So two copies of one
+checkpoint may run side by side, each with a claim of the same content. The claim does not exclude
+them: neither may remove an object that the other wrote intact (`copy.py`).
 
-A holder who was stopped for long trusts his claim for half of that time only, then asks (`check`);
-the commit object, and the removal of something broken, want a claim made just before (`renew`).
-Stopped for all of the time between that and the commit object, he could still make one whose blobs
-another checkpoint's have replaced: its checksums do not hold then, and no restore takes it.
+A suspended holder trusts its claim for half of that time only, then checks it (`check`). The commit
+object, and the removal of a broken object, need a claim made just before (`renew`). A holder
+suspended between that renewal and the commit could commit blobs that another checkpoint has
+overwritten. Restore rejects such a commit by its checksums.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from holdfast.errors import CheckpointError, CorruptError, StoreError
 from holdfast.wire.store.run_store import AlreadyExistsError, MissingKeyError, RunStore
 
 ABANDONED_SECONDS = 60.0
-"""A claim that was not renewed for so long, watched all the while, is taken over."""
+"""A claim that is watched and not renewed for so many seconds is taken over."""
 POLL_SECONDS = 1.0
 
 
 class ClaimedError(CheckpointError):
-    """Somebody else copies another checkpoint of this step there."""
+    """Another process copies another checkpoint of this step there."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Claim:
 
     # --- beginning and end ----------------------------------------------------------------------
     def take(self) -> None:
-        """Raises ClaimedError when somebody alive brings another checkpoint."""
+        """Take the claim. Raises ClaimedError when a live process copies another checkpoint."""
         watched, begun = -1, 0.0
         while True:
             newest, said = self._newest()
@@ -131,8 +131,8 @@ class Claim:
 
     # --- while it is held -----------------------------------------------------------------------
     def check(self) -> None:
-        """Raises ClaimedError when somebody has taken over, StoreError when the claim is old and
-        cannot be renewed."""
+        """Raises ClaimedError when another process has taken over, StoreError when the claim is old
+        and cannot be renewed."""
         with self._change:
             if not self._settled():
                 self._asked = True
@@ -145,7 +145,7 @@ class Claim:
                                  f"{self._trouble or 'the store does not answer'}")  # fmt: skip
 
     def renew(self) -> None:
-        """Make the next claim. Raises ClaimedError when somebody has taken over."""
+        """Make the next claim. Raises ClaimedError when another process has taken over."""
         with self._turn:
             while True:
                 mine = self._own[-1]
@@ -206,7 +206,7 @@ class Claim:
             self._target.create(self._key(number), json.dumps(vars(self._said)).encode())
         except AlreadyExistsError:
             return False
-        if max(self._numbers(), default=-1) != number:  # others went on while we were held up
+        if max(self._numbers(), default=-1) != number:  # another claim came meanwhile
             self._remove(number)
             return False
         self._own.append(number)

@@ -1,11 +1,11 @@
 """Generations are fenced in a bucket as they are in a run folder.
 
-A machine that was cut off has a run folder of its own, which knows nothing of the generation that
-goes on elsewhere. So the first upload of a generation makes its object in the bucket too, and
-whoever sends or removes something there asks first: the bucket's newest generation must be one of
-his own. A number alone would not say so, for two that were parted count on alike; the object must
-be the same. Who was fenced writes and removes nothing there any more, until a start takes over what
-the bucket says (`take_over`).
+A machine that was cut off has its own run folder, which does not know the generation that continues
+elsewhere. So the first upload of a generation makes its object in the bucket too. Every writer
+checks before it sends or removes something there: the bucket's newest generation must be one of its
+own. A number alone would not prove that, for two separated folders count alike: the object must be
+the same. A fenced writer writes and removes nothing there until a start takes over the bucket's
+generations (`take_over`).
 
 The notes of starts go along, so that a branch which was given up is known for one there as well.
 """
@@ -27,8 +27,8 @@ _NOTHING = b"{}\n"
 
 
 def enter(source: RunStore, target: RunStore, at_least: int) -> int:
-    """Fence what is older than the source's newest generation in the target; that generation, or
-    `at_least`. Raises FencedError where the target's newest is none of the source's."""
+    """Fence what is older than the source's newest generation in the target; return that
+    generation, or `at_least`. Raises FencedError if the target's newest is none of the source's."""
     own = max(newest_generation(source), at_least)
     newest = newest_generation(target)
     if newest > own or (newest and _said(target, newest) != _said(source, newest)):
@@ -51,8 +51,8 @@ def check(target: RunStore, own: int) -> None:
 
 
 def take_over(folder: RunStore, bucket: RunStore, say: Callable[[str], None]) -> None:
-    """At the start of a trainer, which has the folder for itself: the next generation is newer than
-    all that the bucket knows, and it follows them there too."""
+    """Make a starting trainer's next generation newer than all that the bucket knows, there and in
+    the folder. The trainer has the folder for itself."""
     try:
         newest, own = newest_generation(bucket), newest_generation(folder)
         if not newest:

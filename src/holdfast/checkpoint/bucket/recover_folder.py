@@ -30,13 +30,14 @@ def opened(location: str) -> RunStore:
 def bring_back(
     folder: RunStore, location: str, config_hash: str, fresh: bool, say: Callable[[str], None]
 ) -> RunStore | None:
-    """Copy the bucket's newest whole checkpoint into a run folder that has none so new; the bucket,
-    where it can be asked. What a later generation left behind counts for nothing in either.
+    """Copy the bucket's newest intact checkpoint into a run folder that has none so new. Return the
+    bucket if it can be reached. Checkpoints that a later generation left behind do not count in
+    either.
 
     Raises CheckpointError when the bucket belongs to another run, or `fresh` asks for a beginning
-    where checkpoints lie already; StoreError for a location or a server that cannot do, and where
-    the folder has no checkpoint and the bucket cannot be asked: a run that began at step 0 because
-    of a bucket that is away would lose what lies there.
+    although there are checkpoints. Raises StoreError for an unfit location or server. Raises it
+    also if the folder has no checkpoint and the bucket is out of reach. A run that then began at
+    step 0 would lose the bucket's checkpoints.
     """
     held = listing(folder)
     here = max(map(step_of, set(held) - fencing.abandoned(folder, held)), default=-1)
@@ -70,8 +71,8 @@ def _bring_newest(
     folder: RunStore, bucket: RunStore, keys: list[str], config_hash: str,
     say: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """The first that is whole. Raises OtherKeyError where none is and one names another key: then
-    it is the key that is wrong, rather than the object."""
+    """Bring back the first intact checkpoint. Raises OtherKeyError if none is intact and one names
+    another key: then the key is wrong, rather than the object."""
     unopened: OtherKeyError | None = None
     nothing = fencing.abandoned(bucket, keys)
     for key in keys:
@@ -108,7 +109,7 @@ def _brought(
         fencing.carry_notes(bucket, folder)
     except (CheckpointError, CorruptError, MissingKeyError) as error:
         say(f"a checkpoint in the bucket cannot be trusted: {error}")
-        retention.discard(folder, commit.generation, commit.step)  # no whole one will come of it
+        retention.discard(folder, commit.generation, commit.step)  # it will never be complete
         return False
     say(f"step {copied.step} was brought back from the bucket")
     return True

@@ -1,20 +1,20 @@
-"""Tier 3: what is committed in the run folder goes on into a bucket, behind the training.
+"""Tier 3: copies what is committed in the run folder to a bucket, in the background.
 
-One thread of the mover copies the newest committed checkpoint, then waits for the next. A bucket
-that is slow, away or full delays nothing else: what is newer takes the place of what still waits,
-and a copy that failed is tried again, later each time. A copy is of the same objects in the same
-order (`copying.py`), so that one that was killed is no checkpoint there, and the next mover goes on
-with the blobs that have not arrived.
+One thread of the mover copies the newest committed checkpoint, then waits for the next. A slow,
+unreachable or full bucket delays nothing else. A newer checkpoint replaces one that still waits,
+and a failed copy is retried, later each time. A copy is of the same objects in the same order
+(`copy.py`), so a killed copy is no checkpoint there. The next mover continues with the blobs that
+have not arrived.
 
-A run whose folder is lost begins from the bucket: `bring_back` copies the newest whole checkpoint
-into the folder before anything else is asked there. What the folder has rotten is read from the
-bucket where it lies (`second.py`).
+A run whose folder is lost begins from the bucket. `bring_back` copies the newest complete
+checkpoint into the folder before anything else is read there. If a blob in the folder is corrupt,
+it is read from the bucket (`fallback_store.py`).
 
-Who was cut off sends and removes nothing there once a newer generation has sent something
-(`fence.py`); a step that was left behind, or found rotten, is neither sent nor waited for, nor
-brought back. What a copy that was given up left there is removed behind the next upload
-(`Uploader._tidy`), and what older generations left, once after each start. An end that is no
-accident waits for the last copy (`Uploader.waiting`, `elastic/agent/final_upload.py`).
+Once a newer generation has sent something, a node that was cut off sends and removes nothing there
+(`fencing.py`). A step that was left behind, or found corrupt, is neither sent nor waited for, nor
+brought back. The remains of a copy that was given up are removed after the next upload
+(`Uploader._tidy`). Those of older generations are removed once after each start. An orderly end
+waits for the last copy (`Uploader.waiting`, `elastic/agent/final_upload.py`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ REMOVALS = 5
 
 
 class Moving:
-    """How far the copy of one checkpoint has come. Bytes that are sent once more do not count: a
-    copy that fails at the same place again and again stands still."""
+    """The progress of one checkpoint's copy. Bytes that are sent again do not count: a copy that
+    fails at the same place again and again makes no progress."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -88,7 +88,7 @@ class Uploader:
         clock: Callable[[], float] = time.monotonic,
         rejected: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`rejected`: keys of those that were found rotten, or passed over."""
+        """`rejected`: keys of checkpoints that were found corrupt, or passed over."""
         self._rejected = rejected
         self._source, self._open_target, self._keep = source, open_target, keep
         self._tell, self._clock = tell, clock
@@ -114,8 +114,8 @@ class Uploader:
             self._change.notify_all()
 
     def underway(self) -> tuple[str, ...]:
-        """The checkpoint that is being sent: it must not be removed meanwhile, or a bucket that is
-        slower than retention would never get a whole one."""
+        """Return the checkpoint that is being sent. It must not be removed meanwhile: a bucket
+        slower than retention would never get a complete one."""
         with self._change:
             return () if self._key is None else (self._key,)
 
@@ -251,9 +251,9 @@ class Uploader:
             self._moving.to(done, total)
 
     def _tidy(self, target: RunStore, own: int) -> None:
-        """Remove from the bucket what is too old there, and blobs that no commit will name: of
-        copies that were given up, and once what older generations left. What cannot be removed now
-        is tried again behind the next upload, a few times. Raises FencedError."""
+        """Remove from the bucket checkpoints that are too old, and blobs that no commit will name.
+        Those come from copies that were given up and, once, from older generations. A removal that
+        fails is tried again after the next upload, a few times. Raises FencedError."""
         fencing.check(target, own)
         with self._change:
             wanted = self._wanted

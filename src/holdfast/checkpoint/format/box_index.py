@@ -1,7 +1,7 @@
-"""Where the boxes of a checkpoint lie, derived as far as somebody asks.
+"""The places of a checkpoint's boxes, derived only for the boxes requested.
 
-A commit object lists no boxes; listing all of them would cost a large run seconds at every start.
-A rank that restores wants few: only the writers that can hold a part of those are looked at.
+A commit object lists no boxes; listing all of them would cost a large run seconds at every start. A
+rank that restores needs few: only the writers that can hold a part of those are looked at.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class Plan:
 def fitting_extent(limit: int, state_bytes: int) -> int:
     """Bytes under one checksum: at most `limit`, and so that a state has some ten thousand.
 
-    Small extents let a rank of another layout read little more than its boxes; a manifest takes 35
-    bytes for each, and hashing and checking cost a microsecond of Python a piece.
+    Small extents let a rank of another layout read little more than its boxes. A manifest takes 35
+    bytes for each. Hashing and checking cost a microsecond of Python a piece.
     """
     size = SMALLEST_EXTENT
     while size * 2**16 < state_bytes:

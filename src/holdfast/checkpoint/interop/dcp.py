@@ -38,8 +38,8 @@ _KIND = {
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One stored box: `nbytes` bytes of storage from byte `start` of `file`; its first element is
-    number `first` of the storage, and neighbours on each dim lie `strides` elements apart."""
+    """One stored box: `nbytes` bytes of storage from byte `start` of `file`. Its first element is
+    number `first` of the storage. Neighbours on each dim lie `strides` elements apart."""
 
     box: Box
     file: str
@@ -88,7 +88,8 @@ class DcpFolder:
         return out
 
     def rows(self, name: str, dtype: str, unit: int = 1) -> Iterator[Any]:
-        """A whole tensor, row-major, in blocks of a multiple of `unit` rows, cast to `dtype`."""
+        """Yield a complete tensor, row-major, in blocks of a multiple of `unit` rows, cast to
+        `dtype`."""
         tensor = self.tensors[name]
         every = whole(name, tensor.shape)
         if not tensor.shape:

@@ -1,8 +1,8 @@
 """A checkpoint out of a folder of `torch.distributed.checkpoint`.
 
-Weights alone become the state after step 0. Where the optimizer's moments are there too, the state
-is the one after the step that the optimizer had made, since AdamW's step count is the step: the run
-goes on from there, with its own data and its own schedule.
+Weights alone become the state after step 0. With the optimizer's moments, the state is that after
+the optimizer's last step, since AdamW's step count is the step. The run continues from there, with
+its own data and its own schedule.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def import_dcp(
     """Commit the folder's state. `position(step)` is the number of samples before a step.
 
     Raises CheckpointError when the run has checkpoints already, or the folder does not hold this
-    model whole.
+    complete model.
     """
     if taken := listing(store):
         raise CheckpointError(

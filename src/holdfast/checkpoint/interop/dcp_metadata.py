@@ -2,13 +2,13 @@
 
     python -m holdfast.checkpoint.interop.dcp_metadata FOLDER
 
-DCP (torch.distributed.checkpoint, 2.13) describes a checkpoint in a pickle, `.metadata`, and wraps
+DCP (torch.distributed.checkpoint, 2.13) describes a checkpoint in a pickle, `.metadata`. It wraps
 each tensor in the data files (`__<rank>_<n>.distcp`) into a zip archive with another pickle. A
-pickle may call anything that it names, so both are read by an unpickler that knows a short list of
-names, and gives a stand-in of this module for each: whatever else is named is refused. Nothing of
-torch is imported, no tensor is made. The answer on stdout is JSON: for each tensor its dtype, shape
-and chunks, and for each chunk the bytes of which file hold it, so that whoever asked reads plain
-byte ranges. Objects that are not tensors (data loaders, schedules) are named, never read.
+pickle may call anything that it names. So the unpickler here knows a short list of names, gives a
+stand-in of this module for each, and refuses any other name. Nothing of torch is imported, no
+tensor is made. The answer on stdout is JSON: for each tensor its dtype, shape and chunks, for each
+chunk its file and byte range. So the caller reads plain byte ranges. Objects that are not tensors
+(data loaders, schedules) are named, never read.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Storage:
 
 
 class Tensor:
-    """Where a tensor's elements lie in its storage."""
+    """The position of a tensor's elements in its storage."""
 
     def __init__(self, storage: Storage, offset: int, size: Any, stride: Any, *_: Any) -> None:
         self.storage, self.offset = storage, int(offset)
@@ -199,7 +199,8 @@ class Window(io.RawIOBase):
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """The whole answer. Raises RefusedError, and OSError for files that cannot be read."""
+    """Return the complete answer. Raises RefusedError, and OSError for files that cannot be
+    read."""
     found = Listed((folder / METADATA).read_bytes(), DESCRIBED, METADATA).read()
     if not isinstance(found, Metadata):
         raise RefusedError(f"{METADATA} holds no description of a checkpoint")

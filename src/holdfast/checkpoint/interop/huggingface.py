@@ -1,6 +1,6 @@
-"""A step-0 checkpoint out of somebody else's weights.
+"""A step-0 checkpoint out of another trainer's weights.
 
-Generation 0 is before any membership, so a run that starts in this folder (generation 1) finds the
+Generation 0 is before any membership. So a run that starts in this folder (generation 1) finds the
 checkpoint and begins from it, with fresh optimizer state.
 """
 

@@ -1,19 +1,19 @@
 """Arenas: memory that the mover owns and a worker copies its state into.
 
-One memory file (memfd) per rank: a page of arena header, then `slots` slots, each a page of slot
-header and room for one blob, byte for byte as it will lie on disk. The file is filled with pages
-at the start: the first touch of fresh memory costs five times the copy itself.
+One memory file (memfd) per rank: a page of arena header, then `slots` slots. A slot is a page of
+slot header and room for one blob, byte for byte as it will lie on disk. The file is filled with
+pages at the start: the first touch of fresh memory costs five times the copy itself.
 
-A slot's header is written last and works as a seqlock: while bytes change, its sequence number
-is odd, and whoever reads compares the header before and after. A worker that is killed in the
-middle of a copy therefore leaves a slot that reads as dirty, and the other slot untouched.
+A slot's header is written last and works as a seqlock. While bytes change, its sequence number is
+odd, and a reader compares the header before and after. So a worker that is killed in the middle of
+a copy leaves a slot that reads as dirty. The other slot stays untouched.
 
     FREE --begin--> WRITING (odd) --finish--> HELD (even) --release--> FREE
 
-The worker alone takes a slot from FREE to HELD; the mover alone gives it back, when its bytes are
-neither being read nor part of the newest complete step (`snapshots.py`). So a slot that is needed
-is never overwritten: a capture that finds no free slot is skipped, and counted. A free slot's bytes
-stay as they are until the worker takes it again.
+Only the worker takes a slot from FREE to HELD. Only the mover gives it back, when its bytes are
+neither being read nor part of the newest complete step (`snapshot_store.py`). So a slot that is
+needed is never overwritten: a capture that finds no free slot is skipped, and counted. A free
+slot's bytes stay as they are until the worker takes it again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FREE, HELD = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
-    """What a whole slot says about its bytes. `layout` is a hash of the blob's header."""
+    """The header of an intact slot. `layout` is a hash of the blob's header."""
 
     run: bytes
     generation: int
@@ -61,7 +61,7 @@ def digest(data: bytes | str) -> bytes:
 
 
 def slot_capacity(blob_bytes: int) -> int:
-    """Bytes of a slot's room for a blob, in whole pages."""
+    """Return the bytes of a slot's room for a blob, rounded up to pages."""
     return -(-max(blob_bytes, 1) // PAGE) * PAGE
 
 
@@ -115,7 +115,7 @@ class Arena:
         self.memory.close()
 
     def data_offset(self, slot: int) -> int:
-        """Where the blob of a slot begins in the file."""
+        """Return the offset in the file at which a slot's blob begins."""
         return self._base(slot) + PAGE
 
     def data(self, slot: int, length: int) -> memoryview:
@@ -125,7 +125,7 @@ class Arena:
 
     # --- the worker's side ------------------------------------------------------------------
     def free_slot(self) -> int | None:
-        """A slot that nobody needs; the one whose bytes are oldest. None when all are held."""
+        """Return the free slot whose bytes are oldest; None when all are held."""
         free = [s for s in range(self.slots) if not self.held(s)]
         return min(free, key=lambda s: (self._sequence(s), s), default=None)
 

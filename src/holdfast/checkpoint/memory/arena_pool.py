@@ -1,9 +1,10 @@
-"""The arenas of a generation's ranks: who has which memory, and where new memory comes from.
+"""The arenas of a generation's ranks: which rank has which memory, and the source of new memory.
 
-A rank asks once it has restored. It gets the memory of an older generation where that fits and
-nobody writes there any more, else new memory. Gigabytes take seconds, so that is made without the
-lock, one arena after the other; a newer generation that begins meanwhile is seen at the end. Where
-there is no room for both, older snapshots go when every rank has restored.
+A rank asks once it has restored. It gets the memory of an older generation if that fits and no
+process writes there any more. Otherwise it gets new memory. Gigabytes take seconds, so new memory
+is made without the lock, one arena after the other. A newer generation that begins meanwhile is
+noticed at the end. If there is no room for both, older snapshots are dropped when every rank has
+restored.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from holdfast.core.sharding.ownership import owned_boxes
 from holdfast.errors import CheckpointError, HoldfastError
 
 ROOM_SECONDS = 60.0
-"""How long an arena that finds no room waits for the others of its generation to have restored, so
-that older snapshots can go."""
+"""Seconds that a request for an arena waits, if there is no room, until the other ranks of its
+generation have restored. Then older snapshots can be dropped."""
 
 
 @dataclass
@@ -101,8 +102,9 @@ class Arenas:
     def _made(
         self, plan: Plan, rank: int, slots: int, head: bytes, tensors: tuple[Placed, ...]
     ) -> RankArena:
-        """A rank's arena, in new memory. Gigabytes take seconds, so it is made without the lock;
-        a newer generation that began meanwhile is seen at the end, and the memory goes again."""
+        """Make a rank's arena in new memory. Gigabytes take seconds, so it is made without the
+        lock. If a newer generation began meanwhile, that is noticed at the end, and the memory is
+        freed."""
         try:
             memory = self._room(plan, rank, slot_capacity(total_size(head, tensors)), slots)
             with self._change:
@@ -133,9 +135,9 @@ class Arenas:
         return head, tensors
 
     def _reusable(self, rank: int, capacity: int, slots: int, but: int | None) -> MemoryFile | None:
-        """The memory of an older generation, all of whose writers have ended, `but` one that has
-        let go of it: its pages are there already, and the slot of the newest complete snapshot
-        stays held."""
+        """Return the memory of an older generation whose writers have all ended, `but` one that has
+        let go of it. Its pages exist already, and the slot of the newest complete snapshot stays
+        held."""
         for memory in self._shelf.memory_of(rank):
             fits = memory.arena.capacity == capacity and memory.arena.slots == slots
             if fits and memory.deserted_but(but) and not self._is_hashing():
@@ -146,8 +148,8 @@ class Arenas:
         return None
 
     def _room(self, plan: Plan, rank: int, capacity: int, slots: int) -> MemoryFile:
-        """New memory. Where both do not fit, older snapshots stay until every rank has restored,
-        and then go. Raises HoldfastError when there is none then either."""
+        """Make new memory. If old and new do not fit together, older snapshots are dropped once
+        every rank has restored. Raises HoldfastError when there is no room then either."""
         name = f"holdfast-{plan.generation}-{rank}"
         try:
             return self._created(name, slots, capacity)
@@ -165,8 +167,8 @@ class Arenas:
             return MemoryFile(Arena.create(name, slots, capacity))
 
     def _all_asked(self, plan: Plan) -> bool:
-        """Whether every rank has restored, and what is still made for older generations is gone; or
-        a newer one has begun."""
+        """Return True if every rank has restored and no arena of an older generation is being made.
+        True also if a newer generation has begun."""
         older = any(generation < plan.generation for generation, _ in self._making)
         done = len(self._asked) == plan.topology.world_size and not older
         return done or self._over(plan)

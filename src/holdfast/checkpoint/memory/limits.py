@@ -1,7 +1,7 @@
 """How much memory an arena may take.
 
-Memory files are not bounded by any file system: asking for more than there is does not fail, it
-wakes the kernel's killer, which may well end a worker. So the room is looked up first.
+No file system bounds memory files. Allocating more than there is does not fail: it wakes the
+kernel's OOM killer, which may well kill a worker. So the room is looked up first.
 """
 
 from __future__ import annotations

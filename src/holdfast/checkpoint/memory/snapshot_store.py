@@ -1,20 +1,20 @@
-"""The shelf: which snapshots one mover holds in memory, of its own ranks and of others.
+"""The shelf: the snapshots that one mover holds in memory, of its own and of other nodes' ranks.
 
-A snapshot is what a slot of an arena holds, with the sealed part manifest that the mover made when
-it hashed the bytes after the capture. It has the keys, the bytes and the checksums of a durable
-part, so a shelf is one more place of "ranged reads over named blobs".
+A snapshot is the content of an arena's slot with its sealed part manifest. The mover made that
+manifest when it hashed the bytes after the capture. A snapshot has the keys, bytes and checksums of
+a durable part. So a shelf is one more place of "ranged reads over named blobs".
 
 Which slots may be written again is decided here, and nowhere else. A slot is kept while
 
     it is part of the newest complete step    (every rank of this node is on the shelf)
     its step is newer than that and may yet become complete
-    somebody reads it at length               (`pin`)
+    a reader needs it for long                (`pin`)
 
 and is given back at the first moment when none of these holds. Bytes of a slot that was given back
 stay readable until they are overwritten; the seqlock in the slot's header tells. A slot that was
 given back is never kept again: its worker may be writing there already.
 
-A copy of a rank of another node is never complete by itself; the newest of each such rank is kept.
+A copy of another node's rank is never complete by itself; the newest of each such rank is kept.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MemoryFile:
         self.fd = fd
         self.arena = Arena(fd)
         self._writers: list[_Process] = []
-        self._unknown = False  # somebody was given it whose end cannot be seen
+        self._unknown = False  # a process whose end cannot be seen was given it
 
     def given_to(self, process: int | None) -> None:
         """Note that a process has mapped it to write there."""
@@ -79,8 +79,8 @@ class MemoryFile:
 
     @property
     def deserted(self) -> bool:
-        """Whether every process that could write there is known to have ended. Only then may
-        somebody else: two writers in one slot would make a snapshot of neither."""
+        """Return True if every process that could write there is known to have ended. Only then may
+        another write: two writers in one slot would spoil both snapshots."""
         return self.deserted_but(None)
 
     def deserted_but(self, process: int | None) -> bool:
@@ -148,8 +148,8 @@ class Shelf:
         self, generation: int, topology: Topology, table: StateTable,
         ranks: Collection[int] | None = None,
     ) -> None:  # fmt: skip
-        """Say who the writers of a generation are; without it none of its steps is complete.
-        ranks: those of this node, where other nodes have the others."""
+        """Set the writers of a generation; without them none of its steps is complete. ranks: those
+        of this node, if there are several nodes."""
         with self._lock:
             used = {name[0] for name in self._snapshots}
             for older in [g for g in self._plans if g < generation and g not in used]:
@@ -171,9 +171,8 @@ class Shelf:
             return self._plans[generation]
 
     def put(self, snapshot: Snapshot, pinned: bool = False) -> bool:
-        """Shelve a snapshot, whose slot must be held; whether its step is complete now, as far as
-        it is this node's. With `pinned` the slot is kept until `unpin`, whatever becomes of the
-        step.
+        """Shelve a snapshot, whose slot must be held; return True if this node's part of its step
+        is complete now. With `pinned` the slot is kept until `unpin`, whatever becomes of the step.
 
         Raises MissingKeyError when the slot holds something else already.
         """
@@ -197,7 +196,7 @@ class Shelf:
         return complete
 
     def outlived(self, generation: int) -> None:
-        """A state of this generation is whole in a safe place: older ones have served."""
+        """Drop older states: one of this generation is complete in a safe place."""
         with self._lock:
             self._forget_before(generation)
             freed = self._give_back()
@@ -213,8 +212,8 @@ class Shelf:
         self._tell(freed)
 
     def drop_where(self, gone: Callable[[int, int], bool]) -> list[tuple[int, int]]:
-        """Forget this node's part of every step of which `gone(generation, step)` is true; which
-        those were. What others left here is theirs to drop."""
+        """Forget this node's part of every step with `gone(generation, step)`; return those steps.
+        Other nodes drop their own copies here."""
         with self._lock:
             own = [name for name, snapshot in self._snapshots.items() if snapshot.own]
             names = [name for name in own if gone(*name[:2])]
@@ -226,10 +225,10 @@ class Shelf:
         return steps
 
     def _elsewhere_too(self, snapshot: Snapshot) -> bool:
-        """Whether some step of the snapshot's generation must be complete on all nodes, now that
-        this one is on ours. A capture begins where every rank has voted that it has a free slot,
-        and a node gives a slot back for a later step that is complete there. So when more steps
-        have been captured than an arena has slots, each node has had one of them whole."""
+        """Return True once every node must hold a complete step of this generation. A capture
+        begins when every rank has voted that it has a free slot. A node gives a slot back only for
+        a later step that is complete there. So once more steps are captured than an arena has
+        slots, each node has completed one of them."""
         part = snapshot.part
         if part.generation not in self._local:
             return True
@@ -258,8 +257,8 @@ class Shelf:
         ]
 
     def complete(self, ours: bool = False) -> list[tuple[int, int]]:
-        """(generation, step) of what is complete here, newest step first; with `ours`, as far as
-        it is this node's to hold."""
+        """Return (generation, step) of what is complete here, newest step first. With `ours`, only
+        this node's part must be complete."""
         with self._lock:
             steps = {name[:2] for name in self._snapshots}
             whole = [s for s in steps if self._is_complete(*s, of=self._local if ours else {})]
@@ -269,7 +268,7 @@ class Shelf:
         """The commit object of a complete step, made in memory.
 
         Raises KeyError for an unknown generation, CheckpointError when the parts do not make a
-        whole checkpoint.
+        complete checkpoint.
         """
         with self._lock:
             topology, table = self._plans[generation]
@@ -281,7 +280,7 @@ class Shelf:
         return merge(parts, topology, table, config_hash, dataset_version)
 
     def get(self, generation: int, step: int, rank: int) -> Snapshot:
-        """Raises MissingKeyError when it is not here, or no longer whole."""
+        """Return a snapshot. Raises MissingKeyError when it is not here, or no longer intact."""
         with self._lock:
             found = self._snapshots.get((generation, step, rank))
         if found is None or not found.whole:

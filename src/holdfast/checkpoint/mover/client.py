@@ -1,8 +1,8 @@
-"""How workers and the agent talk to their node's mover. No torch.
+"""Requests of workers and the agent to their node's mover. No torch.
 
-Every call has a connection to itself, so a client may be shared between threads, and a call that
-waits (events, settle) keeps nobody else from being served. A connection stays open for the next
-call, as long as there is the client.
+Every call has its own connection. So threads may share a client, and a call that waits (events,
+settle) does not delay other calls. A connection stays open for the next call while the client
+exists.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from holdfast.wire.secret import Secret
 
 ANSWER_SECONDS = 30.0
 QUICK_SECONDS = 10.0
-"""For what a worker asks while it trains, or is about to end: a mover that is stopped must not
-hold it up, and a busy one answers within a second."""
+"""Seconds for requests of a worker that trains or is about to end. A suspended mover must not delay
+the worker; a busy mover answers within a second."""
 CHOOSE_SECONDS = 600.0
 """For looking through memory, peers and the run store; a mover that dies is noticed at once."""
 READ_SECONDS = 6 * 3600.0
 """For reading every byte of a checkpoint."""
 SETTLE_SLICE = 5.0
-"""Seconds that one question about the end of a save waits, so that who asks can say he is alive."""
+"""Seconds that one request for a save's result waits. Between two requests, the caller can report
+that it is alive."""
 
 
 class MoverGoneError(HoldfastError):
@@ -70,8 +71,9 @@ class Newest:
 
 @dataclass(frozen=True)
 class Holdings:
-    """A commit object, and which of its blobs the mover has in memory: key -> the descriptor of
-    the memory file, the slot, and what the slot says. Whoever asks closes the descriptors."""
+    """A commit object and those of its blobs that the mover has in memory. slots: key -> the
+    descriptor of the memory file, the slot, and the slot's header. The caller closes the
+    descriptors."""
 
     commit: Commit
     slots: Mapping[str, tuple[int, int, SlotHeader]]
@@ -81,7 +83,7 @@ class Holdings:
 class MoverClient:
     """Requests of one process in one generation.
 
-    Every method raises MoverGoneError when nobody answers, FencedError when the mover serves a
+    Every method raises MoverGoneError when the mover does not answer, FencedError when it serves a
     newer generation, CheckpointError and CorruptError as the mover does.
     """
 
@@ -93,8 +95,8 @@ class MoverClient:
         clock: Callable[[], float] = time.time,
         patience: float = 0.0,
     ) -> None:
-        """patience: seconds that an arena is waited for in which the mover has yet to be told of
-        the generation."""
+        """patience: seconds that an arena request waits for the mover to learn of the
+        generation."""
         self._patience = patience
         self.socket_path = socket_path
         self.generation = generation
@@ -110,15 +112,15 @@ class MoverClient:
         placement: Mapping[str, Sequence[str]] | None = None,
         begun: Newest | None = None, stored: bool = True,
     ) -> None:  # fmt: skip
-        """Begin this client's generation: who will write, and what, from the state after which
-        step. Unfinished saves of older generations are refused; of their snapshots, those of the
-        newest complete step stay until this generation has one, unless it is later than `start`.
+        """Begin this client's generation: its writers, its tensors, and the step it starts from.
+        Unfinished saves of older generations are refused. Their snapshots of the newest complete
+        step stay until this generation has one. A step later than `start` does not stay.
 
-        machines: of a run on several nodes, those that take part, each named as its node is in the
-        topology; the mover's own may be among them. sources: other machines that may hold what is
-        begun from. placement: of copies, as the one who chose has it. begun: what was chosen, where
-        another mover chose it. stored: that is a checkpoint in the run store. Asked again of the
-        same generation, the newest list counts.
+        machines: of a run on several nodes, those that take part. Each is named as its node is in
+        the topology; the mover's own may be included. sources: other machines that may hold the
+        starting state. placement: of copies, as the choosing mover has it. begun: the chosen state,
+        if another mover chose it. stored: the chosen state is a checkpoint in the run store. If the
+        call is repeated for one generation, the newest list counts.
         """
         body: dict[str, Any] = {
             "topology": topology.to_json(), "table": [spec.to_json() for spec in table],
@@ -133,12 +135,12 @@ class MoverClient:
         self._call("expect", body)
 
     def drain(self, wait: float = 30.0, durable: bool = True) -> bool:
-        """Wait up to `wait` seconds for the end of all saves under way; whether that was enough.
-        Without `durable`, for as much as it takes that nothing is lost with the workers: a save
-        whose step is complete in memory is not waited for.
+        """Wait up to `wait` seconds for all saves under way; return True if they ended. Without
+        `durable`, skip saves whose step is complete in memory: nothing of those is lost with the
+        workers.
 
-        To be asked before the next generation is opened, which fences them: what the workers of a
-        lost generation had handed over in time is then not lost with them.
+        Call this before the next generation is opened, which fences the saves. Otherwise saves that
+        workers of a lost generation handed over in time would be lost.
         """
         body = {"wait": wait, "durable": durable}
         return bool(self._call("drain", body, wait + ANSWER_SECONDS)["drained"])
@@ -150,13 +152,13 @@ class MoverClient:
         timeout: float = CHOOSE_SECONDS,
         machines: Iterable[Peer] | None = None,
     ) -> Newest:
-        """The newest state that this generation can begin from, in memory or durable. Its bytes
-        are checked by those who read them; what they found rotten is `tried`: key -> reason.
+        """The newest state that this generation can begin from, in memory or durable. The readers
+        check its bytes; `tried` names the checkpoints that they found corrupt: key -> reason.
 
-        Waits up to `drain` seconds for what is under way. Asked after this client's generation
-        was opened, which fences all older ones, so that nothing older can appear afterwards.
-        machines: whose memory is looked at, beside the mover's own and what the run file names:
-        those of the generation before that are still there.
+        Waits up to `drain` seconds for what is under way. Call this after this client's generation
+        was opened: that fences all older ones, so nothing older can appear afterwards. machines:
+        those of the previous generation that still run. Their memory is searched too, in addition
+        to the mover's own and the machines that the run file names.
 
         Raises CheckpointError when there are candidates but none can be trusted.
         """
@@ -182,9 +184,9 @@ class MoverClient:
         return events, int(body["next"])
 
     def upload(self, wait: float) -> dict[str, Any] | None:
-        """What keeps the newest checkpoint from being in the bucket: its key, bytes "sent" of
-        "total", seconds it stands "still", the "reason" of the last failure, and whether it is
-        "over". None once it is there, or where there is no bucket; waits up to `wait` seconds."""
+        """Return the pending upload of the newest checkpoint; None once it has arrived, or without
+        a bucket. Its entries: key, bytes "sent" of "total", "still" (seconds without progress),
+        "reason" of the last failure, "over". Waits up to `wait` seconds."""
         left = self._call("upload", {"wait": wait}, wait + ANSWER_SECONDS)["left"]
         return None if left is None else dict(left)
 
@@ -213,8 +215,8 @@ class MoverClient:
         return None if problem is None else str(problem)
 
     def holdings(self, key: str) -> Holdings:
-        """What this node's mover has of a checkpoint in memory. Raises MissingKeyError as text
-        (HoldfastError) and CorruptError for a commit object that is not there or not whole."""
+        """The parts of a checkpoint that this node's mover has in memory. Raises MissingKeyError as
+        text (HoldfastError) and CorruptError for a commit object that is missing or damaged."""
         body, fds = self._exchange("holdings", {"key": key}, 4 * ANSWER_SECONDS)
         try:
             slots = {
@@ -256,7 +258,7 @@ class MoverClient:
         self._call("captured", body, QUICK_SECONDS)
 
     def skipped(self, rank: int, step: int, reason: str) -> None:
-        """This rank has no snapshot of `step`, which others may have handed over."""
+        """Report that this rank has no snapshot of `step`; other ranks may have one."""
         self._call("skipped", {"rank": rank, "step": step, "reason": reason},
                    QUICK_SECONDS)  # fmt: skip
 
@@ -272,9 +274,9 @@ class MoverClient:
     def settle(
         self, step: int, timeout: float, alive: Callable[[], None] = lambda: None
     ) -> str | None:
-        """Wait until the checkpoint of `step` is committed; None then, else why it is not.
+        """Wait until the checkpoint of `step` is committed; return None, or why it is not.
 
-        `alive` is called every few seconds meanwhile: a large checkpoint takes its time.
+        `alive` is called every few seconds meanwhile: a large checkpoint takes long.
         """
         end = time.monotonic() + timeout
         while True:
@@ -301,8 +303,8 @@ class MoverClient:
     def _exchange(
         self, verb: str, body: dict[str, Any], timeout: float
     ) -> tuple[dict[str, Any], list[int]]:
-        """One request; on a new connection where an open one turns out to be cut: it was idle for
-        long, or the mover is another one."""
+        """Send one request. If an open connection turns out to be cut (long idle, or another
+        mover), use a new one."""
         line, nonce = request_line(self._secret, verb, body, self.generation, self._clock())
         received: tuple[bytes, list[int]] | None = None
         with suppress(IndexError):
@@ -318,8 +320,9 @@ class MoverClient:
     def _over(
         self, connection: socket.socket | None, line: bytes, timeout: float
     ) -> tuple[bytes, list[int]] | None:
-        """The answer over a connection, over a new one for None; None where it ended before. Raises
-        ConnectionError where an open one was cut, else MoverGoneError."""
+        """Return the answer over a connection, or over a new one for None. Return None if the
+        connection ended before an answer. Raises ConnectionError if an open connection was cut,
+        MoverGoneError otherwise."""
         was_open = connection is not None
         received = None
         try:

@@ -1,8 +1,8 @@
 """The mover's process: `python -m holdfast.checkpoint.mover.main`.
 
-The agent starts it with one JSON line on stdin (`MoverBoot`): the secret travels there and
-nowhere else. It answers `{"ready": true}` on stdout when its socket listens, and ends with its
-agent: when the lifeline pipe ends, or at SIGTERM, after finishing the writes it is in.
+The agent starts it with one JSON line on stdin (`MoverBoot`): the secret travels there and nowhere
+else. It answers `{"ready": true}` on stdout when its socket listens. It ends with its agent: when
+the lifeline pipe ends, or at SIGTERM, after finishing the writes it is in.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
 
 SWITCH_SECONDS = 0.0005
-"""Hashing small extents never leaves the interpreter to others by itself. A thread that writes asks
-for it between every two calls to the disk, and would wait Python's 5 ms each time."""
+"""Seconds between thread switches. Hashing small extents never releases the interpreter by itself.
+A writing thread asks for it between every two calls to the disk, and would wait Python's 5 ms each
+time."""
 IDLE_SECONDS = 60.0
 """A connection that sends nothing for so long is closed."""
 
@@ -84,7 +85,7 @@ class Server:
         self._secret = secret
         self._said_full = False
         self._refusals = Refusals(service.outcomes.add)
-        self._verifier = Verifier(secret, time.time, name="")  # nobody else can listen in
+        self._verifier = Verifier(secret, time.time, name="")  # no other user can listen in
         _own_folder(Path(path).parent)
         Path(path).unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -101,7 +102,7 @@ class Server:
                 return
             try:
                 connection, _ = self._listener.accept()
-            except BlockingIOError:  # whoever knocked has gone again
+            except BlockingIOError:  # the client has left again
                 continue
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
@@ -112,8 +113,8 @@ class Server:
             threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
 
     def _full(self, leave: int) -> bool:
-        """No descriptor is left for whoever knocks. It waits in the queue: what is saved just now
-        gives some back. Whether `leave` can be read meanwhile."""
+        """Wait without a free descriptor, with the client in the queue: saves under way give some
+        back. Return True if `leave` can be read meanwhile."""
         if not self._said_full:
             self._said_full = True
             print(
@@ -133,7 +134,7 @@ class Server:
             try:
                 while (received := reader.line()) is not None:
                     line, fds = received
-                    for fd in fds:  # nobody sends us any
+                    for fd in fds:  # no client sends us any
                         os.close(fd)
                     answer, passed = self._answer(line, process)
                     try:
@@ -157,7 +158,7 @@ class Server:
             status, body = protocol.FENCED, protocol.describe(error)
         except (UserError, HoldfastError) as error:
             status, body = protocol.REFUSED, protocol.describe(error)
-        except Exception as error:  # our own bug, or a malformed body: say so, and go on
+        except Exception as error:  # our own bug, or a malformed body: report it
             text = f"{type(error).__name__}: {error}"
             status, body = protocol.FAILED, {"error": "HoldfastError", "message": text}
         return answer_line(self._secret, request.proof.nonce, status, body), fds
@@ -223,8 +224,8 @@ class Server:
 
 
 def _own_folder(folder: Path) -> None:
-    """Make it, or see that nobody else can put something in the socket's place: a link, or a socket
-    of his own. Raises RunFolderError."""
+    """Make the folder, or check that no other user can replace the socket there by a link or
+    another socket. Raises RunFolderError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & stat.S_IWOTH:
@@ -270,8 +271,8 @@ def _uploader(boot: MoverBoot, service: Service) -> Uploader | None:
 
 
 def _when_asked(leave: int) -> None:
-    """Write into `leave` when whoever started us sends SIGTERM. From others, a scheduler that warns
-    every process of a job, it is the agent's to answer, which needs its mover then."""
+    """Write into `leave` when our parent sends SIGTERM. A scheduler that warns every process of a
+    job sends it too: that one the agent answers, which needs its mover then."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os.write(leave, b"\0")

@@ -1,9 +1,9 @@
-"""What a mover has to do with other machines, put together: tier 1, and who takes part.
+"""A mover's dealings with other machines, put together: tier 1, and the members of a generation.
 
-Who the others are is said with each generation (`expect`), and before one is chosen what it begins
-from (`newest`): a list of machines, each with the name that its node has in the topology, the
-address that its mover listens on, its domains and its room. The run file's own list (staging
-machines) stays beside it. A mover that is named by no topology serves one node alone, as ever.
+Each generation (`expect`), and each choice of a starting state (`newest`), comes with a list of
+machines. An entry has the name of its node in the topology, its mover's address, its domains and
+its room. The run file's own list (staging machines) is kept in addition. A mover that no topology
+names serves one node alone.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import newest_generation
 
 SETTLE_SECONDS = 2.0
-"""How long whoever asks for the inventory waits at most for what is being hashed."""
+"""Seconds that a request for the inventory waits at most for snapshots being hashed."""
 
 
 class Neighbours:
-    """The listener, what is kept for others, what is sent to them, and their memory as one more
-    place where a restart looks. Starts with the object."""
+    """The listener, the copies kept for other machines and sent to them, and their memory as a
+    source of a restart. Starts with the object."""
 
     def __init__(
         self, settings: PeerSettings, about: Settings, service: Service, store: RunStore,
@@ -54,8 +54,8 @@ class Neighbours:
         service.elsewhere = self._memories.holders
 
     def cohort(self, topology: Topology, said: Mapping[str, Any]) -> Cohort | None:
-        """Who takes part, by what `expect` says; None where it names nobody. Raises ValueError,
-        KeyError, TypeError for what makes no sense."""
+        """Return the members of a generation, as `expect` names them; None if it names no machine.
+        Raises ValueError, KeyError, TypeError for malformed values."""
         if said.get("machines") is None:
             return None
         return Cohort.of(
@@ -64,7 +64,7 @@ class Neighbours:
         )  # fmt: skip
 
     def look_at(self, machines: Sequence[Mapping[str, Any]]) -> None:
-        """Choose over the memory of these, and no others but those that the run file names."""
+        """Search only the memory of these machines and of those that the run file names."""
         found = [Peer.from_json(row) for row in machines]
         self._memories.follow([p for p in found if p.name != self._settings.machine.name])
 

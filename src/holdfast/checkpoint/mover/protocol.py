@@ -1,8 +1,8 @@
 """Requests between the mover and its node's processes: JSON lines over a unix socket.
 
-The socket lies in a folder that only its owner can enter, the peer's user is checked, and every
-request carries the same proof as a request over HTTP (method `MOVER`, path = verb); every answer
-is signed too. Memory files travel beside an answer as descriptors (SCM_RIGHTS).
+The socket lies in a folder that only its owner can enter, and the peer's user is checked. Every
+request carries the same proof as a request over HTTP (method `MOVER`, path = verb). Every answer is
+signed too. Memory files travel with an answer as descriptors (SCM_RIGHTS).
 
     request  {"verb": v, "body": "<json>", "proof": [generation, nonce, time, hmac]}
     answer   {"status": 200 | 400 | 401 | 409 | 500, "body": "<json>", "proof": hmac}
@@ -40,7 +40,7 @@ CHUNK = 2**16
 """Bytes that are read at a time: more would be memory that is mapped and unmapped each time."""
 
 DESCRIPTORS = 253
-"""The most that the kernel lets travel beside one message."""
+"""The most descriptors that the kernel lets travel with one message."""
 
 OK, REFUSED, UNKNOWN, FENCED, FAILED = 200, 400, 401, 409, 500
 
@@ -165,7 +165,7 @@ def _error(body: dict[str, Any]) -> HoldfastError:
 
 
 def send(connection: socket.socket, line: bytes, fds: Sequence[int] = ()) -> None:
-    """Send a whole line; descriptors travel with its first byte."""
+    """Send a complete line; descriptors travel with its first byte."""
     if fds:
         sent = socket.send_fds(connection, [line], list(fds))
         line = line[sent:]

@@ -1,8 +1,8 @@
-"""What the mover does, apart from listening: arenas, snapshots, saves, and what became of them.
+"""The mover's work, apart from listening: arenas, snapshots, saves and their outcomes.
 
-One `Service` lives in one mover process. It serves one generation at a time; a request of an
-older one is refused, `expect` of a newer one begins it. Hashing and saving run on threads of their
-own, so that answering never waits for a disk, nor a snapshot in memory for a save.
+One `Service` lives in one mover process. It serves one generation at a time: it refuses a request
+of an older one, and `expect` of a newer one begins that. Hashing and saving run on their own
+threads. So an answer never waits for a disk, and a snapshot in memory never waits for a save.
 
 What a rank captured goes through named states, and every end is an event:
 
@@ -12,11 +12,11 @@ What a rank captured goes through named states, and every end is an event:
        '-------> writing ---> written --> committed           (if it is to be durable)
                    '-> failed   '-> failed                    (disk full; parts that do not fit)
 
-A durable capture is hashed and written at the same time; its part manifest is written when both
-are done, and if one fails the other is given up (`writing.py`). The shelf decides when a slot may
-be written again. Snapshots outlive the worker and the generation: those of the newest complete step
-go when the next generation has one of its own. Where a restart began from a step that lies in
-memory alone, it is made durable behind the training.
+A durable capture is hashed and written at the same time. Its part manifest is written when both are
+done; if one fails, the other is given up (`pending_blob.py`). The shelf decides when a slot may be
+written again. Snapshots outlive the worker and the generation: those of the newest complete step
+stay until the next generation has one. If a restart began from a step that lies in memory alone,
+that step is made durable in the background.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ _Ordered = TypeVar("_Ordered", int, Save)
 
 
 def _add(known: set[_Ordered], new: _Ordered) -> None:
-    """The oldest goes when there are too many: it ended long ago, without anybody's asking."""
+    """Add one; if there are too many, drop the oldest: it ended long ago and was never
+    requested."""
     known.add(new)
     if len(known) > SAVES_KEPT:
         known.remove(min(known))
@@ -74,7 +75,7 @@ def _add(known: set[_Ordered], new: _Ordered) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a mover is told once, at its start."""
+    """A mover's settings, given once at its start."""
 
     run: str
     config_hash: str
@@ -110,10 +111,10 @@ class Service:
         self.outcomes = Outcomes(clock)
         self.shelf = Shelf(self._slots_came_free)
         self.memories: list[MemorySource] = [ShelfSource(self.shelf)]
-        """Where a restart looks for snapshots; peers are added behind."""
+        """Memories that a restart searches for snapshots; peers are appended."""
         self.shelved: list[Callable[[Snapshot, bool], None]] = []
-        """Called with each snapshot of a rank of this node that peers may have, and whether they
-        are to have it whatever their rule says, on a thread that may take its time."""
+        """Called with each snapshot of this node's ranks that peers may have, on a thread that may
+        block. The flag is True if peers must have it whatever their rule says."""
         self.elsewhere: Callable[[Collection[str]], list[dict[str, Any]]] = lambda keys: []
         """Which of some blobs lie in the memory of peers, as JSON (`PeerMemories.holders`)."""
         self._store = store
@@ -171,7 +172,8 @@ class Service:
         complete = set(self.shelf.complete(ours=True))
 
         def gone(older: int, step: int) -> bool:
-            """What is not whole goes, unless others hold the rest of what is begun from."""
+            """Return True for an incomplete step, unless other nodes hold the rest of the starting
+            state."""
             late = start is not None and step > start
             return older < generation and (
                 late or ((older, step) not in complete and step != start)
@@ -193,7 +195,7 @@ class Service:
             return
         if self._saves.together.leads:
             self._saves.promote(generation, (at[1], at[0]), partial(self._commit_of, begun))
-        elif choice is not None:  # whoever leads does it; here is asked what came of it
+        elif choice is not None:  # the leader promotes it; wait for its result
             self._saves.await_promotion((at[1], at[0]))
 
     @property
@@ -224,8 +226,8 @@ class Service:
         self, generation: int, rank: int, blob_bytes: int, slots: int,
         process: int | None = None, let_go: bool = False, patience: float = 0.0,
     ) -> int:  # fmt: skip
-        """As `Arenas.get`. patience: seconds that the agent may yet need to tell of `generation`:
-        its workers are told at the same time."""
+        """As `Arenas.get`. patience: seconds that the agent may still need to announce
+        `generation`; its workers learn of it at the same time."""
         with self._change:
             self._change.wait_for(lambda: self._begun(generation), patience)
         return self._arenas.get(generation, rank, blob_bytes, slots, process, let_go)
@@ -312,15 +314,16 @@ class Service:
         return not kept_back
 
     def skipped(self, generation: int, rank: int, step: int, reason: str) -> None:
-        """A rank has no snapshot of a step that others may have: nobody's slot waits for it."""
+        """Fail a step of which a rank has no snapshot, so that no other rank's slot waits for
+        it."""
         with self._change:
             self._current(generation)
         self.outcomes.fail((generation, step), f"rank {rank}: {reason}")
         self._give_up(generation, step)
 
     def unheard(self, generation: int, rank: int, steps: Sequence[int]) -> None:
-        """A rank had handed these saves over to the mover before this one, which has ended: whoever
-        waits for their end is told."""
+        """Resolve saves that the previous mover had accepted from a rank before it died, and wake
+        their waiters."""
         with self._change:
             self._current(generation)
         for step in steps:
@@ -332,8 +335,8 @@ class Service:
         self.shelf.drop(generation, step)
 
     def _note(self, rank: int, step: int) -> list[int]:
-        """Remember who handed over what; the older steps that can no longer become complete in
-        memory: each rank hands its steps over in order, so this one has skipped them."""
+        """Note that a rank handed over a step; return the older steps that can no longer be
+        complete in memory. Each rank hands its steps over in order, so it has skipped those."""
         self._handed.setdefault(step, {})[rank] = self._clock()
         skipped = [s for s, ranks in self._handed.items() if s < step and rank not in ranks]
         for older in skipped:
@@ -426,11 +429,10 @@ class Service:
     def newest(
         self, generation: int, drain: float, tried: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """What `generation`, which has been opened, begins from, and what was passed over.
+        """Choose what `generation`, which has been opened, begins from; list what was passed over.
 
-        First waits up to `drain` seconds for what is under way. tried: keys that turned out to be
-        rotten when they were read, and why. Raises CheckpointError when there are candidates but
-        none can be trusted.
+        First waits up to `drain` seconds for what is under way. tried: keys that readers found
+        corrupt, and why. Raises CheckpointError when there are candidates but none can be trusted.
         """
         self.drain(drain, durable=False)
         rejected: list[tuple[str, str]] = []
@@ -443,7 +445,7 @@ class Service:
                 self.outcomes.add(event)
 
         tried = tried or {}
-        self._saves.rejected |= tried  # whoever found out has told of it
+        self._saves.rejected |= tried  # the reader that found it has reported it
         for key, reason in tried.items():
             rejected.append((key, reason))
             if position := parse_commit_key(key):
@@ -481,8 +483,8 @@ class Service:
         return problem
 
     def holdings(self, generation: int, key: str) -> tuple[dict[str, Any], list[int]]:
-        """The commit object under `key`, and which of its blobs lie in this mover's memory, with
-        the descriptors of their memory files; the caller closes them. Raises as the store does."""
+        """Return the commit object `key`, its blobs in this mover's memory, and the descriptors of
+        their memory files. The caller closes these. Raises as the store does."""
         self._current(generation)
         commit = self._commit_of(key)
         files: dict[int, int] = {}  # id of the memory file -> its place among the descriptors
@@ -505,8 +507,8 @@ class Service:
         return {"commit": commit.to_bytes().decode(), "held": held, "peers": peers}, fds
 
     def holders(self, generation: int, keys: Sequence[str]) -> list[dict[str, Any]]:
-        """Whose memory has which of these blobs, beside this mover's own: `peers` of `holdings`,
-        of blobs that are here too, for whom those here turned out to be rotten."""
+        """Return the peers whose memory has these blobs, as `peers` of `holdings` does. It includes
+        blobs held here, for a caller that found those corrupt."""
         self._current(generation)
         return self.elsewhere(frozenset(keys))
 

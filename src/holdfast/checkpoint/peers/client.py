@@ -1,18 +1,18 @@
-"""How movers of different machines speak: HTTP/1.1, every request signed, bytes by range.
+"""Requests between movers of different machines: HTTP/1.1, every request signed, bytes by range.
 
     GET  /inventory?run=R                 what the shelf holds, and the plans to merge it
     GET  /range?run=R&key=K&start=A&stop=B&use=copy|restore     bytes [A, B) of a snapshot's blob
     POST /offer?run=R                     "I have a new snapshot": the receiver pulls it
-    GET  /newest?run=R                    the newest generation that has asked here; fences nobody
-    POST /save?run=R                      to the mover that commits: what was stored (`together.py`)
+    GET  /newest?run=R                    the newest generation that has asked here; fences no node
+    POST /save?run=R                      to the committing mover: what was stored
+                                          (`commit_protocol.py`)
 
 R says what is computed (`identity`): movers that share a secret may belong to different runs, and
-the state of one is nothing to the other.
-Proofs are those of `wire.http.auth`, in the same headers as everywhere; the path with its query is
-signed, and so is every answer. Of a range, the signature
-covers which range it is; its bytes are checked by whoever asked, against the checksums of extents
-in a part manifest that came signed.
-A copy spends the sender's budget, a restore does not: whoever restores is not training.
+the state of one is nothing to the other. Proofs are those of `wire.http.auth`, in the same headers
+as everywhere; the path with its query is signed, and so is every answer. Of a range, the signature
+covers only its position. The client checks the bytes against the checksums of extents in a part
+manifest that came signed. A copy spends the sender's budget, a restore does not: a restoring rank
+is not training.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ PROOF = "holdfast-hmac"
 INVENTORY_LIMIT = 1 << 30
 """Bytes of an inventory at most: that of a large run."""
 ANSWER_LIMIT = 1 << 20
-"""Bytes of any other answer in JSON, and of a refusal: they are read before it is known who sent
-them, and whoever has the port of a mover that is gone may answer."""
+"""Bytes at most of any other answer in JSON, and of a refusal. They are read before the sender is
+known: another process may have the port of a mover that has exited."""
 
 CONNECT_SECONDS = 5.0
 """A machine that is there takes a connection within this time, and acknowledges what is sent."""
@@ -247,7 +247,7 @@ class PeerClient:
         raise kind(text) if kind else PeerError(f"{self.address} refuses: {text}")
 
     def _connection(self, fresh: bool, timeout: float) -> Link:
-        """An idle connection, else a new one. Raises PeerError."""
+        """Return an idle connection, or a new one. Raises PeerError."""
         self._close_idle(time.monotonic() - KEPT_SECONDS)
         with self._lock:
             _, found = self._idle.pop() if self._idle and not fresh else (0.0, None)

@@ -1,4 +1,4 @@
-"""What a mover is told about other machines: who they are, and its own place among them."""
+"""A mover's configuration of other machines: their names, and its own place among them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.policy.placement import Machine
 
 @dataclass(frozen=True)
 class Peer:
-    """Another mover: where its listener is, and where its machine stands."""
+    """Another mover: the address of its listener, and the place of its machine."""
 
     machine: Machine
     address: str  # "host:port"
@@ -35,10 +35,10 @@ class Peer:
 
 @dataclass(frozen=True)
 class Cohort:
-    """The movers of one generation, as this one sees them. `peers`: the others that take part.
-    `sources`: more that may hold what the generation begins from. `leader`: the one that commits
-    what all write (`together.py`), None for this one. `before`: the placement of copies that was in
-    force, so that those who came later plan as the others do."""
+    """The movers of one generation, as this one sees them. `peers`: the other movers that take
+    part. `sources`: more that may hold what the generation begins from. `leader`: the mover that
+    commits (`commit_protocol.py`), None for this one. `before`: the placement of copies that was in
+    force, so that later members plan the same."""
 
     own: str
     peers: tuple[Peer, ...] = ()
@@ -76,8 +76,8 @@ class Cohort:
 
 @dataclass(frozen=True)
 class PeerSettings:
-    """`interface` and `port` are bound, `advertise` ("host:port" or "host", "" for what is bound)
-    is told to others. Nothing is guessed from the host's name."""
+    """`interface` and `port` are bound. `advertise` ("host:port" or "host", "" for what is bound)
+    is the address that other machines use. Nothing is guessed from the host's name."""
 
     machine: Machine = field(default_factory=lambda: Machine("self"))
     peers: tuple[Peer, ...] = ()
@@ -88,7 +88,7 @@ class PeerSettings:
     copies: int = 1
     stable: str | None = None
     bytes_per_second: float = 0.0  # 0: no bound
-    room: int = 0  # bytes of memory for others
+    room: int = 0  # bytes of memory for other machines' copies
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -99,7 +99,7 @@ class PeerSettings:
         return PeerSettings(**{**value, "machine": Machine(**value["machine"]), "peers": peers})
 
     def advertised(self, bound: str) -> str:
-        """The address that others are told: `bound` is "host:port" of the socket."""
+        """Return the address that other machines use: `bound` is "host:port" of the socket."""
         host, _, port = bound.rpartition(":")
         named = self.advertise or host
         has_port = named.rpartition(":")[2].isdecimal() and not named.endswith("]")

@@ -1,8 +1,8 @@
-"""Those who offer copies to this mover, and the connections to them, which stay open.
+"""The peers that offer copies to this mover, and the connections to them, which stay open.
 
-A state of a few MB is sent every step. A connection, and the question for whom to sign, cost more
-then than the bytes do; and how much one request may ask for over this link has been found out
-before. So all three are kept from one pull to the next.
+A state of a few MB is sent every step. A new connection, and the request for the listener's name,
+would cost more than the bytes. The best size of one request over this link was measured before. So
+all three are kept from one pull to the next.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ SILENCE_SECONDS = 30.0
 SOURCES = 64
 """Offerers remembered at most; the one that has been silent longest goes first."""
 READ_BYTES = 8 * 2**20
-"""A request asks for this many bytes at most: it costs as much as some hundred KB, and what was
-read should still be in cache when it is checked."""
+"""Bytes that one request asks for at most. A request costs as much as some hundred KB, and the
+bytes should still be in cache when they are checked."""
 QUICK_SECONDS = 0.05
-"""While requests take less, they grow; over a slow link they stay at an extent or a few, so that
-the next byte never takes long."""
+"""Seconds; while requests take less, they grow. Over a slow link they stay at an extent or a few,
+so that the next byte never takes long."""
 
 
 @dataclass
@@ -58,9 +58,9 @@ class Offerers:
         self._closed = False
 
     def at(self, address: str, generation: int, run: str) -> Offerer:
-        """Whoever offers from "host:port", to be asked as one of a generation of a run. Raises
-        FencedError where it has offered in a newer one, HoldfastError after `close`, ValueError for
-        an address of another form."""
+        """Return the peer that offers from "host:port", in one generation of a run. Raises
+        FencedError if it has offered in a newer one, HoldfastError after `close`, ValueError for an
+        address of another form."""
         gone: list[PeerClient] = []
         with self._lock:
             if self._closed:

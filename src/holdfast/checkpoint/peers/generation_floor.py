@@ -1,18 +1,18 @@
-"""Above which generation a run begins whose folder knows of none.
+"""The generation above which a run begins if its folder knows of none.
 
-A folder that is new may be that of a new run, or of one whose folder was lost: then its peers hold
-snapshots of it, and the bucket its checkpoints, under the generations that the lost folder counted.
-Beginning with generation 1 again, the run would be fenced by all who know a newer one, and would
-not find what they hold. So they are asked how far they have come, and the first generation of the
-folder is the next. Opening it fences whoever may still be at work under an older one, and what
-lies there is found as after any other restart.
+A new folder may be that of a new run, or of a run whose folder was lost. In the second case its
+peers hold snapshots and the bucket has checkpoints, under the generations that the lost folder
+counted. If the run began with generation 1 again, all peers that know a newer one would fence it,
+and it would not find their snapshots. So they are asked for their newest generation, and the
+folder's first generation is the next. Opening it fences every node still at work under an older
+one. Its snapshots and checkpoints are found as after any other restart.
 
-Only those who have the run's secret are answered. It must have survived, so it is kept outside of
-the folder (`HOLDFAST_SECRET_FILE`): a folder that makes a new secret has nothing to show, and a
-peer that refuses it is told apart from one that is away.
+Peers answer only a holder of the run's secret. The secret must have survived, so it is kept outside
+of the folder (`HOLDFAST_SECRET_FILE`). A folder with a new secret can prove nothing. A peer that
+refuses it is told apart from one that is away.
 
-Where the person asks for a beginning, whatever others hold is given up: a generation that began
-from step 0 is written down above all of theirs, before ours.
+If the user asks for a beginning, all snapshots of other machines are given up. Before our
+generation, one that began from step 0 is noted above all of theirs.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ def begin_above(
     fresh: bool,
     say: Callable[[str], None],
 ) -> int:
-    """The newest generation that anybody knows of a run whose folder knows none; else 0.
+    """Return the newest generation of the run that a peer, or a note or checkpoint in the folder,
+    names. Return 0 if the folder has opened a generation, or if none is named.
 
-    `run`: what is computed (`peer_wire.identity`); `fresh`: this is to be a beginning.
-    Raises RunFolderError where a peer does not accept the run's secret, unless `fresh`.
+    `run`: what is computed (`peer_wire.identity`); `fresh`: this is to be a beginning. Raises
+    RunFolderError if a peer does not accept the run's secret, unless `fresh`.
     """
     if newest_generation(store) > 0:
         return 0

@@ -1,4 +1,4 @@
-"""Tier 1 of one mover, put together: the listener, what it keeps for others, what it sends them."""
+"""Tier 1 of one mover, put together: the listener, the copies it keeps and those it sends."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ goes first.
 
 Over any T seconds at most `burst + rate * T` bytes pass, and one piece. The bucket is kept as the
 moment at which everything taken so far will have been paid for (the virtual scheduling form of the
-leaky bucket), so threads that wait hold no lock and are served in the order in which they came.
+leaky bucket). So threads that wait hold no lock and are served in the order in which they came.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Budget:
         self.taken = 0
 
     def take(self, count: int) -> float:
-        """Wait until `count` bytes may go; the seconds that it was told to wait."""
+        """Wait until `count` bytes may be sent; return the seconds waited."""
         with self._lock:
             self.taken += count
             if not self._rate:

@@ -1,17 +1,17 @@
-"""The mover's listener for movers of other machines: what it holds, by range, and offers.
+"""The mover's listener for movers of other machines: serves snapshots by range, takes offers.
 
-One thread a connection. The head of a request is bounded, and proves by itself who asks: only then
-is a body read, and compared with what the head says of it. Next, the generation is compared with
-the newest that was ever seen here: an older one is fenced, a newer one (which only somebody with
-the run's secret can name) becomes the newest. So whoever has opened a generation and then asks for
-the inventory knows that nothing older can be added afterwards.
+One thread a connection. The head of a request is bounded, and alone proves its sender. Only then is
+a body read, and compared with what the head says of it. Next, the generation is compared with the
+newest that was ever seen here. An older one is fenced. A newer one, which only a holder of the
+run's secret can name, becomes the newest. So after a client has opened a generation and requested
+the inventory, nothing older can be added.
 
 A range leaves by sendfile(2), from the memory file to the socket. The slot's header is compared
-before and after; should the slot have changed meanwhile, the connection is cut, and if that were to
-come too late, the receiver's checksums tell.
+before and after. If the slot has changed meanwhile, the connection is cut. Should that come too
+late, the receiver's checksums show it.
 
-An outsider can hold a connection for a few seconds and make us read a few KiB, and nothing else:
-when all connections are taken, the longest one that has proven nothing makes way.
+An outsider can only hold a connection for a few seconds and make us read a few KiB. When all
+connections are taken, the oldest one that has proven nothing is closed.
 """
 
 from __future__ import annotations
@@ -178,7 +178,8 @@ class PeerServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Between two connections, and twice a second: whoever has proven nothing goes in time."""
+        """Close connections that proved nothing in time; called between two connections, and twice
+        a second."""
         late = time.monotonic() - self._patience
         with self._lock:
             for connection in self._strangers():
@@ -238,7 +239,7 @@ class _Handler(socketserver.BaseRequestHandler):
                 if not head:
                     return
                 self._asked = parse_request(head)
-            except (BrokenError, ValueError):  # who does so is told no more than others are
+            except (BrokenError, ValueError):  # this sender learns no more than any other
                 self._refuse(REFUSED, "not ours")
                 return
             self._over = not self._asked.keep
@@ -282,7 +283,8 @@ class _Handler(socketserver.BaseRequestHandler):
         return int(length) if length.isdecimal() and len(length) < 16 else None
 
     def _proof(self, covered: bytes) -> Proof | None:
-        """The proof in the head, checked; None, with the answer given, for whoever has none."""
+        """Return the checked proof of the head. Without a valid one, answer the request and return
+        None."""
         asked = self._asked
         try:
             if any(name.startswith("holdfast-") for name in asked.twice):
@@ -368,7 +370,8 @@ class _Handler(socketserver.BaseRequestHandler):
             self.request.shutdown(socket.SHUT_RDWR)
 
     def _send_slot(self, found: Snapshot, start: int, stop: int, paid: bool) -> bool:
-        """Whether the slot held the snapshot until the last piece had gone."""
+        """Send a slot's range; return True if it held the snapshot until the last piece was
+        sent."""
         at = found.memory.arena.data_offset(found.slot)
         while start < stop:
             piece = min(PIECE, stop - start)
@@ -421,7 +424,7 @@ def name_of(key: str) -> tuple[int, int, int]:
 def _send_file(connection: socket.socket, fd: int, offset: int, count: int) -> None:
     """Send a piece of a file; the socket has a time-out, so it does not block by itself.
 
-    Raises OSError when the other end is gone or takes nothing for STALL_SECONDS.
+    Raises OSError when the other end has closed or takes nothing for STALL_SECONDS.
     """
     poll = select.poll()
     poll.register(connection, select.POLLOUT)

@@ -1,8 +1,8 @@
 """Another machine's memory as a source of a restore: its inventory, and ranged reads of its blobs.
 
-The inventory is one signed request when the source is opened; after that `has` needs none. Whoever
-restores has opened its generation first and asks with it, so what the peer lists cannot be added to
-by anything older. Bytes are checked by whoever reads them, as those of every source.
+The inventory is one signed request when the source is opened; after that `has` needs none. A
+restoring rank has opened its generation first and names it in the request. So nothing older can be
+added to the peer's list afterwards. The reader checks the bytes, as those of every source.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class PeerSource:
 def open_peers(
     peers: Sequence[Peer], secret: Secret, generation: int, run: str = ""
 ) -> tuple[list[PeerSource], list[tuple[str, str]]]:
-    """A source for every peer that answers, in the order given, and (name, reason) of the others.
-    They are asked at once, so that those which are gone cost OPEN_SECONDS together."""
+    """Return a source for every peer that answers, in the order given, and (name, reason) for each
+    other peer. The requests run in parallel, so lost peers cost OPEN_SECONDS together."""
     if not peers:
         return [], []
 
@@ -123,8 +123,8 @@ def open_peers(
 
 
 class PeerBlobs:
-    """Some blobs on one peer's shelf, for a reader that has been told which: no inventory needed.
-    Safe to use from any thread."""
+    """Some blobs on one peer's shelf, for a reader that knows which: no inventory needed. Safe to
+    use from any thread."""
 
     reads = READS
 
@@ -160,8 +160,8 @@ class PeerBlobs:
 
 
 class PeerMemories:
-    """All peers of a mover as one place where snapshots are looked for. Each inventory is asked
-    for anew, with the generation that rules then, so that whatever answers is fenced by it."""
+    """All peers of a mover as one source of snapshots. Each inventory is requested again, with the
+    current generation, which fences every peer that answers."""
 
     name = "peers"
     reads = READS
@@ -184,8 +184,8 @@ class PeerMemories:
         self._sources: list[PeerSource] = []
 
     def follow(self, peers: Sequence[Peer]) -> None:
-        """Look at these from now on, beside those that the run file names: whoever is gone is not
-        waited for any more."""
+        """Use these peers from now on, in addition to those that the run file names. Peers not
+        listed are no longer waited for."""
         named = {peer.name: peer for peer in (*self._static, *peers)}
         self._peers = tuple(named.values())
 
@@ -194,7 +194,7 @@ class PeerMemories:
             return [line for source in self._opened() for line in source.inventory()]
 
     def _opened(self) -> list[PeerSource]:
-        """Ask everybody anew; those that answer."""
+        """Ask all peers again; return those that answer."""
         peers = self._peers
         sources, silent = open_peers(peers, self._secret, self._generation(), self._run)
         old, self._sources = self._sources, sources
@@ -227,8 +227,8 @@ class PeerMemories:
         raise error
 
     def holders(self, keys: Collection[str]) -> list[dict[str, Any]]:
-        """Who has which of these blobs, as JSON: enough to make a PeerBlobs of each. Whoever has
-        not been asked yet is asked."""
+        """Return which peers have which of these blobs, as JSON: enough to make a PeerBlobs of
+        each. Peers that were not asked before are asked."""
         with self._asking:
             if not self._asked >= frozenset(self._peers):
                 self._opened()

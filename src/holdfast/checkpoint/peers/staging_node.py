@@ -1,7 +1,7 @@
-"""A staging machine: a mover alone, on a machine that stays, keeping what others send it.
+"""A staging machine: a mover alone, on a machine that stays, keeping what other movers send it.
 
 It has no run folder, no workers and no agent, and writes nothing to disk: what it keeps is a copy,
-and goes with its process. (ACUTE, IEEE Access 2024, calls such a machine its staging node.)
+and ends with its process. (ACUTE, IEEE Access 2024, calls such a machine its staging node.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stage:
         self, bound: socket.socket, secret: Secret, room: int,
         refused: Callable[[RequestsRefused], None] = lambda event: None,
     ) -> None:  # fmt: skip
-        """`room`: bytes of memory that copies may take, two slots a rank. `refused` is told of
+        """`room`: bytes of memory that copies may take, two slots a rank. `refused` is called with
         requests that were refused, at most once a minute, on a thread of its own."""
         self.shelf = Shelf()
         self._peers = Peers(

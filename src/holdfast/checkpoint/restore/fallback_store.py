@@ -1,9 +1,9 @@
-"""The bucket as a second place for what the run folder lacks or has rotten.
+"""The bucket as a second source for what is missing or corrupt in the run folder.
 
-It is opened and asked only where the folder falls short: a restart that finds all it needs in
-memory and in the folder costs no request, and a bucket that is away cannot delay it. A checkpoint
-of which the folder has some blobs whole and the bucket the others is whole: readers mix them by
-extent (`sources.Mixed`), and `opened` looks at sizes and headers accordingly.
+It is opened and read only if the folder falls short. A restart that finds all it needs in memory
+and in the folder costs no request, and a bucket that is away cannot delay it. A checkpoint is
+intact if the folder has some blobs intact and the bucket has the rest. Readers mix them by extent
+(`sources.Mixed`), and `opened` checks sizes and headers accordingly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.errors import CorruptError, HoldfastError, RunFolderError, StoreEr
 from holdfast.wire.store.run_store import RunStore
 
 BUCKET = "bucket"
-"""What the second place is called where sources are named."""
+"""Name of the second place among the sources."""
 
 
 class Second:
@@ -45,11 +45,12 @@ def opened(
     first: RunStore, second: Second | None, key: str, config_hash: str,
     noted: Callable[[str], None] = lambda reason: None,
 ) -> Commit:  # fmt: skip
-    """The commit object of a checkpoint whose blobs are there and begin as they must, each in one
-    place or in the other. `noted(reason)`: what the first has not whole, and the second gives.
+    """Return the commit object of a checkpoint whose blobs exist and begin as they must, each in
+    one of the two places. `noted(reason)` is called for what the first has damaged and the second
+    gives.
 
-    Raises as `restore.opened` where there is no second place; StoreError where that would be needed
-    and cannot be asked: the checkpoint may be whole there.
+    Raises as `restore.opened` if there is no second place. Raises StoreError if that is needed and
+    cannot be reached: the checkpoint may be intact there.
     """
     try:
         return verify.opened(first, key)

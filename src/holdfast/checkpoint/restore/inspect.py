@@ -1,8 +1,8 @@
 """Looking at checkpoints: find one, show what is in it, compare two.
 
 All of it is ranged reads over `Checkpoint`. A comparison walks the first checkpoint in the order of
-its blobs, a few megabytes at a time, so that each extent is read once and a handful are held,
-however large the state is; the second may lie in any other layout.
+its blobs, a few megabytes at a time. So each extent is read once and a handful are held, however
+large the state is. The second may lie in any other layout.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Reading whole tensors in a known order, as an export does.
+"""Reads complete tensors in a known order, as an export does.
 
-The tensors of a sharded run lie cut in every writer's blob, so that one tensor of it touches an
-extent of each: read by itself, it would cost many times its bytes. Here as many tensors as fit into
-`budget` are read in one pass, which reads each extent once, and handed out part by part; of a
-tensor larger than that, as many rows.
+A sharded run's tensors are split over all writers' blobs, so one tensor touches an extent of each.
+Read by itself, it would cost many times its bytes. Here as many tensors as fit into `budget` are
+read in one pass, which reads each extent once. They are handed out part by part. Of a tensor larger
+than that, as many rows are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BITS = {8: "<u8", 4: "<u4", 2: "<u2", 1: "u1"}
 
 
 class ReadAhead:
-    """`read` as a checkpoint has it, quick for whoever asks in the order of `names`."""
+    """A checkpoint's `read`, quick for a caller that reads in the order of `names`."""
 
     def __init__(
         self, checkpoint: Checkpoint, names: Sequence[str], budget: int = BUDGET_BYTES
@@ -42,8 +42,8 @@ class ReadAhead:
         target[...] = array[tuple(slice(at - base, at - base + n) for at, base, n in spans)]
 
     def _next(self, box: Box) -> list[Box]:
-        """What to hold so that `box` is in it: its tensor and those after it, as many as fit, or
-        its rows and those after them."""
+        """Return the boxes to hold so that `box` is among them. These are its tensor and those
+        after it, as many as fit, or its rows and those after them."""
         spec = self._checkpoint.spec(box.name)
         if spec.nbytes > self._budget or box.name not in self._place:
             if not box.lengths or not box.size:

@@ -1,13 +1,12 @@
-"""Which bytes of which blobs fill the wanted boxes: arithmetic alone, nothing is read here.
+"""Computes which bytes of which blobs fill the wanted boxes; reads nothing.
 
 Wanted boxes are intersected with the stored ones into moves (contiguous runs of bytes). The extents
 that moves touch are joined with their neighbours into stretches, each of which is read at once. So
 an extent that no wanted box touches is never read, and none is read twice, however many boxes lie
 in it. The cost is one of moves and stretches, not of extents.
 
-A stretch whose bytes go to few places is read straight into them (`Stretch.places`): nothing is
-copied then, and what nobody wants of its first and last extent goes to a buffer, because checksums
-cover it.
+A stretch whose bytes go to few places is read straight into them (`Stretch.places`), without a
+copy. The unwanted bytes of its first and last extent go to a buffer, because checksums cover them.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 FEW, PLACE_BYTES = 8, 32 * 2**10
-"""A stretch is read straight into its places when they are few, or hold so many bytes on average:
-every place costs some of a request, every byte that is read elsewhere first costs a copy."""
+"""A stretch is read straight into its places when they are few, or hold so many bytes on average.
+Every place adds to a request's cost; every byte that is read elsewhere first costs a copy."""
 
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
@@ -81,13 +80,13 @@ class Stretch:
         return len(self.moves) <= max(FEW, self.length // PLACE_BYTES)
 
     def places(self, buffer: memoryview) -> list[memoryview] | None:
-        """Where the bytes go, one place after the other; those that nobody wants have one in
-        `buffer`. None when that would be many small places, or when two want the same byte."""
+        """Return the places that the bytes go to, in order; unwanted bytes have one in `buffer`.
+        None when that would be many small places, or when two want the same byte."""
         if not self.direct:
             return None
         start, stop = self.start, self.stop
         places: list[memoryview] = []
-        at, used = start, 0  # what nobody wants lies close together: few pages, soon in the cache
+        at, used = start, 0  # unwanted bytes lie close together: few pages, soon cached
         for begin, length, target, low in self.moves:
             if begin < at:
                 return None

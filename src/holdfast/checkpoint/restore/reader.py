@@ -1,8 +1,8 @@
 """Reading checkpoints: one read path, on any layout.
 
 `Checkpoint.open` is one GET of the commit object; after that every read is a ranged read of some
-blob. A wanted box is intersected with the boxes that are stored, only the extents that hold
-common bytes are read, each is checked before a byte of it is used, and each byte is copied once.
+blob. A wanted box is intersected with the boxes that are stored, and only the extents that hold
+common bytes are read. Each is checked before a byte of it is used, and each byte is copied once.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ class Checkpoint:
     """The state after one step, readable by box.
 
     `read_all` fills many boxes in one pass and is what a restore uses. `read` fills one; recently
-    read extents are kept for it, up to `cache_bytes`: the tensors of a sharded run lie side by
-    side in every writer's blob, so that reading them one after the other comes back to the same
-    extents.
+    read extents are kept for it, up to `cache_bytes`. The tensors of a sharded run lie side by side
+    in every writer's blob, so reading them in turn comes back to the same extents.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class Checkpoint:
     def read(self, box: Box, out: memoryview) -> None:
         """Fill `out` with the box's elements, row-major.
 
-        Raises CheckpointError when the tensor is not there or the box leaves its shape, and
+        Raises CheckpointError when the tensor is missing or the box leaves its shape. Raises
         CorruptError when an extent does not have its checksum; `out` is then worthless.
         """
         for stretch in stretches(self._moves(box, out), lambda blob: STRETCH_BYTES):
@@ -111,9 +110,9 @@ class Checkpoint:
         alive: Callable[[], None] = lambda: None,
         threads: int | None = None,
     ) -> None:
-        """Fill every `out` with its box's elements: each extent that holds some of them is read
-        once, and checked before this returns. Memory beside the targets is a few megabytes a
-        thread; by default there are as many threads as the source that wants most requests under
+        """Fill every `out` with its box's elements. Each extent that holds some of them is read
+        once, and checked before this returns. Memory apart from the targets is a few megabytes a
+        thread. The default number of threads is that of the source that wants most requests under
         way. `alive` is called every second or so. Raises as `read` does."""
         begun = time.perf_counter()
         moves = [move for box, out in wanted for move in self._moves(box, out)]

@@ -1,18 +1,16 @@
-"""What a restart begins from: the newest step that is complete, over memory and the run store.
+"""The state that a restart begins from: the newest complete step in memory or the run store.
 
-Candidates are ordered by step, then by generation. One that lies in memory alone is trusted when
-the parts of every writer of its generation are there, and nobody has begun again from an older
-step since. The last is the danger: a machine that was cut off comes back with snapshots that the
-rest has given up, and a run that took them up again would have trained on two branches. So each
-generation notes in the run store, before any of its workers exists, from which step it begins
-(`starts/<generation>.json`); a snapshot, or a commit object that came late, is given up as soon as
-a generation after its own began from an older step. Whoever asks has opened its own generation
-before, which fences all older ones: whatever they still capture belongs to a step that nobody will
-ask for.
+Candidates are ordered by step, then by generation. A candidate that lies in memory alone is trusted
+under two conditions. The parts of every writer of its generation exist, and no later generation
+began from an older step. The second condition guards against two branches: a machine that was cut
+off may return with snapshots that the run has given up. So before its workers exist, each
+generation notes in the run store the step that it begins from (`starts/<generation>.json`). A
+snapshot or a late commit object is given up once a later generation began from an older step. The
+caller has opened its own generation before, which fences all older ones. Their later captures
+belong to steps that are never requested.
 
-Choosing reads little: the commit object, and each blob's size and header. Extents are checked while
-they are read, by those who need them; a checkpoint that turns out to be rotten is named by its key
-in `skip` the next time.
+Choosing reads little: the commit object, and each blob's size and header. Readers check the extents
+while they read. If a checkpoint turns out to be corrupt, `skip` names its key the next time.
 """
 
 from __future__ import annotations
@@ -56,8 +54,8 @@ class Choice:
     """A state to begin from."""
 
     commit: Commit
-    durable: bool  # a commit object in the run store says so
-    memory: bool  # its parts are in somebody's memory
+    durable: bool  # the run store has its commit object
+    memory: bool  # its parts are in some mover's memory
 
     @property
     def key(self) -> str:
@@ -65,11 +63,11 @@ class Choice:
 
 
 def newest_past(store: RunStore) -> int | None:
-    """The newest step that the run had once committed, or begun from in the run store, by its
-    journal and its notes of starts; None when it never had any, or has begun again from nothing
-    since.
+    """Return the newest step that the run ever committed, or began from in the run store. The
+    journal and the notes of starts tell it. None if there was none, or if the run has started from
+    nothing since.
 
-    Asked where nothing is left: a run that lost its checkpoints would look like a new one.
+    Used when no checkpoint is left: a run that lost its checkpoints would look like a new one.
     """
     noted = starts(store, 0)
     nothing = max((generation for generation, step in noted.items() if step == 0), default=0)
@@ -85,7 +83,7 @@ def newest_past(store: RunStore) -> int | None:
             committed = [r.event for r in records if isinstance(r.event, CheckpointCommitted)]
             past = max([past, *(event.step for event in committed)])
     for number, step in noted.items():
-        # Where a journal cannot be read, a generation that went on live may have had one too.
+        # If a journal cannot be read, a generation that continued live may have had one too.
         if number >= nothing and (not whole or _from_store(store, number)):
             past = max(past, step)
     return past or None
@@ -157,7 +155,7 @@ class Chooser:
             over += 1
             self._rejected(key, "a later generation began again from an older step")
         if self._unread is not None:
-            raise self._unread  # it may be whole where it cannot be read: no reason to start over
+            raise self._unread  # it may be intact though unreadable: do not start over
         if done and not (over == len(done) and self._from_nothing()):
             raise CheckpointError(
                 f"none of {len(done)} checkpoints can be trusted",
@@ -199,9 +197,9 @@ class Chooser:
             return Choice(self._opened(key), durable=True, memory=False)
 
     def _left_behind(self, position: _Position, at_rest: bool) -> bool:
-        """Whether the rest has given up a candidate. A commit object can come late too: of a mover
-        that had passed its fence and slept before it wrote. Where a note of a start cannot be read
-        nobody knows; what is durable and whole is trusted then, as it was made by the rules."""
+        """Return True if the run has given up a candidate. A commit object can be late too, if a
+        mover passed its fence and slept before it wrote. If a note of a start cannot be read, this
+        is unknown. Then a durable, complete candidate is trusted: it was made by the rules."""
         step, generation = position
         try:
             return given_up(self._store, self._present, generation, step)
@@ -212,7 +210,7 @@ class Chooser:
             return False
 
     def _opened(self, key: str) -> Commit:
-        """Where the store fails, rather than the bytes, it is asked once more."""
+        """Open a commit object; if the store fails, rather than the bytes, try once more."""
         try:
             return self._opened_once(key)
         except (RunFolderError, StoreError):
@@ -225,9 +223,8 @@ class Chooser:
         )  # fmt: skip
 
     def _still_there(self, error: Exception) -> HoldfastError | None:
-        """The error, if it is the store's own and not about the bytes. A store that is out of reach
-        altogether says nothing about any checkpoint: raises its error then, for taking an older
-        one instead would lose work."""
+        """Return the error if it is the store's own and not about the bytes. If the store cannot
+        even be listed, raise that error: choosing an older checkpoint instead would lose work."""
         if not isinstance(error, RunFolderError | StoreError):
             return None
         catalog.listing(self._store)
@@ -243,10 +240,10 @@ def commit_of(
     store: RunStore, memories: Sequence[MemorySource], key: str, config_hash: str,
     dataset_version: str,
 ) -> Commit:  # fmt: skip
-    """What is called `key`, for a machine that did not choose it: as the run store has it, else
-    put together from what all memories hold, which makes the same bytes of it everywhere.
+    """Return the commit object `key`, for a machine that did not choose it. It comes from the run
+    store, or is assembled from all memories, with the same bytes everywhere.
 
-    Raises MissingKeyError where it is nowhere whole, and as `merge` and the store do.
+    Raises MissingKeyError if it is complete nowhere, and as `merge` and the store do.
     """
     with suppress(MissingKeyError):
         return reader.Checkpoint.open(store, key).commit

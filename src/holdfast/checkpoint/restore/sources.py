@@ -1,12 +1,11 @@
-"""Where the bytes of a checkpoint are read from: every tier is ranged reads over named blobs.
+"""The sources of a checkpoint's bytes: every tier is ranged reads over named blobs.
 
 `Mixed` asks the sources in order, cheapest first, and hands out no byte whose extent does not have
-its checksum: what one source lacks or has rotten comes from the next. Only when none has an extent
-whole is the checkpoint broken.
+its checksum. If a source lacks an extent or has it corrupt, the next one is read. Only if no source
+has an extent intact is the checkpoint broken.
 
-Bytes are read straight into the tensors that they are for where those take long runs of them
-(`Source.scatter`), and are checked there. Else they are read into a buffer, or seen where they are
-mapped, checked, and copied.
+Long runs of bytes are read straight into their tensors (`Source.scatter`) and checked there. Other
+bytes are read into a buffer, or seen where they are mapped, then checked and copied.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ from holdfast.wire.store.run_store import NEAR, MissingKeyError, Reads, Scatteri
 from holdfast.wire.store.vectored_io import read_at
 
 MAPPED = Reads(2, 2**20)
-"""Little at a time, so that it is checked while the processor has it in its cache; by two threads,
-which take less time where a core is free."""
+"""Small pieces, so that they are checked while in the processor's cache. Two threads take less time
+if a core is free."""
 
 Scatter = Callable[[str, int, Sequence[memoryview]], None]
 
@@ -54,8 +53,8 @@ class Source(Protocol):
 
     @property
     def scatter(self) -> Scatter | None:
-        """Fill several buffers, one after the other, with a blob's bytes from a start on, in one
-        request; None where that is not to be had. Raises as `data` does."""
+        """Fill several buffers in turn with a blob's bytes from a start on, in one request. None if
+        unavailable. Raises as `data` does."""
         ...
 
     def has(self, key: str) -> bool:
@@ -132,9 +131,9 @@ class ShelfSource:
 class MappedSource:
     """Slots of arenas that a mover shares with this process, mapped to be read only.
 
-    A memory file is mapped when its first byte is asked for; what is read by `scatter` is read
-    from the file, which spares the page faults. The mover keeps the slots for as long
-    as the generation has no snapshot of its own; `confirm` says whether that held.
+    A memory file is mapped when its first byte is requested. `scatter` reads from the file, which
+    spares the page faults. The mover keeps the slots until the generation has a snapshot of its
+    own. `confirm` checks that this held.
     """
 
     name = "memory"
@@ -202,7 +201,7 @@ class Tally:
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     bytes: Counter[str] = field(default_factory=Counter)
     problems: list[tuple[str, str, str]] = field(default_factory=list)
-    """(source, blob's key, reason) of what one source had not whole and another gave."""
+    """(source, blob's key, reason) of what one source had damaged and another gave."""
 
 
 class Mixed:
@@ -222,8 +221,8 @@ class Mixed:
         """Consecutive extents of a blob, each with its checked bytes, which hold until the next
         one is asked for. `buffer` has room for all of them.
 
-        Raises CorruptError or MissingKeyError when no source has one whole, and what a source
-        raised that may be whole but could not be read.
+        Raises CorruptError or MissingKeyError when no source has one intact. Raises a source's own
+        error if its bytes may be intact but could not be read.
         """
         start = wanted[0].offset
         length = wanted[-1].offset + wanted[-1].length - start
@@ -319,7 +318,7 @@ class Mixed:
     def _check_places(
         self, stretch: Stretch, places: Sequence[memoryview], sources: Sequence[Source]
     ) -> None:
-        """Check a stretch where it lies; what is rotten is written over from another source."""
+        """Check a stretch in place; overwrite a corrupt extent from another source."""
         bad = self._check(stretch, places)
         for number in bad:
             extent = stretch.blob.extent(number)
@@ -344,7 +343,7 @@ class Mixed:
         return bad
 
     def _elsewhere(self, blob: Blob, extent: Extent, sources: Sequence[Source]) -> memoryview:
-        """An extent that the first of `sources` has rotten."""
+        """Return an extent that is corrupt in the first of `sources`."""
         errors: list[HoldfastError] = [self._rotten(sources[0], blob, extent)]
         for source in sources[1:]:
             buffer = memoryview(bytearray(extent.length))
@@ -404,7 +403,8 @@ def _rotten_places(stretch: Stretch, places: Sequence[memoryview]) -> list[int]:
 
 
 def _reason(blob: Blob, extent: Extent, errors: Sequence[HoldfastError]) -> HoldfastError:
-    """Why nobody gave an extent: one that may be whole where it cannot be read is not corrupt."""
+    """Return why no source gave an extent. One that may be intact but cannot be read is not
+    corrupt."""
     if not errors:
         return MissingKeyError(f"nobody has {blob.key}")
     unread = [e for e in errors if not isinstance(e, CorruptError | MissingKeyError)]

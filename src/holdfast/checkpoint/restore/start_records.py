@@ -21,9 +21,9 @@ _NEVER = b'{"step": null}\n'
 
 
 def note_start(store: RunStore, generation: int, step: int, stored: bool = True) -> None:
-    """Write down from which step a generation begins; said once. stored: from a checkpoint in the
-    run store, not from what somebody still holds. Raises FencedError where a newer one has been
-    opened: a note that comes late would give up what that one began from."""
+    """Note the step from which a generation begins; written once. stored: from a checkpoint in the
+    run store, not from memory. Raises FencedError if a newer one has been opened: a late note would
+    give up what that one began from."""
     newest = newest_generation(store)
     if newest > generation:
         raise FencedError(f"generation {newest} has been opened: {generation} begins too late")
@@ -41,9 +41,9 @@ def note_start(store: RunStore, generation: int, step: int, stored: bool = True)
 
 
 def settle(store: RunStore, present: int) -> None:
-    """Older generations that were opened and have noted nothing never will: the places of their
-    notes are taken. Whoever slept between its look at the fence and its note would else give up,
-    with a note that comes late, what a newer generation stands on. So this comes before it chooses.
+    """Take the places of missing notes of older generations, so that none can be written any more.
+    A coordinator may sleep between its check of the fence and its note. Its late note would give up
+    what a newer generation stands on. So call this before the newer generation chooses.
     """
     noted = set(_numbers(store, STARTS))
     for generation in _numbers(store, GENERATIONS):
@@ -78,8 +78,8 @@ def starts(store: RunStore, after: int) -> dict[int, int]:
 
 
 def given_up(store: RunStore, present: int, generation: int, step: int) -> bool:
-    """Whether a generation between that of a snapshot and the present one began from an older
-    step. Raises what the store raises: then nobody knows."""
+    """Return True if a generation between the snapshot's and the present one began from an older
+    step. Raises what the store raises: then it is unknown."""
     for later in range(generation + 1, present):
         with suppress(MissingKeyError):  # it was opened and has not begun
             if _start_of(store, later) < step:
@@ -100,7 +100,8 @@ def _start_of(store: RunStore, generation: int) -> int:
 
 
 def _from_store(store: RunStore, generation: int) -> bool:
-    """Of a generation that has noted its start. Nobody knows better where that cannot be read."""
+    """Return True if a generation that noted its start began from the run store. Assumed if the
+    note cannot be read."""
     with suppress(MissingKeyError, ValueError):
         note = parsed(store.get(_start_key(generation)))
         return not (isinstance(note, dict) and note.get("stored") is False)

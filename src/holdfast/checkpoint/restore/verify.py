@@ -35,8 +35,8 @@ def newest_verified(
     """The newest checkpoint whose every byte is as it was written; None when there is none at all.
 
     Walks from newest to oldest and calls `rejected(key, reason)` for each that is passed over.
-    Raises CheckpointError when there are candidates but none is whole: to start again from the
-    beginning then is a person's decision.
+    Raises CheckpointError when there are candidates but none is intact: a restart from the
+    beginning is then a person's decision.
     """
     candidates = listing(store)
     for key in candidates:
@@ -58,8 +58,8 @@ def newest_verified(
 
 
 def opened(store: RunStore, key: str) -> Commit:
-    """The commit object of a checkpoint whose blobs are there and begin as they must. What its
-    extents hold is not looked at: whoever reads them checks them.
+    """The commit object of a checkpoint whose blobs are there and begin as they must. Their extents
+    are not checked here: the reader does that.
 
     Raises CorruptError, MissingKeyError, CheckpointError (a newer format).
     """
@@ -103,7 +103,7 @@ def damage(store: RunStore, key: str) -> str | None:
 
 
 def verify(store: RunStore, key: str, *, first_only: bool = False) -> list[str]:
-    """Everything that is wrong with a checkpoint, one sentence each; empty when it is whole.
+    """Everything that is wrong with a checkpoint, one sentence each; empty when it is intact.
 
     Reads every extent of every blob, compares each blob's own header with what the commit object
     says, and checks the part manifests. Raises StoreError where a bucket is out of reach: that is

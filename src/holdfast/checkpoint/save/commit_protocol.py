@@ -1,18 +1,19 @@
-"""Durable saves of a run on several nodes: every mover writes the parts of its own ranks, and one,
-the leader, commits: the mover of the node that has the first rank, whose end ends the generation.
+"""Durable saves of a run on several nodes: every mover writes its own ranks' parts, the leader
+commits. The leader is the mover of the node with the first rank. If that node is lost, the
+generation ends.
 
     a follower   writing --> stored --tells the leader, until it says--> committed, or failed
     the leader   open --every node has said "stored"--> committed
                    '--one said "failed", or gave it up--> failed
 
-There is one that commits, so there is one that may give a step up and remove what others wrote of
-it: between "stored" and "committed" nobody else knows whether a commit object is just being made.
-A follower removes its own parts alone, and only where it has not said "stored", or the leader has
-said "failed". Retention and the sweep are the leader's, too.
+Only the leader commits, so only the leader may give a step up and remove other movers' parts of it.
+Between "stored" and "committed", no follower knows whether a commit object is just being made. A
+follower removes only its own parts, and only if it has not said "stored" or the leader has said
+"failed". Retention and the sweep are the leader's, too.
 
-Followers ask, the leader answers; a few are kept waiting for the end, many ask again. A leader that
-is away is asked again, and the run store meanwhile, where the commit object says how it ended. A
-leader whose mover was replaced knows nothing: it is told by the same questions.
+Followers ask, the leader answers. A few followers are kept waiting for the end; many ask again. If
+the leader is away, the follower asks again, and meanwhile looks for the commit object in the run
+store. A replaced mover that leads knows nothing: it learns from the same requests.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
 SAVE = "/save"
-"""Where the leader's listener is asked."""
+"""Path of the requests to the leader's listener."""
 WAIT_SECONDS = 1.0
 """A question waits so long at the leader, while the followers are FEW; it has a thread for each."""
 FEW = 16
@@ -42,7 +43,7 @@ PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 class Leading(Protocol):
-    """What the leader's saves do when they are told (`saving.Saves`). Returns at once."""
+    """The leader's saves, as the protocol calls them (`save_manager.Saves`). Returns at once."""
 
     def whole(self, save: Save) -> None:
         """Every node has stored its parts."""
@@ -292,7 +293,7 @@ class Together:
         return news
 
     def _end_all(self, over: set[Save], newer: int) -> None:
-        """A generation is over, and nobody said what became of its saves."""
+        """End the saves of a generation that is over and whose result no leader reported."""
         for save in over:
             key = commit_key(*save) if self._committed(save) else None
             self._saves.ended(save, key, f"generation {newer} began before it was committed")

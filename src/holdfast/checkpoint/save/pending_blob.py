@@ -56,11 +56,11 @@ class Writing:
 
     # --- the side that saves ----------------------------------------------------------------
     def write(self, store: RunStore, useless: Callable[[], str | None]) -> None:
-        """Write the blob under the authority of its own generation. useless: asked again and
-        again; why nobody needs the blob any more, or None.
+        """Write the blob under the authority of its own generation. useless: called again and
+        again; returns why the blob is no longer needed, or None.
 
-        Raises that, what `give_up` was told, CorruptError when the slot changes meanwhile, and
-        what the store raises.
+        Raises that reason, the one given to `give_up`, CorruptError when the slot changes
+        meanwhile, and what the store raises.
         """
         with self._turn:
             self._go_on(useless)

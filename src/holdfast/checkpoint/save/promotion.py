@@ -1,7 +1,7 @@
-"""Parts of a step that only other machines' memory holds, as what a durable save is made of.
+"""Parts of a step that only other machines' memory holds, as input of a durable save.
 
-A generation may begin from a step that no run store has and no arena of this node: its parts are
-then read from the peers, extent by extent and each checked, straight into the run store.
+A generation may begin from a step that neither the run store nor an arena of this node has. Its
+parts are then read from the peers, extent by extent and each checked, straight into the run store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def parts_held(
     memories: Sequence[MemorySource], commit: Commit, ranks: Collection[int]
 ) -> list[tuple[Part, bytes]]:
     """The sealed manifests of these ranks, as some memory has them and the commit object names
-    them. Raises MissingKeyError for a rank whose manifest nobody has."""
+    them. Raises MissingKeyError for a rank whose manifest no memory has."""
     if not ranks:
         return []
     due = {writer.part_xxh3: writer.rank for writer in commit.writers if writer.rank in ranks}

@@ -1,7 +1,7 @@
-"""What is removed from the run store: checkpoints past their keep, and what no commit names.
+"""Removal from the run store: checkpoints past their keep, and objects that no commit names.
 
-The commit object goes first, the bytes after it: at every moment each commit object that exists
-is whole.
+The commit object is removed first, the bytes after it. So at every moment each existing commit
+object is complete.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def retain(
 ) -> list[str]:  # fmt: skip
     """Remove what need not be kept; the keys of the commit objects that went.
 
-    spared: keys that somebody reads just now; they go the next time.
+    spared: keys that a reader uses just now; they are removed the next time.
     """
     gone = [key for key in going(store, keep, verified, rejected) if key not in spared]
     for key in gone:
@@ -77,7 +77,7 @@ def left_behind(store: RunStore, generation: int, start: int | None) -> list[str
 def discard(store: RunStore, generation: int, step: int) -> int:
     """Remove parts and blobs that no commit object names, manifests first; how many.
 
-    Those of a committed checkpoint are left alone, whoever asks.
+    Those of a committed checkpoint are never removed here.
     """
     if commit_key(generation, step) in listing(store):
         return 0
@@ -98,9 +98,9 @@ def sweep(store: RunStore, generation: int, spare: Collection[tuple[int, int]] =
     """Remove what older generations began and never committed, objects and halves of objects, but
     for `spare` (step, generation); the number removed.
 
-    They are fenced, so nobody can complete it any more; but whoever had looked at the fence just
-    before the present generation was opened may make a commit object meanwhile. It goes with what
-    it names. One that is made later still is taken back by who made it (`save.try_commit`).
+    They are fenced, so no process can complete it any more. But a mover that checked the fence just
+    before the present generation was opened may make a commit object meanwhile. It is removed with
+    what it names. A later one is taken back by its own maker (`save.try_commit`).
     """
     count = store.sweep("commits/")
     for prefix in ("parts/", "data/"):

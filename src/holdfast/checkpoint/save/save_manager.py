@@ -1,11 +1,11 @@
 """From memory to the run store: captures become blobs, parts and, together, a checkpoint.
 
 Saves run on a few threads of their own. A blob is written while the capture is being hashed
-(`writing.py`), its part when both are done. A save never stops training: every failure is an
-outcome, and nothing is left behind. Where a generation began from a step that lies in memory alone,
-that step is made durable first of all ("promoted"): under the authority of the new generation,
-because its own is fenced. Of several movers, each does this for its own ranks, and one commits
-(`together.py`).
+(`pending_blob.py`), its part when both are done. A save never stops training: every failure is an
+outcome, and nothing is left behind. If a generation began from a step that lies in memory alone,
+that step is made durable first ("promoted"). The new generation's authority covers it, because its
+own generation is fenced. Of several movers, each does this for its own ranks, and one commits
+(`commit_protocol.py`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Saves:
         what a promotion does not find on the shelf."""
         self.pending: Counter[Save] = Counter()  # handed over by ranks, and not ended
         self.verified: set[int] = set()  # steps of checkpoints that were read back in full
-        self.spared: Callable[[], Collection[str]] = tuple  # keys that somebody reads just now
+        self.spared: Callable[[], Collection[str]] = tuple  # keys that a reader uses just now
         self.rejected: dict[str, str] = {}  # keys of those that were passed over, and why
         self._store, self._shelf, self._outcomes = store, shelf, outcomes
         self._change, self._keep, self._memories = change, keep, memories
@@ -79,22 +79,22 @@ class Saves:
         self._newest: Save | None = None  # that was committed, under `_committing`
         self._plan: Plan | None = None  # of the present generation
         self._begun: tuple[int, int | None] = (0, None)  # generation, and the step it began from
-        self._swept = threading.Event()  # what older generations left is gone
+        self._swept = threading.Event()  # what older generations left was removed
         self._swept.set()
         self._threads = ThreadPoolExecutor(SAVE_THREADS, "save")
 
     def begin(self, plan: Plan, start: int | None = None, cohort: Cohort | None = None) -> None:
-        """Remove what older generations left unfinished, behind the answer: a store may take long
-        to be swept. What the generation writes waits for that. Of several movers the one that leads
-        does so, behind which nobody else waits: what they write is of a newer generation."""
+        """Remove what older generations left unfinished, after the answer: a sweep may take long.
+        The generation's own writes wait for it. Of several movers, the leader sweeps. The other
+        movers do not wait: they write under a newer generation."""
         generation, before = plan.generation, self._begun[0]
-        if self.together.leads and not self.together.alone:  # else nobody asks for their end
+        if self.together.leads and not self.together.alone:  # otherwise no rank asks for their end
             for step in self._outcomes.open_steps(before):
                 if not self.pending[before, step]:
                     reason = f"generation {generation} began before every part was there"
                     self._outcomes.fail((before, step), reason)
         swept = threading.Event()
-        # What is told of older saves from here on removes nothing: who led them may be committing.
+        # From here on, reports about older saves remove nothing: their leader may be committing.
         self._begun, self._swept = (generation, start), swept
         self.together.begin(plan, cohort)
         with self._change:
@@ -148,7 +148,7 @@ class Saves:
         """The saves of this generation that a former mover of this node had under way. What lacks a
         part of one of our ranks has lost it with that mover."""
         if self.together.alone:
-            return  # whoever handed something over says so (`unheard`)
+            return  # the ranks report what they handed over (`unheard`)
         generation, ours = plan.generation, self.together.ours(plan)
         committed = [p for key in catalog.listing(self._store) if (p := parse_commit_key(key))]
         steps = sorted(step for step, g in committed if g == generation)
@@ -214,7 +214,7 @@ class Saves:
             self._threads.submit(self._commit_theirs, plan, save)
 
     def lost(self, save: Save, reason: str) -> None:
-        self._outcomes.fail(save, reason, tell=False)  # whoever lost it has told
+        self._outcomes.fail(save, reason, tell=False)  # the node that lost it has reported it
         self._threads.submit(self.fail, save, HoldfastError(reason))
 
     def ended(self, save: Save, key: str | None, reason: str) -> None:
@@ -223,11 +223,11 @@ class Saves:
             self._served(save)
             return
         self._outcomes.gave_up(save, reason, tell=False)
-        if save[0] == self._begun[0]:  # else it is swept by whoever leads now
+        if save[0] == self._begun[0]:  # otherwise the present leader sweeps it
             self._discard(save)
 
     def skipped(self, save: Save) -> None:
-        """A rank of this node has gone on without this step."""
+        """Fail a step that a rank of this node has skipped."""
         if not self.together.alone and save[1] in self._outcomes.open_steps(save[0]):
             self._threads.submit(self.fail, save, HoldfastError("not every rank captured it"))
 
@@ -239,7 +239,7 @@ class Saves:
             self._outcomes.learn(save, commit_key(*save))
             return
         if save[1] < max(committed, default=0):
-            return  # it may be gone by retention
+            return  # retention may have removed it
         stored = self._store.list(part_key(*save, writer_name(rank)))
         if stored and not self.together.alone:
             return  # the leader may be committing it: it is taken up
@@ -317,23 +317,23 @@ class Saves:
                 self._discard(save)
 
     def _write_others(self, generation: int, commit: Commit, snapshots: Sequence[Snapshot]) -> None:
-        """The parts that are not on the shelf, from whoever has them in memory."""
+        """Write the parts that are not on the shelf, from a mover that has them in memory."""
         ranks = {w.rank for w in commit.writers} - {s.part.rank for s in snapshots}
         for part, stored in parts_held(self._memories, commit, ranks):
             content = checked(self._memories, part.blob)
             write_sealed(self._store, generation, part, stored, content)
 
     def _abandon(self, plan: Plan, committed: int) -> None:
-        """Give up older steps that lack a rank: each rank hands its steps over in order, so
-        whoever has handed over `committed` and not an older step has skipped that one."""
+        """Give up older steps that lack a rank. Each rank hands its steps over in order: a rank
+        that handed over `committed` and not an older step has skipped that step."""
         for step in self._outcomes.open_steps(plan.generation):
             with self._change:
                 busy = self.pending[plan.generation, step] > 0 or self.together.busy(step)
             if step < committed and not busy:
                 found = self._store.list(part_prefix(plan.generation, step))
                 parts = [key for key in found if key.endswith(".json")]
-                if len(parts) < plan.topology.world_size:  # else another node is committing it
-                    retention.discard(self._store, plan.generation, step)  # before it is told
+                if len(parts) < plan.topology.world_size:  # otherwise another node is committing it
+                    retention.discard(self._store, plan.generation, step)  # before ranks learn it
                     self._outcomes.fail((plan.generation, step), "not every rank captured it")
 
     def _retain(self) -> None:
@@ -348,8 +348,8 @@ class Saves:
             self._outcomes.warn(f"old checkpoints could not be removed: {error}")
 
     def _discard(self, save: Save) -> None:
-        """Half a checkpoint takes room and serves nobody. Whoever leads may remove all of it, the
-        others what they have written themselves."""
+        """Remove half a checkpoint, which takes room and is of no use. The leader may remove all of
+        it, another mover only its own objects."""
         try:
             if self.together.leads:
                 self.together.forget(save)
@@ -361,6 +361,6 @@ class Saves:
 
 
 def _rank_of(key: str) -> int | None:
-    """Whose part manifest it is."""
+    """Return the rank whose part manifest this is."""
     number = key.rpartition("-rank")[2].removesuffix(".json")
     return int(number) if number.isdecimal() else None

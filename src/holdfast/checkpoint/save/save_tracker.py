@@ -1,7 +1,7 @@
-"""What became of every save, and the events that say so.
+"""The outcome of every save, and the events that report it.
 
-A long run makes hundreds of thousands of saves, and asks only for the last ones: what became of the
-newest SAVES_KEPT is known, and of all that are under way; older ones are counted and forgotten.
+A long run makes hundreds of thousands of saves, and asks only for the last ones. The newest
+SAVES_KEPT, and all that are under way, are kept; older ones are counted and forgotten.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.events import CheckpointCommitted, CheckpointFailed, Event
 EVENTS_KEPT = 4096
 """The agent reads events within a tick; this many are kept for one that is late."""
 TOGETHER_SECONDS = 0.02
-"""What happens so soon after a first event is told with it: a snapshot is complete here, and a few
+"""Seconds in which later events join a first one. A snapshot is complete here, and a few
 milliseconds later on the other node."""
 SAVES_KEPT = 64
 """No rank has more than a few steps on their way: its slots are two or three."""
@@ -55,7 +55,7 @@ class Outcomes:
             self._forget()
 
     def succeed(self, save: Save, key: str, nbytes: int) -> None:
-        for listener in self.durable:  # before anybody who waits for the end can ask further
+        for listener in self.durable:  # before a waiter for the end can ask further
             listener(key)
         with self._change:
             seconds = self._clock() - self._started.get(save, self._clock())
@@ -88,8 +88,8 @@ class Outcomes:
             listener(save, reason)
 
     def again(self, save: Save) -> None:
-        """A save is made anew by other means: whatever became or becomes of the first attempt, who
-        waits for its end waits for the end of this one (`succeed` or `gave_up`)."""
+        """Note that a save is repeated by other means. Whatever the first attempt's result, its
+        waiters now wait for the end of this one (`succeed` or `gave_up`)."""
         with self._change:
             self._again.add(save)
             self._reasons.pop(save, None)
@@ -165,7 +165,8 @@ class Outcomes:
             return found, self._next
 
     def wake(self) -> None:
-        """Answer whoever waits for events: a generation has ended, and with it who asked."""
+        """Answer all requests that wait for events: a generation has ended, and with it their
+        senders."""
         with self._change:
             self._wakes += 1
             self._change.notify_all()

@@ -45,9 +45,9 @@ def write_single(
 ) -> Commit:
     """Write and commit the state after `step`.
 
-    Tensors are kept in the order given. Raises CheckpointError when this step is committed
-    already or a tensor's bytes do not match its shape, FencedError when a newer generation
-    exists, and what the store raises; after an error nothing is left in the store.
+    Tensors are kept in the order given. Raises CheckpointError when this step is committed already
+    or a tensor's bytes do not match its shape. Raises FencedError when a newer generation exists,
+    and what the store raises. After an error nothing is left in the store.
     """
     sources = list(tensors)
     table = tuple(TensorSpec(s.name, s.dtype, s.shape, _cut(s.shape, shard_dim)) for s in sources)

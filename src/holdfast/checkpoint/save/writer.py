@@ -2,7 +2,7 @@
 other writers, a checkpoint.
 
 Order makes it safe: blob, then part, then commit object, each created only if absent and durable
-before the next. Whatever is killed in between leaves bytes that no commit names.
+before the next. A writer killed in between leaves bytes that no commit names.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from holdfast.wire.store.run_store import NEAR, AlreadyExistsError, MissingKeyEr
 from holdfast.wire.term import newest_generation
 
 CHUNK_BYTES = 64 * 2**20
-"""Bytes written at a time. Between two direct writes the disk is idle until the thread runs again,
-which takes the longer the busier training keeps the processor."""
+"""Bytes written at a time. Between two direct writes the disk is idle until the thread runs again.
+The busier training keeps the processor, the longer that takes."""
 
 FEW_KEYS = 16
 
@@ -91,7 +91,7 @@ def store_part(store: RunStore, part: Part, stored: bytes) -> None:
         if store.get(name) != stored:
             raise  # the blob is another writer's, and perhaps a checkpoint's: not ours to remove
     except Exception:
-        store.delete(part.blob.key)  # a blob without a manifest serves nobody
+        store.delete(part.blob.key)  # a blob without a manifest is of no use
         raise
 
 
@@ -140,9 +140,9 @@ def write_part(
 def try_commit(store: RunStore, plan: Plan, step: int) -> Commit | None:
     """Commit `step` when the parts of all its writers are there; None when some are not yet.
 
-    Whoever writes the last part finds all of them, on whichever node, so nobody needs to be
-    told. Raises FencedError when a newer generation exists, CheckpointError when the parts do
-    not make a whole checkpoint, CorruptError when one of them is broken.
+    The writer of the last part finds all of them, on whichever node, so no notice is needed. Raises
+    FencedError when a newer generation exists, CheckpointError when the parts do not make a
+    complete checkpoint, CorruptError when one of them is broken.
     """
     prefix = part_prefix(plan.generation, step)
     keys = [key for key in store.list(prefix) if key.endswith(".json")]  # but for a copy's claim
@@ -159,9 +159,9 @@ def try_commit(store: RunStore, plan: Plan, step: int) -> Commit | None:
 
 
 def _still_whole(store: RunStore, authority: int, commit: Commit) -> None:
-    """Look at the fence once more, behind a commit object. Whoever opened a newer generation after
-    the last look may have swept what the object names before it was there: it goes too then, and
-    FencedError is raised."""
+    """Check the fence once more, after a commit object. If a newer generation was opened after the
+    last check, its sweep may have removed what the object names. Then remove the object too, and
+    raise FencedError."""
     try:
         check_fence(store, authority)
     except FencedError:
@@ -202,9 +202,9 @@ def _each(store: RunStore, ask: Callable[[str], T], keys: Sequence[str]) -> Iter
 
 @contextmanager
 def acyclic() -> Iterator[None]:
-    """Make many objects without looking for cycles among them: the manifests of thousands of ranks
-    are millions of tuples, which the collector would walk again and again. Not for what waits for a
-    store. Of two threads in here, the first to leave switches it on again for both."""
+    """Make many objects without garbage collection. The manifests of thousands of ranks are
+    millions of tuples, which the collector would walk again and again. Not for code that waits for
+    a store. Of two threads in here, the first to leave switches it on again for both."""
     was = gc.isenabled()
     gc.disable()
     try:

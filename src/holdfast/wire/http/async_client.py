@@ -1,8 +1,8 @@
 """`client`, for an event loop: signed JSON requests on one connection that stays open.
 
-An agent holds one question open at its coordinator for as long as it lives, and a benchmark holds
-thousands in one process: neither wants a thread for each. What is signed, and what an answer
-proves, is the same as there.
+An agent holds one request open at its coordinator while it lives. A benchmark holds thousands in
+one process. Neither wants a thread for each. What is signed, and what an answer proves, is the same
+as there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.wire.secret import Secret
 
 
 class DeadError(UnreachableError):
-    """The machine answers that nobody listens at the address: who did has ended."""
+    """The machine answers that no process listens at the address: the listener has ended."""
 
 
 class Talker:
@@ -155,7 +155,7 @@ class _Line(asyncio.Protocol):
         self._fail(ConnectionResetError("closed before an answer"))
 
     def data_received(self, data: bytes) -> None:
-        if self._answer is None:  # nobody has asked
+        if self._answer is None:  # no request was sent
             self.close()
             return
         self._size += len(data)

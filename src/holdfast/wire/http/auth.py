@@ -2,16 +2,16 @@
 
 A request carries an HMAC-SHA256 (RFC 2104) over method, path, body, generation, listener, nonce and
 time. A nonce is accepted once; nonces are remembered for as long as their time stamp is acceptable,
-so the memory is bounded. The answer carries an HMAC over the request's nonce, so that a client
-knows it was its own agent that answered, not whoever has the port now.
+so the memory is bounded. The answer carries an HMAC over the request's nonce. So a client knows
+that its own agent answered, not another process that has the port now.
 
-A listener has a name, drawn at random when its process starts: what was recorded on its way to
-another listener, or to the process that had the port before, is of no use here. Whoever does not
-know the name yet signs for none, and is told name and clock in an answer that is signed; it signs
-again by both (`Aim`), so clocks need not agree either.
+A listener has a name, drawn at random when its process starts. So a request recorded on its way to
+another listener, or to the port's previous process, is useless here. A client that does not know
+the name yet signs for none, and receives name and clock in a signed answer. It signs again by both
+(`Aim`), so clocks need not agree either.
 
-Over HTTP the proof covers a body by its length and its SHA-256, which the head states: the head
-alone proves who asks, and nobody else's body is read.
+Over HTTP the proof covers a body by its length and its SHA-256, which the head states. So the head
+alone proves the sender, and no stranger's body is read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from holdfast.errors import HoldfastError
 from holdfast.wire.secret import Secret
 
 WINDOW_SECONDS = 120.0
-"""How far a request's time stamp may lie from the server's clock. It bounds the memory of
-nonces and decides nothing else: whoever is farther off is told the time."""
+"""How far a request's time stamp may lie from the server's clock. It bounds the memory of nonces
+and decides nothing else: a client that is farther off receives the time."""
 
 NONCES = 100_000
 """Nonces remembered at most."""
@@ -63,7 +63,7 @@ class MisdirectedError(AuthError):
 
 @dataclass(frozen=True)
 class Proof:
-    """What a request's headers carry beside its body."""
+    """The proof in a request's headers."""
 
     generation: int
     nonce: str
@@ -142,7 +142,7 @@ class Aim:
 
 
 def headers_of(proof: Proof, body: bytes) -> dict[str, str]:
-    """What a request over HTTP carries beside its body."""
+    """Return the headers of a request over HTTP."""
     return proof.headers() | ({BODY: sha256(body)} if body else {})
 
 
@@ -152,7 +152,7 @@ def sign_answer(secret: Secret, nonce: str, status: int, body: bytes) -> str:
 
 
 def check_answer(secret: Secret, nonce: str, status: int, body: bytes, digest: str) -> None:
-    """Raises AuthError unless the answer comes from somebody who knows the secret."""
+    """Raises AuthError unless the answer comes from a holder of the secret."""
     if not hmac.compare_digest(sign_answer(secret, nonce, status, body).encode(), digest.encode()):
         raise AuthError("the answer does not come from this run's agent")
 
@@ -169,8 +169,8 @@ class Verifier:
         capacity: int = NONCES,
         name: str | None = None,
     ) -> None:
-        """`name`: of the listener, random unless given; "" where nobody but this process's own
-        user can reach it, and nothing can be recorded."""
+        """`name`: of the listener, random unless given. "" if only this process's own user can
+        reach it, so that nothing can be recorded."""
         self.name = secrets.token_hex(8) if name is None else name
         self._secret = secret
         self._clock = clock
@@ -212,8 +212,9 @@ class Verifier:
         return {"to": self.name, "now": self._clock()}
 
     def _forget(self, now: float) -> None:
-        """Oldest stamps first, not first come: when a clock is set back, what came before lies in
-        the future and must neither hide what has expired nor raise the floor above the present."""
+        """Forget the oldest stamps, not the first received. When a clock is set back, earlier
+        stamps lie in the future. They must neither hide expired ones nor raise the floor above the
+        present."""
         while self._order and self._order[0][0] + self._window < now:
             self._seen.discard(heapq.heappop(self._order)[1])
         while len(self._order) >= self._capacity:

@@ -1,6 +1,6 @@
 """Requests to an agent: JSON over HTTP/1.1, signed, on connections that stay open.
 
-`exchange` is the whole machinery: a round trip costs a fraction of what a general HTTP library
+`exchange` is all of the machinery: a round trip costs a fraction of what a general HTTP library
 takes, and a worker makes several a second.
 """
 
@@ -20,14 +20,14 @@ from holdfast.wire.http.sync_connection import BrokenError, Link
 from holdfast.wire.secret import Secret
 
 OUTSIDE = 0
-"""The generation of a request that belongs to none, such as the question who is there."""
+"""The generation of a request that belongs to none, such as the check for a trainer."""
 
 ANSWER_LIMIT = 64 << 20
-"""Bytes of an answer at most; whoever has the port now cannot fill our memory."""
+"""Bytes of an answer at most, so that a stranger that has the port now cannot fill our memory."""
 
 
 class UnreachableError(HoldfastError):
-    """Nobody answered at the address before the deadline."""
+    """No process answered at the address before the deadline."""
 
 
 class RequestError(HoldfastError):
@@ -62,10 +62,10 @@ class Client:
     def post(self, path: str, body: dict[str, Any], timeout: float = 10.0) -> dict[str, Any]:
         """The answer to one request. `timeout` bounds the answer's silence, in seconds.
 
-        A request may arrive twice when an idle connection was cut under it, so what must not
-        happen twice carries a number of its own. Raises FencedError when the agent knows a newer
-        generation, UnreachableError, AuthError (who answers is not our agent, or does not take us
-        for its worker), RequestError.
+        A request may arrive twice when an idle connection was cut under it, so what must not happen
+        twice carries a number of its own. Raises FencedError when the agent knows a newer
+        generation, UnreachableError, RequestError. Raises AuthError if the answer is not our
+        agent's, or the agent does not take us for its worker.
         """
         content = json.dumps(body, separators=(",", ":")).encode()
         deadline = time.monotonic() + self._patience
@@ -153,7 +153,7 @@ def judged(
     secret: Secret, address: str, proof: Proof, status: int, data: bytes, digest: str
 ) -> dict[str, Any]:
     """The answer's value, once it has proven whose it is. Raises as `Client.post` does."""
-    if status == 401:  # the agent cannot sign for somebody it does not know
+    if status == 401:  # the agent cannot sign for a stranger
         raise AuthError(f"{address} does not accept this run's secret")
     check_answer(secret, proof.nonce, status, data, digest)
     value = parsed(data)

@@ -1,11 +1,11 @@
 """One HTTP connection to a listener of ours, on httptools' parser.
 
-An `Application` sees the head of a request as soon as it is there, and says at once what becomes of
-it: an answer, and no byte of a body is kept; or who is to be given the body. Requests of one
-connection are answered in their order, however many have been sent. What is no HTTP, has a head
-that is too long, or stops in the midst of a body, ends the connection.
+An `Application` sees the head of a request once it is complete, and decides at once. It returns an
+answer, and no byte of a body is kept; or it returns the reader of the body. Requests of one
+connection are answered in their order, however many have been sent. Input that is no HTTP, has a
+head that is too long, or stops in the midst of a body, ends the connection.
 
-A control request costs a third of what a general server and framework take for it, which is what
+A control request costs a third of what a general server and framework take for it. That cost
 decides how many agents one coordinator can lead (docs/measurements.md, "Scale").
 """
 
@@ -28,7 +28,7 @@ HEAD_BYTES = 16 << 10
 BODY_SECONDS = 60.0
 """A body is there by then, or not read any longer."""
 IDLE_SECONDS = 3600.0
-"""A connection that nobody has used for so long is closed."""
+"""Seconds after which an unused connection is closed."""
 QUEUED = 8
 """Requests that were sent before the answers to earlier ones, until no more are read."""
 
@@ -47,7 +47,7 @@ class Answer(NamedTuple):
     status: int
     body: bytes = b""
     headers: bytes = b""
-    """Whole lines."""
+    """Complete lines."""
     close: bool = False
 
 
@@ -58,8 +58,9 @@ class Application(Protocol):
     doors: Doors
 
     def admit(self, head: Head) -> Answer | Reader:
-        """The answer, where the head is enough for it; else who takes the body, of as many bytes as
-        the head says: whoever sent that has proven that it may stay. Does not raise."""
+        """Return the answer if the head is enough for it. Otherwise return the reader of the body,
+        of as many bytes as the head says: its sender has proven that it may stay. Does not
+        raise."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""Connections to an HTTP listener: whoever proves nothing is cut in time, or makes way.
+"""Limits connections to an HTTP listener: closes those that prove nothing in time, or in a crowd.
 
-A stranger who says nothing, or little by little, could hold every descriptor that an agent may
+A stranger that sends nothing, or little by little, could hold every descriptor that an agent may
 have. A connection that has proven nothing is cut after PROOF_SECONDS, and the oldest of them makes
 way when there are many. One that has proven itself stays.
 """
@@ -15,8 +15,8 @@ from holdfast.wire.http.refusals import CONTROL, HEALTH, Refusals
 PROOF_SECONDS = 10.0
 """A connection that has proven nothing for so long is cut."""
 STRANGERS = 256
-"""Connections without a proof beyond these make way, once they are GRACE_SECONDS old: a crowd of
-our own that comes at once needs less to prove itself."""
+"""Connections without a proof that may stay. Any beyond these are closed once they are
+GRACE_SECONDS old. A crowd of our own that comes at once needs less to prove itself."""
 GRACE_SECONDS = 1.0
 BATCH = 64
 QUEUE = 2048
@@ -28,7 +28,7 @@ class Cuttable(Protocol):
 
 
 class Doors:
-    """Who is connected to one listener without having proven anything, the oldest first."""
+    """One listener's connections that have proven nothing, the oldest first."""
 
     def __init__(
         self,
@@ -42,11 +42,12 @@ class Doors:
         self.refusals = refusals or Refusals()
         self.patience = patience
         self.open = listener == HEALTH
-        """Whether a whole request is enough, and nobody proves anything."""
+        """True if a complete request is enough and no proof is required."""
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = soft // 4 if soft > 0 else 1 << 20  # an agent has two listeners
         self.batch = max(1, min(BATCH, self._most // 4))
-        """Connections accepted at a time, so that those too many are gone before the next ones."""
+        """Connections accepted at a time, so that those too many are closed before the next
+        ones."""
         self._strangers = min(strangers, self._most)
         self._waiting: dict[Cuttable, float] = {}
 

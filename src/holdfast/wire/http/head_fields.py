@@ -1,4 +1,4 @@
-"""What a parser of httptools finds in one head, for those who wait and those in an event loop."""
+"""Fields that httptools' parser finds in one head, for blocking and event-loop connections."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What listeners refused, counted by listener and reason, and told at most once a minute.
+"""Refused requests, counted by listener and reason, and reported at most once a minute.
 
-Whoever refuses calls `count`, which costs a lock and two additions; nothing of a request (no
-address, no body, no header) is kept. The first refusal is told within a second, what follows within
-a minute is told together at its end: a stranger can make our journal grow by a line a minute.
+A listener that refuses calls `count`, which costs a lock and two additions. Nothing of a request
+(no address, no body, no header) is kept. The first refusal is reported within a second. Those that
+follow within a minute are reported together at its end: a stranger can make our journal grow by a
+line a minute.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ Reason = (
         "no such path", "not ours", "other user", "other run",
     ]
 )  # fmt: skip
-"""not ours: not even the protocol. crowded: made way for others, having proven nothing."""
+"""not ours: not even the protocol. crowded: closed to make room, having proven nothing."""
 
 ROUTINE = frozenset({"older generation", "unknown generation"})
-"""What a process of the run itself may do that comes too late; all else is a stranger's."""
+"""Refusals that a late process of the run itself may cause; all other refusals are a stranger's."""
 
 TELL_SECONDS = 60.0
 GATHER_SECONDS = 1.0
-"""What follows the first refusal so closely is told with it."""
+"""Seconds; refusals that follow the first one so closely are reported with it."""
 
 
 class Refusals:
@@ -87,7 +88,7 @@ class Refusals:
 
 
 def sentence(event: RequestsRefused) -> str | None:
-    """One line about strangers; None where nobody else was refused."""
+    """Return one line about strangers; None if no stranger was refused."""
     parts = [
         f"{number} at {listener} ({reason})"
         for listener, reasons in sorted(event.counts.items())

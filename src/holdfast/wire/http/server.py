@@ -1,9 +1,9 @@
 """The answering side of `client`: a table of handlers behind one guard.
 
-The guard stands before every handler: it checks the proof in the head, bounds the body and compares
-it with what was proven, refuses older generations, and signs the answer. A handler sees only
-requests of this run's own processes. What is refused is counted (`refusals`), and whoever proves
-nothing is cut in time (`doors`).
+The guard stands before every handler. It checks the proof in the head, bounds the body and compares
+it with what was proven. It refuses older generations, and signs the answer. A handler sees only
+requests of this run's own processes. Refusals are counted (`refusals`), and connections that prove
+nothing are closed in time (`connection_limits`).
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ END_SECONDS = 1.0
 
 
 class Guard:
-    """The application that serves `handlers` to those who know the secret.
+    """The application that serves `handlers` to holders of the secret.
 
-    `newest()` names the generation that rules; requests of older ones are answered 409. The paths
-    in `outside` may also be asked from outside any generation.
+    `newest()` names the current generation; requests of older ones are answered 409. The paths in
+    `outside` may also be asked from outside any generation.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ def bind(host: str, port: int, key: str) -> socket.socket:
         )[0]
         if not host:
             raise ValueError("an empty address would be every interface")
-        # The protocol is named, because asyncio turns Nagle's algorithm off only where it is: else
-        # the second write of an answer waits for an acknowledgement of the first, for 40 ms.
+        # Name the protocol: otherwise asyncio does not turn Nagle's algorithm off. Then the second
+        # write of an answer waits for an acknowledgement of the first, for 40 ms.
         bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except (OSError, ValueError) as error:
         raise _no_address(host, port, key, error) from None

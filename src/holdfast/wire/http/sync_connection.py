@@ -1,9 +1,9 @@
-"""HTTP/1.1 over one socket, for a thread that waits: heads are parsed by httptools, and a body goes
-where it is to lie.
+"""HTTP/1.1 over one socket, for a thread that waits: httptools parses heads, a body is read in
+place.
 
-The standard library's `http.client` and `http.server` parse each head as if it were an e-mail,
-which took nearly half of what a small request cost (docs/measurements.md, "What it costs that
-nothing is lost"). `connection` is the same for listeners in an event loop.
+The standard library's `http.client` and `http.server` parse each head as if it were an e-mail. That
+took nearly half of a small request's cost (docs/measurements.md, "What it costs that nothing is
+lost"). `connection` is the same for listeners in an event loop.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HEAD_BYTES = 16 << 10
 PIECE = 4096
 """Bytes that are asked for while a head is incomplete: little of a body is copied twice."""
 READ = 1 << 20
-"""Bytes of a body that are asked for at a time, where it is read as a whole."""
+"""Bytes of a body that are read at a time, if all of it is read."""
 JOINED = 64 << 10
 """A body of so many bytes at most leaves in one piece with its head."""
 END = b"\r\n\r\n"
@@ -98,7 +98,7 @@ class Incoming:
 
 
 class Answer:
-    """Of one request: the head is here, the body is read by whoever wants it."""
+    """The answer to one request: the head has been read, the caller reads the body."""
 
     def __init__(self, incoming: Incoming, head: bytes) -> None:
         """Raises BrokenError for what is no answer, or does not say how long it is."""
@@ -159,7 +159,7 @@ class Link:
         if body or method == "POST":
             lines += f"content-length: {len(body)}\r\n"
         head = f"{method} {path} HTTP/1.1\r\n{self._host}{lines}\r\n".encode("latin-1")
-        # Whoever refuses the head closes before the body has left, and has answered.
+        # A listener that refuses the head closes before the body has left, and has answered.
         with suppress(BrokenPipeError, ConnectionResetError):
             if len(body) <= JOINED:
                 self.sock.sendall(head + body)
@@ -190,7 +190,7 @@ def _feed(
     what: str, parser: httptools.HttpRequestParser | httptools.HttpResponseParser,
     said: _Said, head: bytes,
 ) -> None:  # fmt: skip
-    """Raises ValueError for what the parser does not take, or not for a whole head."""
+    """Raises ValueError for bytes that the parser does not take, or not as a complete head."""
     try:
         parser.feed_data(head)
     except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:

@@ -4,14 +4,14 @@ Create-if-absent is one PUT with a precondition, so it is kept for objects that 
 request: terms, generations, parts, commit objects. Each carries a random `writer` mark, so that an
 answer that was lost on the way, and asked for again, is known as our own.
 
-A large blob is sent in parts, several at a time, and no precondition holds for it: some servers
-ignore one where an upload in parts is completed. Nothing rests on it: a blob's key is one
-generation's, step's and writer's own, and only a commit object makes its bytes count. What makes
-an upload resumable stands beside the blob, in a small `.sum-` object written before the blob is
-completed: mark, size and checksum. Who finds a blob there with that mark, that size and the
-checksum of the bytes in hand need not send them again; anything else there is AlreadyExistsError.
-(The checksum of a stream is known at its end, when a blob's own metadata can no longer be set.
-Parts of an unfinished upload cannot be found again through obstore: they are sent anew.)
+A large blob is sent in parts, several at a time, without a precondition: some servers ignore one
+when an upload in parts is completed. Nothing rests on it. A blob's key belongs to one generation,
+step and writer, and only a commit object makes its bytes count. A small `.sum-` object next to the
+blob, written before the blob is completed, makes an upload resumable: mark, size and checksum. If a
+blob there has that mark, that size and the checksum of the bytes in hand, they need not be sent
+again. Anything else there is AlreadyExistsError. (The checksum of a stream is known at its end,
+when a blob's own metadata can no longer be set. Parts of an unfinished upload cannot be found again
+through obstore: they are sent again.)
 
 Object stores cannot append: a journal segment is a row of numbered objects below its key, which
 reading joins. Names that begin with a dot are this driver's own and no keys.
@@ -75,7 +75,7 @@ class _Found(NamedTuple):
 
 @dataclass
 class _Segment:
-    """Where the next piece of a journal segment goes, and what may have arrived unseen."""
+    """Number of a journal segment's next piece, and the content that may have arrived unseen."""
 
     next: int
     unsure: bytes = b""
@@ -105,7 +105,7 @@ class BucketStore:
         self._segments: dict[str, _Segment] = {}
         self._appending = threading.Lock()
 
-    # --- whole objects ----------------------------------------------------------------------
+    # --- complete objects -------------------------------------------------------------------
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
         check_key(key)
         if key.startswith(SEGMENTS):
@@ -188,7 +188,7 @@ class BucketStore:
 
     # --- writing ----------------------------------------------------------------------------
     def _create_small(self, key: str, path: str, data: Buffer, mark: str) -> None:
-        """One PUT if absent. Raises AlreadyExistsError when somebody else's object is there."""
+        """One PUT if absent. Raises AlreadyExistsError when another writer's object is there."""
         for _ in range(ATTEMPTS):
             try:
                 with self._spoken(key, writing=True):
@@ -319,15 +319,15 @@ class BucketStore:
                     self._create_small(key, _piece(key, segment.next), content, mark)
                     content = b""
                 except AlreadyExistsError:
-                    pass  # a restarted writer's, or one that does not know that it is gone
+                    pass  # a restarted writer's, or one that does not know its loss
                 except Exception:
                     segment.unsure, segment.mark = content, mark
                     raise
                 segment.next += 1
 
     def _settle(self, key: str, segment: _Segment, content: bytes) -> bytes:
-        """What is left to append after an append that failed, and may have arrived all the same;
-        whoever appends again begins with the same bytes."""
+        """Return what is left to append after an append that failed but may have arrived. A
+        repeated append begins with the same bytes."""
         found = self._look(_piece(key, segment.next))
         if found is not None and found.writer == segment.mark:
             segment.next += 1
@@ -389,7 +389,7 @@ class BucketStore:
         except TakenError:
             raise AlreadyExistsError(f"{key} exists already") from None
         except FileNotFoundError as error:
-            # Where a key is made, or a folder listed, only the bucket itself can be missing.
+            # When a key is made, or a folder listed, only the bucket itself can be missing.
             if writing or listing or bucket_is_missing(str(error)):
                 raise spoken(error, self.where, missing=True) from None
             raise self._missing(key) from None
@@ -462,7 +462,7 @@ def _number(path: str) -> int:
 
 
 def _key_of(path: str) -> str | None:
-    """The key that an object belongs to; None for those that are nobody's."""
+    """Return the key that an object belongs to; None if it belongs to none."""
     if match := _PIECE.fullmatch(path):
         path = match[1]
     try:

@@ -1,7 +1,7 @@
-"""What a bucket's client says, as one sentence: what is wrong, where, and what would help.
+"""A bucket client's errors, each as one sentence: what is wrong, where, and what would help.
 
-obstore's messages run over many lines and quote whole requests, which may hold a signed address;
-so nothing of them is passed on but a status, a code of the store's, or a known kind of failure.
+obstore's messages run over many lines and quote entire requests, which may hold a signed address.
+So only a status, a code of the store's, or a known kind of failure is passed on.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def bucket_is_missing(text: str) -> bool:
 
 
 def _unreachable(text: str, code: str, status: str, where: str) -> StoreError:
-    """Nobody there, too slow, or failing: what a later attempt may find mended."""
+    """Return the error of an unreachable, slow or failing store, which may have recovered by a
+    later attempt."""
     if status or code:
         said = " ".join(part for part in (status, code) if part)
         return StoreError(f"the store answers with an error ({said})", where=where)

@@ -1,10 +1,10 @@
-"""Writing past the page cache, where that is possible: for bytes that nobody will read soon.
+"""Writes past the page cache, if possible: for bytes that will not be read soon.
 
-A buffered write copies every byte, fills the cache that training reads its data from, and leaves
-the disk's work to the sync at the end. With O_DIRECT the disk reads from the arena itself: no
-copy, hardly any CPU. It wants offset, length and address in whole blocks. An arena's slots and a
-blob's data have that; the rest of a file, every small one, and every file of a file system that
-refuses (tmpfs, some networks' and FUSE) is written through the cache.
+A buffered write copies every byte and fills the cache that training reads its data from. It leaves
+the disk's work to the sync at the end. With O_DIRECT the disk reads from the arena itself: no copy,
+hardly any CPU. Offset, length and address must be multiples of a block, as an arena's slots and a
+blob's data are. The rest of a file and every small file are written through the cache. So is every
+file of a file system that refuses (tmpfs, some networks' and FUSE).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux
 
 
 class DirectWriter:
-    """Appends to an open file that is empty; whoever made the file syncs and closes it."""
+    """Appends to an open file that is empty; its creator syncs and closes it."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -31,8 +31,7 @@ class DirectWriter:
         self.direct_bytes = 0
 
     def write(self, data: memoryview) -> None:
-        """All of `data` (flat bytes), before this returns as far as the kernel goes. Raises
-        OSError."""
+        """Hand all of `data` (flat bytes) to the kernel before this returns. Raises OSError."""
         whole = len(data) // BLOCK * BLOCK
         if self._able and whole >= LEAST and self._offset % BLOCK == 0:
             data = self._direct(data, whole)

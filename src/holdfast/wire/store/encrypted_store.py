@@ -1,21 +1,21 @@
-"""Encryption on this side of a store: whoever keeps the bytes can neither read nor change them.
+"""Encryption on this side of a store: the keeper of the bytes can neither read nor change them.
 
-What is sealed are checkpoints (blobs, part manifests, commit objects). Names and sizes, the
-journal, terms and generations lie open. A sealed object is
+Checkpoints (blobs, part manifests, commit objects) are sealed. Names and sizes, the journal, terms
+and generations lie open. A sealed object is
 
     extent 0 | extent 1 | ... | index | footer
 
-Extents hold `extent_bytes` of the object each, the last one less, encrypted with AES-256-GCM, 16
-bytes longer each; so a range is read by the extents that it touches. The index, sealed too, says
-how long each extent is and how many bytes there are in all. The footer is open: magic, flags, the
-extent's size, which key, a salt, the index' length.
+Extents hold `extent_bytes` of the object each, the last one less. AES-256-GCM makes each 16 bytes
+longer. So a range is read by the extents that it touches. The index, sealed too, says how long each
+extent is and how many bytes there are in all. The footer is open: magic, flags, the extent's size,
+which key, a salt, the index' length.
 
-**No nonce comes twice.** Each object has a key of its own, derived (HKDF-SHA256) from the master
-key, 32 random bytes of salt made anew for each create, and the object's name; under it the nonce
-counts extents, and the index has a nonce of another kind. Name, footer, kind and number are
-authenticated with each extent: one that was changed, moved to another place or name, cut off or
-taken from another object is CorruptError, and no byte of it is passed on. (A whole object can be
-put back to what it was before under the same name; a checkpoint's names are its step's alone.)
+**No nonce comes twice.** Each object has its own key, derived (HKDF-SHA256) from the master key, 32
+random bytes of salt and the object's name. The salt is new for each create. Under that key the
+nonce counts extents, and the index has a nonce of another kind. Name, footer, kind and number are
+authenticated with each extent. An extent that was changed, moved to another place or name, cut off
+or taken from another object is CorruptError. No byte of it is passed on. (An attacker can restore
+an earlier object under the same name; a checkpoint's names are its step's alone.)
 
 With `compress`, each extent is compressed by zstd before it is sealed, where that makes it shorter.
 """
@@ -129,8 +129,8 @@ class SealedStore:
         self.inner.create(key, self._seal(key, chunks(data), self._new_footer()))
 
     def matches(self, key: str, data: Iterable[Buffer]) -> bool:
-        """Sealed anew, a blob that is there would look like another one. Under the salt that it has
-        the same bytes come out; they are compared, and never sent."""
+        """Compare a blob with the stored one, without sending it. Sealed again under a new salt, it
+        would look different. Under the stored salt, the same bytes come out."""
         footer = self._footer_of(key) if key.startswith(SEALED) else None
         if footer is None or not isinstance(self.inner, Matching):
             return False
@@ -160,7 +160,7 @@ class SealedStore:
                 self._known.pop(key, None)
             if not remembered:
                 raise
-            self._read(key, start, view)  # the object may have been made anew since
+            self._read(key, start, view)  # the object may have been replaced since
 
     def list(self, prefix: str) -> list[str]:
         return self.inner.list(prefix)
@@ -174,7 +174,7 @@ class SealedStore:
         if not key.startswith(SEALED):
             return self.inner.size(key)
         with self._lock:
-            self._known.pop(key, None)  # asked for to see whether it is there, and whole
+            self._known.pop(key, None)  # the caller checks that it is there, and intact
         return self._open(key).size
 
     def append(self, key: str, data: Buffer, sync: bool = False) -> None:
@@ -202,7 +202,8 @@ class SealedStore:
         return _Sealer(AESGCM(_derive(self._key, salt, b"holdfast object " + key.encode())), about)
 
     def _ours_beside(self, key: str) -> bool:
-        """Whether objects beside this one are sealed with our key: then not the key is wrong."""
+        """Return True if objects next to this one are sealed with our key: then the key is
+        right."""
         beside = [k for k in self.inner.list(f"{key.rpartition('/')[0]}/") if k != key]
         return any(self._footer_of(k) is not None for k in beside[:_BESIDE])
 
@@ -282,7 +283,7 @@ class SealedStore:
             return None
         *known, _ = _FOOTER.unpack(footer)
         if not 1 <= known[2] <= _LARGEST_EXTENT or known[3] != self._key_id:
-            return None  # rotten, or not what we sealed under
+            return None  # corrupt, or sealed with another key
         return _FOOTER.pack(*known, 0)
 
     def _read(self, key: str, start: int, view: memoryview) -> None:

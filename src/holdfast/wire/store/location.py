@@ -1,12 +1,12 @@
-"""Where a run store is, as text: a folder's path, or the address of a bucket.
+"""The location of a run store, as text: a folder's path, or the address of a bucket.
 
     runs/mine, file:///shared/runs/mine
     s3://bucket/prefix, gs://bucket/prefix, az://container/prefix
 
-What a bucket needs beside its name follows as options, `s3://b/p?endpoint=https://host&region=x`.
-A location stands in run files and logs, so it holds no secret: credentials come from the
-environment, as each cloud's own tools read them, or from a file that it names. Connections are
-encrypted; an endpoint that is not has to be allowed by name.
+A bucket's further settings follow its name as options, `s3://b/p?endpoint=https://host&region=x`. A
+location stands in run files and logs, so it holds no secret. Credentials come from the environment,
+as each cloud's own tools read them, or from a file that it names. Connections are encrypted; an
+endpoint that is not has to be allowed by name.
 
 With `seal`, checkpoints are encrypted before they leave (`wire/store/encrypted_store.py`).
 
@@ -58,8 +58,8 @@ class UnfitStoreError(StoreError):
 
 @dataclass(frozen=True)
 class Bucket:
-    """A parsed location. `timeout` bounds one request, in seconds; what fails or is not answered
-    is asked again `retries` times, for at most twice the time-out after the first."""
+    """A parsed location. `timeout` bounds one request, in seconds. A request that fails or is not
+    answered is repeated `retries` times, for at most twice the time-out after the first."""
 
     scheme: str
     name: str
@@ -283,8 +283,9 @@ def _s3(bucket: Bucket, endpoint: str) -> dict[str, Any]:
     config: dict[str, Any] = {
         "conditional_put": "etag",
         "virtual_hosted_style_request": bucket.virtual_host,
-        # Hashing every byte with SHA-256 costs more than sending it. TLS keeps the bytes whole on
-        # the way, and every extent has a checksum of its own; without TLS the signature is all.
+        # Hashing every byte with SHA-256 costs more than sending it. TLS keeps the bytes intact on
+        # the way, and every extent has its own checksum. Without TLS, only the signature protects
+        # them.
         "unsigned_payload": not endpoint.startswith("http://"),
     }
     if endpoint:
@@ -321,7 +322,7 @@ def _aws_file(path: Path, profile: str) -> Mapping[str, str]:
 def _google(bucket: Bucket) -> dict[str, Any]:
     if not bucket.credentials:
         return {}
-    _read(Path(bucket.credentials))  # there, and nobody else's to read
+    _read(Path(bucket.credentials))  # exists, and no other user may read it
     return {"application_credentials": bucket.credentials}
 
 
@@ -345,7 +346,8 @@ def _azure(bucket: Bucket, endpoint: str) -> dict[str, Any]:
 
 
 def _read(path: Path, *, private: bool = True) -> str:
-    """A file of credentials; as with the run's secret, nobody else may be able to read it."""
+    """Read a file of credentials. As with the run's secret, no other user may be able to read
+    it."""
     try:
         status, text = path.stat(), path.read_text("utf-8")
     except FileNotFoundError:
@@ -364,9 +366,9 @@ def _read(path: Path, *, private: bool = True) -> str:
 
 # --- probing --------------------------------------------------------------------------------
 def probe(store: RunStore, where: str) -> None:
-    """Raises UnfitStoreError when the store does not keep what a run rests on (exactly one of
-    several creators wins, what was created is listed at once, ranges are the bytes asked for), and
-    StoreError when it cannot be asked."""
+    """Check that the store keeps what a run rests on. Exactly one of several creators wins, a
+    created object is listed at once, ranges are the bytes requested. Raises UnfitStoreError if not,
+    and StoreError when it cannot be reached."""
     prefix = f"{PROBE}{secrets.token_hex(8)}/"
     keys = [f"{prefix}{name}" for name in ("twice", "race", "range")]
     try:

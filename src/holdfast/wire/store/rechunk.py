@@ -1,4 +1,4 @@
-"""A stream of bytes cut anew."""
+"""Cuts a stream of bytes into other pieces."""
 
 from __future__ import annotations
 

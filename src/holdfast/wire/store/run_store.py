@@ -1,9 +1,9 @@
 """The run store: the one durable thing a run needs, as keys and bytes.
 
 Two drivers stand here: a folder, and memory (for tests and dry runs); `bucket.py` has a third. A
-bucket needs only what the protocol promises: an object appears whole or not at all, `create` lets
-exactly one of several racing writers win, and `list` is sorted. Everything else Holdfast fences
-with (terms, generations, commits) is built from create-if-absent alone.
+bucket needs only what the protocol promises. An object appears atomically, `create` lets exactly
+one of several racing writers win, and `list` is sorted. Everything else Holdfast fences with
+(terms, generations, commits) is built from create-if-absent alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TEMPORARY = ".tmp-"  # no valid key has a segment that begins with a dot
 
 
 class AlreadyExistsError(HoldfastError):
-    """`create` came second: the key is taken and its bytes are somebody else's."""
+    """`create` came second: the key is taken and its bytes are another writer's."""
 
 
 class MissingKeyError(HoldfastError):
@@ -42,16 +42,16 @@ class RunStore(Protocol):
     """Keys are slash-separated; objects are immutable, save for the journal's segments."""
 
     def create(self, key: str, data: Buffer | Iterable[Buffer]) -> None:
-        """Store `data` under `key`, durable on return, whole or not at all.
+        """Store `data` under `key` atomically, durable on return.
 
         Raises AlreadyExistsError when the key is taken, OutOfSpaceError when the disk is full
-        (nothing is left behind), RunFolderError when the store may not be written, StoreError (one
-        of those) when a bucket is out of reach. A bucket takes a large blob that is there, with
-        these very bytes, for the one to create: that is how the upload of a killed mover goes on.
+        (nothing is left behind). Raises RunFolderError when the store may not be written,
+        StoreError (one of those) when a bucket is out of reach. If a bucket has a large blob with
+        these very bytes, the call succeeds: so the upload of a killed mover resumes.
         """
 
     def get(self, key: str) -> bytes:
-        """The whole object. Raises MissingKeyError."""
+        """Return the complete object. Raises MissingKeyError."""
 
     def read_into(self, key: str, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes [start, start + len(out)) of the object.
@@ -77,8 +77,8 @@ class RunStore(Protocol):
         """
 
     def sweep(self, prefix: str, keep: str = "") -> int:
-        """Remove the unfinished objects that killed creators left below the folder `prefix`, save
-        for those below the folder `keep`; how many. Whoever is still creating one there fails."""
+        """Remove the unfinished objects that killed creators left below the folder `prefix`, except
+        those below the folder `keep`. Return how many. A creator still at work there fails."""
 
 
 @runtime_checkable
@@ -86,8 +86,8 @@ class Matching(Protocol):
     """A store that keeps a checksum of each large blob."""
 
     def matches(self, key: str, data: Iterable[Buffer]) -> bool:
-        """Whether the blob is there and has these bytes; nothing is sent, nor read there. False
-        where that cannot be told."""
+        """Return True if the blob is there and has these bytes, without sending or reading it.
+        False if that is unknown."""
 
 
 class Reads(NamedTuple):
@@ -102,8 +102,8 @@ NEAR = Reads(2, 8 * 2**20)
 """One request is answered while the answer to another is checked."""
 
 FILES = Reads(2, 64 * 2**20)
-"""So long that the kernel reads ahead as far as it may within one: each request opens the file
-anew, and two that take turns in short pieces of one file look to it like no order at all."""
+"""Requests long enough for the kernel's full read-ahead within each. Each request opens the file
+again; two that take turns in short pieces of one file look random to the kernel."""
 
 
 @runtime_checkable
@@ -133,11 +133,12 @@ def chunks(data: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
 class FolderStore:
     """A run store in a folder of a local or shared file system.
 
-    Atomicity comes from `link(2)`: the bytes are written and synced under a temporary name, and
-    the link to the final name fails if somebody else has it. (`rename` would replace silently.)
+    Atomicity comes from `link(2)`. The bytes are written and synced under a temporary name, and the
+    link to the final name fails if that is taken. (`rename` would replace silently.)
 
-    The store is the folder that was there when this object was made or first wrote, not whatever
-    has its path later: once it is moved or replaced, nothing is written or deleted any more.
+    The store is the folder that was there when this object was made or first wrote. Another folder
+    at its path is not: once the folder is moved or replaced, nothing is written or deleted any
+    more.
     """
 
     reads = FILES
@@ -182,7 +183,7 @@ class FolderStore:
             raise CorruptError(f"{key} ends at byte {start + done}, {start + due} were expected")
 
     def list(self, prefix: str) -> list[str]:
-        # Only the deepest whole folder of the prefix is walked: listing one generation's journal
+        # Only the deepest complete folder of the prefix is walked: listing one generation's journal
         # does not read the folder of blobs.
         parent = prefix.rpartition("/")[0]
         root = self.folder / parent if parent else self.folder
@@ -257,8 +258,8 @@ class FolderStore:
         self._hold_folder()
 
     def _hold_folder(self) -> None:
-        """Keep a descriptor of the folder once it is there: as long as one is open, its inode is
-        no other folder's (on FUSE and overlays a number alone may change, or come again)."""
+        """Keep a descriptor of the folder once it exists. While the descriptor is open, no other
+        folder has its inode. (On FUSE and overlays an inode number may change, or be reused.)"""
         if self._root is not None:
             return
         flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC

@@ -9,8 +9,8 @@ _BUFFERS = 1024  # IOV_MAX: buffers that one call of the system takes
 
 
 def read_at(fd: int, start: int, outs: Sequence[memoryview]) -> int:
-    """Fill buffers, one after the other, with a file's bytes from `start` on; how many bytes came:
-    fewer than there is room for where the file ends before. The buffers are flat, of bytes."""
+    """Fill buffers in turn with a file's bytes from `start` on; return how many were read. That is
+    less than the room if the file ends before. The buffers are flat, of bytes."""
     left = [out for out in outs if len(out)]
     done = 0
     while left:
