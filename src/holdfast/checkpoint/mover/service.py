@@ -15,8 +15,7 @@ What a rank captured goes through named states, and every end is an event:
 A durable capture is hashed and written at the same time, its part manifest when both are done. If
 one fails, the other is given up (`pending_blob.py`). The shelf decides when a slot may be written
 again. Snapshots outlive worker and generation: the newest complete step's stay until the next
-generation has one. If a restart began from a step in memory alone, that step is made durable in the
-background.
+generation has one. If a restart began from a step in memory alone, it is made durable meanwhile.
 """
 
 from __future__ import annotations
