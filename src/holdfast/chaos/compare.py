@@ -1,4 +1,4 @@
-"""Whether a disturbed run is the undisturbed one: same curve, ledger equal, tensors equal."""
+"""Compares a disturbed run with the undisturbed one: same curve, ledger equal, tensors equal."""
 
 from __future__ import annotations
 

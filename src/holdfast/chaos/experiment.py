@@ -443,7 +443,7 @@ class Disturbance:
             self._open(min(bad.gate + int(since / STRIDE), self._steps - TAIL))
 
     def _bring_back(self) -> None:
-        """What has ended is started again by the same command, while the run is not over."""
+        """While the run is not over, start ended nodes again by the same command."""
         for node, code, expected in self._scene.fleet.ended():
             if self.view.finished:
                 continue

@@ -1,4 +1,4 @@
-"""What came of disturbed runs: the verdict on one, and the table of all."""
+"""The results of disturbed runs: the verdict on one, and the table of all."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _odd(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def summary(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the file of all results holds."""
+    """Return the content of the file of all results."""
     return {
         "runs": list(results),
         "recovered": bool(results) and all(r["recovered"] for r in results),

@@ -1,4 +1,4 @@
-"""How commands print: data to stdout, everything said about it to stderr."""
+"""Output of commands: data to stdout, everything said about it to stderr."""
 
 from __future__ import annotations
 

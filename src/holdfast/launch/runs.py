@@ -141,8 +141,8 @@ def holder_answers(
 
 
 def _wants_proof(address: str, deadline: float) -> bool:
-    """Whether an agent listens there, of whatever run: it refuses who proves nothing. A stranger's
-    process that has the port by now answers something else."""
+    """Return True if an agent of any run listens there: it refuses a request without a proof. A
+    stranger's process that has the port by now answers something else."""
     host, _, port = address.rpartition(":")
     try:
         link = Link(host.strip("[]"), int(port), deadline)
@@ -157,7 +157,7 @@ def _wants_proof(address: str, deadline: float) -> bool:
 
 
 def trainer_answers(folder: Path) -> bool | None:
-    """Whether a trainer is at work in a run folder; None where that cannot be told from here."""
+    """Return True if a trainer is at work in a run folder; None if that is unknown from here."""
     _, holder = newest_term(FolderStore(folder))
     if holder is None:
         return False
@@ -173,7 +173,7 @@ def trainer_answers(folder: Path) -> bool | None:
 
 
 def is_here(holder: dict[str, Any]) -> bool:
-    """Whether who holds a term was started on this machine."""
+    """Return True if a term's holder was started on this machine."""
     return bool(holder.get("machine", holder.get("node")) == platform.node())
 
 

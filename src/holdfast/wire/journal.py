@@ -54,7 +54,7 @@ class JournalWriter:
 
     @property
     def pending(self) -> bool:
-        """Whether something emitted is not stored yet."""
+        """True if an emitted record is not stored yet."""
         return bool(self._pending)
 
     def emit(self, event: Event) -> Record:
@@ -169,6 +169,6 @@ def _end_of(store: RunStore, key: str) -> tuple[int, bool]:
 
 
 def _torn(line: bytes) -> bool:
-    """Whether a power loss tore this line and the next writer closed it: the beginning of a
+    """Return True if a power loss tore this line and the next writer closed it: the beginning of a
     record without its end."""
     return line.startswith(b'{"v":') and not line.endswith(b"}}")

@@ -78,7 +78,8 @@ def end_now() -> None:
 
 
 def _leads() -> bool:
-    """Whether this process leads its group; a group that another leads is not ours to kill."""
+    """Return True if this process leads its group; a group that another leads is not ours to
+    kill."""
     return os.getpgrp() == os.getpid()
 
 

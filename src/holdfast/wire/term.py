@@ -182,7 +182,7 @@ def open_generation(store: RunStore, generation: int, value: dict[str, Any]) -> 
 
 
 def object_of(store: RunStore, generation: int) -> dict[str, Any]:
-    """What the object of a generation says. Raises MissingKeyError, CorruptError."""
+    """Return the content of a generation's object. Raises MissingKeyError, CorruptError."""
     key = generation_key(generation)
     try:
         value = parsed(store.get(key))

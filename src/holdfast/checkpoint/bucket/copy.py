@@ -137,7 +137,7 @@ def _refuse_other(target: RunStore, commit: Commit, raw: bytes) -> bool:
 
 
 def _whole(store: RunStore, blob: Blob) -> bool:
-    """Whether every byte of the blob lies there."""
+    """Return True if every byte of the blob is there."""
     try:
         if store.size(blob.key) != blob.size:
             return False

@@ -200,7 +200,7 @@ class Claim:
 
     # --- the objects ----------------------------------------------------------------------------
     def _create(self, number: int) -> bool:
-        """Whether the claim is ours and the newest."""
+        """Return True if the claim is ours and the newest."""
         begun = time.monotonic()
         try:
             self._target.create(self._key(number), json.dumps(vars(self._said)).encode())
@@ -239,7 +239,7 @@ class Claim:
         self._target.delete(self._key(number))
 
     def _arrived(self) -> bool:
-        """Whether another copy of the very same checkpoint has come to its end."""
+        """Return True if another copy of the very same checkpoint has ended."""
         begun = time.monotonic()
         try:
             stored = self._target.get(self._commit.key)

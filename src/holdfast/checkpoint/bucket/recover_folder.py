@@ -91,7 +91,8 @@ def _bring_newest(
 def _brought(
     folder: RunStore, bucket: RunStore, key: str, config_hash: str, say: Callable[[str], None]
 ) -> bool:
-    """Whether this checkpoint is in the folder now; what is broken is said and passed over."""
+    """Copy a checkpoint; return True if it is in the folder now. A broken one is reported and
+    passed over."""
     try:
         commit = Checkpoint.open(bucket, key).commit
     except StoreError:

@@ -43,10 +43,10 @@ from holdfast.wire.store.run_store import MissingKeyError, RunStore
 RETRY_SECONDS = (1.0, 60.0)
 """Pause after the first failure, and the longest one; doubled in between."""
 CLOSE_SECONDS = 20.0
-"""How long a mover that ends waits for its last upload; what is left is sent at the next start. (At
-a normal end its agent has waited before, for as long as bytes moved.)"""
+"""Seconds that an ending mover waits for its last upload; the rest is sent at the next start. (At a
+normal end its agent has waited before, for as long as bytes moved.)"""
 REMOVALS = 5
-"""How often the removal of what an abandoned copy left is tried, each time behind an upload."""
+"""Attempts to remove what an abandoned copy left, each after an upload."""
 
 
 class Moving:
@@ -120,8 +120,8 @@ class Uploader:
             return () if self._key is None else (self._key,)
 
     def waiting(self, wait: float) -> dict[str, Any] | None:
-        """What keeps the newest checkpoint from being in the bucket; None once it is there. Waits
-        up to `wait` seconds for that. "over": it will not get there by waiting on."""
+        """Return the pending upload of the newest checkpoint; None once it has arrived. Waits up to
+        `wait` seconds for that. "over": it will not get there by waiting on."""
         newest = self._newest()
         with self._change:
             if newest is None or self._change.wait_for(lambda: self._arrived == newest, wait):
@@ -194,7 +194,7 @@ class Uploader:
             self._change.notify_all()
 
     def _upload(self, key: str) -> bool:
-        """Whether there is nothing left to do for this checkpoint."""
+        """Return True if nothing is left to do for this checkpoint."""
         own = 0
         try:
             if not self._counting([key]):
@@ -224,7 +224,7 @@ class Uploader:
         return True
 
     def _there(self) -> bool:
-        """Whether the source has any checkpoint: one was committed there before."""
+        """Return True if the source has any checkpoint: one was committed there before."""
         try:
             return bool(listing(self._source))
         except HoldfastError:

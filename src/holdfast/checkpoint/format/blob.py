@@ -1,10 +1,10 @@
 """A blob's bytes: a safetensors file that stock readers understand.
 
-Eight bytes of little-endian header length, a JSON header padded with spaces so that tensor data
-starts at a multiple of 4 KiB, then the tensors without gaps. (The safetensors reader refuses holes
-and trailing bytes, so a tensor itself is aligned only to its own element.) The metadata holds each
-tensor's offsets in its global shape under `DCP_SHARDING_INFO`, which is how PyTorch's own
-`HuggingFaceStorageReader` (torch.distributed.checkpoint, 2.13) puts shards together.
+First come eight bytes of little-endian header length. A JSON header follows, padded with spaces so
+that tensor data starts at a multiple of 4 KiB. Then come the tensors without gaps. (The safetensors
+reader refuses holes and trailing bytes, so a tensor itself is aligned only to its own element.) The
+metadata holds each tensor's offsets in its global shape under `DCP_SHARDING_INFO`, which is how
+PyTorch's own `HuggingFaceStorageReader` (torch.distributed.checkpoint, 2.13) puts shards together.
 
 The header depends on the boxes alone, not on the step: it is written into a slot once.
 """

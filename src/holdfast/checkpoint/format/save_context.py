@@ -1,4 +1,4 @@
-"""What a save knows of its run: table, Topology, extents."""
+"""A save's knowledge of its run: table, Topology, extents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SMALLEST_EXTENT = 64 * 2**10
 
 @dataclass(frozen=True)
 class Plan:
-    """What every checkpoint of one generation has in common."""
+    """The common properties of all checkpoints of one generation."""
 
     generation: int
     topology: Topology

@@ -174,7 +174,7 @@ class Arenas:
         return done or self._over(plan)
 
     def _over(self, plan: Plan) -> bool:
-        """Whether a newer generation has begun."""
+        """Return True if a newer generation has begun."""
         try:
             return self._current(plan.generation) is not plan
         except HoldfastError:

@@ -1,4 +1,4 @@
-"""How much memory an arena may take.
+"""The memory that an arena may take.
 
 No file system bounds memory files. Allocating more than there is does not fail: it wakes the
 kernel's OOM killer, which may well kill a worker. So the room is looked up first.

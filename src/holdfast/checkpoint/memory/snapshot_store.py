@@ -106,7 +106,7 @@ class Snapshot:
 
     @property
     def whole(self) -> bool:
-        """Whether the slot still holds it."""
+        """True if the slot still holds it."""
         return self.memory.arena.header(self.slot) == self.header
 
 
@@ -247,7 +247,7 @@ class Shelf:
 
     # --- questions --------------------------------------------------------------------------
     def inventory(self) -> list[Held]:
-        """What can be read now, newest step first."""
+        """Return the snapshots that can be read now, newest step first."""
         with self._lock:
             found = list(self._snapshots.items())
         return [
@@ -347,7 +347,7 @@ class Shelf:
         return list({id(s.memory): s.memory for s in own}.values())
 
     def keeps(self, memory: MemoryFile, slot: int) -> bool:
-        """Whether a slot may not be written again yet."""
+        """Return True if a slot may not be written again yet."""
         with self._lock:
             return (id(memory), slot) in self._kept
 
@@ -355,8 +355,8 @@ class Shelf:
     def _is_complete(
         self, generation: int, step: int, of: Mapping[int, Collection[int]] = MappingProxyType({})
     ) -> bool:
-        """Whether every writer's snapshot is on the shelf; where `of` names ranks of the
-        generation, every one of those."""
+        """Return True if every writer's snapshot is on the shelf. If `of` names ranks of the
+        generation, only those count."""
         plan = self._plans.get(generation)
         if plan is None:
             return False

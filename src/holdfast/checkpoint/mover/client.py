@@ -46,7 +46,8 @@ class MoverGoneError(HoldfastError):
 
 @dataclass(frozen=True)
 class Newest:
-    """What a restart begins from. `key` is None when no checkpoint has ever been committed."""
+    """The state that a restart begins from. `key` is None when no checkpoint has ever been
+    committed."""
 
     key: str | None
     step: int
@@ -174,7 +175,7 @@ class MoverClient:
         )  # fmt: skip
 
     def events(self, since: int, wait: float = 0.0) -> tuple[list[Event], int]:
-        """What has happened since mark `since` (0 at first), and the next mark.
+        """Return the events since mark `since` (0 at first), and the next mark.
 
         Waits up to `wait` seconds for something to happen. Events: CheckpointCommitted,
         CheckpointFailed, CheckpointRejected, CheckpointRemoved.
@@ -209,8 +210,8 @@ class MoverClient:
         return fds[0]
 
     def damage(self, key: str) -> str | None:
-        """What keeps a durable checkpoint from being restored, for one that no worker will read;
-        None when nothing does. The mover reads every byte of it."""
+        """Return why a durable checkpoint cannot be restored, or None, for one that no worker will
+        read. The mover reads every byte of it."""
         problem = self._call("damage", {"key": key}, READ_SECONDS)["problem"]
         return None if problem is None else str(problem)
 
@@ -267,7 +268,8 @@ class MoverClient:
         self._call("unheard", {"rank": rank, "steps": list(steps)}, QUICK_SECONDS)
 
     def wait_free(self, rank: int, timeout: float) -> bool:
-        """Whether a slot of the rank's arena became free within `timeout` seconds."""
+        """Wait up to `timeout` seconds for a slot of the rank's arena; return True if one became
+        free."""
         body = {"rank": rank, "wait": timeout}
         return bool(self._call("wait_free", body, timeout + QUICK_SECONDS)["free"])
 
@@ -289,8 +291,8 @@ class MoverClient:
                 return f"not committed after {timeout:g} s"
 
     def ended(self, step: int, wait: float) -> tuple[bool, str | None]:
-        """Whether the save of `step` has ended within `wait` seconds, and why it is not committed,
-        None where it is."""
+        """Wait up to `wait` seconds for the save of `step`. Return True if it has ended, and why it
+        is not committed, or None if it is."""
         body = self._call("settle", {"step": step, "wait": wait}, wait + QUICK_SECONDS)
         return bool(body["ended"]), None if body["reason"] is None else str(body["reason"])
 

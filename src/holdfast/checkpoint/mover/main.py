@@ -48,7 +48,7 @@ IDLE_SECONDS = 60.0
 """A connection that sends nothing for so long is closed."""
 
 FULL_SECONDS = 1.0
-"""How long a connection waits at least for which there was no descriptor."""
+"""Seconds that a connection without a free descriptor waits at least."""
 
 
 @dataclass(frozen=True)

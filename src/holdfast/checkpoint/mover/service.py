@@ -2,7 +2,7 @@
 
 One `Service` lives in one mover process. It serves one generation at a time: it refuses a request
 of an older one, and `expect` of a newer one begins that. Hashing and saving run on their own
-threads. So an answer never waits for a disk, and a snapshot in memory never waits for a save.
+threads. So no answer waits for a disk, and no snapshot in memory for a save.
 
 What a rank captured goes through named states, and every end is an event:
 
@@ -12,11 +12,10 @@ What a rank captured goes through named states, and every end is an event:
        '-------> writing ---> written --> committed           (if it is to be durable)
                    '-> failed   '-> failed                    (disk full; parts that do not fit)
 
-A durable capture is hashed and written at the same time. Its part manifest is written when both are
-done; if one fails, the other is given up (`pending_blob.py`). The shelf decides when a slot may be
-written again. Snapshots outlive the worker and the generation: those of the newest complete step
-stay until the next generation has one. If a restart began from a step that lies in memory alone,
-that step is made durable in the background.
+A durable capture is hashed and written at the same time, its part manifest when both are done. If
+one fails, the other is given up (`pending_blob.py`). The shelf decides when a slot may be written
+again. Snapshots outlive worker and generation: the newest complete step's stay until the next
+generation has one. If a restart began from a step in memory alone, it is made durable meanwhile.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class _Capture:
-    """What a rank handed over."""
+    """A capture that a rank handed over."""
 
     plan: Plan
     owner: RankArena
@@ -186,7 +185,7 @@ class Service:
         self._make_durable(generation, start, begun)
 
     def _make_durable(self, generation: int, start: int | None, begun: str | None) -> None:
-        """What a generation begins from, where only memory holds it: chosen here, or `begun`."""
+        """Return a generation's starting state if only memory holds it: chosen here, or `begun`."""
         choice = self._choice if self._chosen_for == generation else None
         if choice is not None and not choice.durable and choice.commit.step == start:
             begun = choice.key
@@ -200,7 +199,7 @@ class Service:
 
     @property
     def leads(self) -> bool:
-        """Whether this mover commits, and no other."""
+        """True if this mover commits, and no other."""
         return self._saves.together.leads
 
     @property
@@ -208,7 +207,7 @@ class Service:
         return self._saves.together
 
     def _begun(self, generation: int) -> bool:
-        """Whether the generation is served, or a newer one."""
+        """Return True if the generation, or a newer one, is served."""
         return self._plan is not None and self._plan.generation >= generation
 
     def _current(self, generation: int) -> Plan:
@@ -237,7 +236,7 @@ class Service:
         self._saves.spared = keys
 
     def wait_free(self, generation: int, rank: int, wait: float) -> bool:
-        """Whether a slot of the rank became free in time."""
+        """Return True if a slot of the rank became free in time."""
         self._current(generation)
         with self._change:
             found = self._arenas.ranks.get(rank)
@@ -306,7 +305,7 @@ class Service:
             return [step for g, step in self._saves.pending if g == generation]
 
     def uploads(self, key: str) -> bool:
-        """Whether a checkpoint that was committed goes into the bucket too. Asked once for each."""
+        """Return True if a committed checkpoint goes into the bucket too. Called once for each."""
         step, generation = parse_commit_key(key) or (0, 0)
         with self._change:
             kept_back = (generation, step) in self._kept_back
@@ -314,8 +313,7 @@ class Service:
         return not kept_back
 
     def skipped(self, generation: int, rank: int, step: int, reason: str) -> None:
-        """Fail a step of which a rank has no snapshot, so that no other rank's slot waits for
-        it."""
+        """Fail a step that a rank did not capture, so that no other rank's slot waits for it."""
         with self._change:
             self._current(generation)
         self.outcomes.fail((generation, step), f"rank {rank}: {reason}")
@@ -474,7 +472,7 @@ class Service:
         return tuple(self._saves.rejected)
 
     def damage(self, generation: int, key: str) -> str | None:
-        """What keeps the checkpoint from being restored; every byte of it is read."""
+        """Return why the checkpoint cannot be restored, or None; every byte of it is read."""
         self._current(generation)
         problem = verify.damage(self._store, key)
         if problem is not None and self._second is not None:
@@ -513,7 +511,7 @@ class Service:
         return self.elsewhere(frozenset(keys))
 
     def _commit_of(self, key: str) -> Commit:
-        """What is begun from, by its key: chosen here, or by another node's mover."""
+        """Return the starting state by its key: chosen here, or by another node's mover."""
         choice = self._choice
         if choice is not None and choice.key == key:
             return choice.commit

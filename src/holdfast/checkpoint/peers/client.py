@@ -7,12 +7,12 @@
     POST /save?run=R                      to the committing mover: what was stored
                                           (`commit_protocol.py`)
 
-R says what is computed (`identity`): movers that share a secret may belong to different runs, and
-the state of one is nothing to the other. Proofs are those of `wire.http.auth`, in the same headers
-as everywhere; the path with its query is signed, and so is every answer. Of a range, the signature
-covers only its position. The client checks the bytes against the checksums of extents in a part
-manifest that came signed. A copy spends the sender's budget, a restore does not: a restoring rank
-is not training.
+R says what is computed (`identity`). Movers that share a secret may belong to different runs, and
+the state of one is of no use to the other. Proofs are those of `wire.http.auth`, in the same
+headers as everywhere; the path with its query is signed, and so is every answer. Of a range, the
+signature covers only its position. The client checks the bytes against the checksums of extents in
+a part manifest that came signed. A copy spends the sender's budget, a restore does not: a restoring
+rank is not training.
 """
 
 from __future__ import annotations

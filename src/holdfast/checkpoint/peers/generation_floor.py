@@ -71,7 +71,7 @@ def begin_above(
 def _asked(
     peers: Sequence[Peer], secret: Secret, run: str
 ) -> list[tuple[Peer, int | HoldfastError]]:
-    """What each peer says, asked at once."""
+    """Return each peer's answer; all are asked in parallel."""
 
     def ask(peer: Peer) -> int | HoldfastError:
         try:

@@ -2,8 +2,8 @@
 goes first.
 
 Over any T seconds at most `burst + rate * T` bytes pass, and one piece. The bucket is kept as the
-moment at which everything taken so far will have been paid for (the virtual scheduling form of the
-leaky bucket). So threads that wait hold no lock and are served in the order in which they came.
+moment at which all bytes taken so far will be paid for (the virtual scheduling form of the leaky
+bucket). So threads that wait hold no lock and are served in the order in which they came.
 """
 
 from __future__ import annotations

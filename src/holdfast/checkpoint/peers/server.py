@@ -82,7 +82,7 @@ class Receiver(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is kept, nor about to be."""
+        """True if nothing is kept, nor about to be."""
         ...
 
     def offer(self, generation: int, body: dict[str, Any]) -> dict[str, Any]: ...

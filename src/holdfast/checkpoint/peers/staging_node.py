@@ -1,7 +1,7 @@
 """A staging machine: a mover alone, on a machine that stays, keeping what other movers send it.
 
-It has no run folder, no workers and no agent, and writes nothing to disk: what it keeps is a copy,
-and ends with its process. (ACUTE, IEEE Access 2024, calls such a machine its staging node.)
+It has no run folder, no workers and no agent, and writes nothing to disk. It keeps only copies,
+which end with its process. (ACUTE, IEEE Access 2024, calls such a machine its staging node.)
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Stretch:
 
     @property
     def direct(self) -> bool:
-        """Whether its places are few, or long, enough to be read into."""
+        """True if its places are few, or long, enough to be read into."""
         return len(self.moves) <= max(FEW, self.length // PLACE_BYTES)
 
     def places(self, buffer: memoryview) -> list[memoryview] | None:

@@ -75,7 +75,7 @@ class Checkpoint:
 
     @property
     def tally(self) -> Tally:
-        """What reading has cost so far."""
+        """The cost of reading so far."""
         return self._mixed.tally
 
     def spec(self, name: str) -> TensorSpec:

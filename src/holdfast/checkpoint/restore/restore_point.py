@@ -176,8 +176,8 @@ class Chooser:
             return set()
 
     def _from_nothing(self) -> bool:
-        """Whether the last generation that has begun did so from initial weights: then it gave up
-        whatever older ones left, and there is nothing newer."""
+        """Return True if the last generation that has begun did so from initial weights. Then it
+        gave up all that older ones left, and there is nothing newer."""
         newest = newest_start(self._store)
         return 0 < newest < self._present and _start_of(self._store, newest) == 0
 
@@ -231,7 +231,7 @@ class Chooser:
         return error
 
     def _in_memory(self) -> dict[_Position, _Found]:
-        """What all memories together hold of steps that are complete."""
+        """Return the complete steps that all memories together hold."""
         found = _gathered(self._memories)
         return {at: s for at, s in found.items() if s.complete and at[1] <= self._present}
 

@@ -58,7 +58,7 @@ class Source(Protocol):
         ...
 
     def has(self, key: str) -> bool:
-        """Whether it is worth asking; must answer at once, without a request."""
+        """Return True if the source may have the blob; must answer at once, without a request."""
         ...
 
     def data(self, key: str, start: int, length: int, buffer: memoryview) -> memoryview:
@@ -196,7 +196,7 @@ class MappedSource:
 
 @dataclass
 class Tally:
-    """What reading has cost, summed over all threads: seconds by phase, bytes by source."""
+    """The cost of reading, summed over all threads: seconds by phase, bytes by source."""
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     bytes: Counter[str] = field(default_factory=Counter)

@@ -75,7 +75,8 @@ def opened(store: RunStore, key: str) -> Commit:
 
 
 def head_problem(store: RunStore, index: Index, writer: Writer) -> str | None:
-    """What is wrong with a blob's size or header. Raises MissingKeyError, CorruptError."""
+    """Return the fault of a blob's size or header, or None. Raises MissingKeyError,
+    CorruptError."""
     blob, due = writer.blob, index.due(writer.rank)
     size = store.size(blob.key)
     if size != blob.size or size != blob.data_start + sum(p.nbytes for p in due):
@@ -88,8 +89,8 @@ def head_problem(store: RunStore, index: Index, writer: Writer) -> str | None:
 
 
 def damage(store: RunStore, key: str) -> str | None:
-    """What keeps a checkpoint from being restored, found by reading all of it; None when nothing
-    does. Raises the store's own error when it is out of reach."""
+    """Return why a checkpoint cannot be restored, by reading all of it; None when it can. Raises
+    the store's own error when it is out of reach."""
     try:
         commit = Checkpoint.open(store, key).commit
         index = Index(commit)

@@ -52,12 +52,12 @@ class Leading(Protocol):
         """Another node has not, and will not."""
 
     def ended(self, save: Save, key: str | None, reason: str) -> None:
-        """What the leader says of a save: the commit object's key, or why there is none."""
+        """The leader's result of a save: the commit object's key, or why there is none."""
 
 
 @dataclass
 class _Known:
-    """What is known of the present generation's saves. Guarded by the lock of who has it."""
+    """The state of the present generation's saves. Guarded by its owner's lock."""
 
     plan: Plan
     cohort: Cohort
@@ -83,7 +83,7 @@ class Together:
         outcomes.failing.append(self._failing)
 
     def reach(self, secret: Secret, run: str, pending: Callable[[int], Iterable[int]]) -> None:
-        """How the leader is spoken to. pending: the steps of a generation that are being written
+        """Set how to reach the leader. pending: the steps of a generation that are being written
         here."""
         self._connect = lambda address, generation: PeerClient(
             address, secret, generation, run, timeout=ASK_SECONDS
@@ -153,7 +153,7 @@ class Together:
                 self._wake()
 
     def busy(self, step: int) -> bool:
-        """Whether another node may still store its part of a step."""
+        """Return True if another node may still store its part of a step."""
         with self._change:
             known = self._known
             return known is not None and any(step in steps for steps in known.busy.values())
@@ -175,8 +175,8 @@ class Together:
 
     # --- the leader's answers -------------------------------------------------------------------
     def told(self, generation: int, body: Mapping[str, Any]) -> dict[str, Any]:
-        """What a follower has stored, lost, and asks for. Raises KeyError, TypeError, ValueError
-        for what makes no sense."""
+        """Take a follower's report of parts stored and lost, and its requests. Raises KeyError,
+        TypeError, ValueError for malformed values."""
         node, busy = str(body["node"]), frozenset(int(step) for step in body["busy"])
         asked = [(int(g), int(step)) for g, step in body["asked"]]
         failed = {(int(g), int(step)): str(reason) for g, step, reason in body["failed"]}

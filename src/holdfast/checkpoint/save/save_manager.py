@@ -50,7 +50,7 @@ from holdfast.wire.store.run_store import MissingKeyError, RunStore
 
 SAVE_THREADS = 2
 PROMOTE_SECONDS = 600.0
-"""How long a promotion waits for the fenced save of the same step to end."""
+"""Seconds that a promotion waits for the fenced save of the same step to end."""
 
 
 class Saves:

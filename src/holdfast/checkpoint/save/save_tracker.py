@@ -96,8 +96,8 @@ class Outcomes:
             self._started.setdefault(save, self._clock())
 
     def made_anew(self, save: Save) -> bool:
-        """Whether `again` was said, and the end of that is to come: what the first attempt left is
-        used for it."""
+        """Return True if `again` was called and that save has not ended: it uses what the first
+        attempt left."""
         with self._change:
             return save in self._again
 

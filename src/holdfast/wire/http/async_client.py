@@ -39,7 +39,7 @@ class Talker:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is under way; a second one would wait for it."""
+        """True if a request is under way; a second one would wait for it."""
         return self._turn.locked()
 
     async def post(self, path: str, body: dict[str, Any], timeout: float = 10.0) -> dict[str, Any]:

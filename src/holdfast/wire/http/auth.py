@@ -29,8 +29,8 @@ from holdfast.errors import HoldfastError
 from holdfast.wire.secret import Secret
 
 WINDOW_SECONDS = 120.0
-"""How far a request's time stamp may lie from the server's clock. It bounds the memory of nonces
-and decides nothing else: a client that is farther off receives the time."""
+"""Seconds that a request's time stamp may differ from the server's clock. It bounds the memory of
+nonces and decides nothing else: a client that is farther off receives the time."""
 
 NONCES = 100_000
 """Nonces remembered at most."""
@@ -111,7 +111,7 @@ def sign(
 
 
 def stated(length: int, digest: str) -> bytes:
-    """What a proof over HTTP covers in place of a body; without a body, nothing."""
+    """Return what a proof over HTTP covers in place of a body; without a body, nothing."""
     return f"{length} {digest}".encode() if length else b""
 
 
@@ -208,7 +208,7 @@ class Verifier:
             raise MisdirectedError("the request is for another listener", fault)
 
     def told(self) -> dict[str, Any]:
-        """What the answer to a misdirected request says."""
+        """Return the content of the answer to a misdirected request."""
         return {"to": self.name, "now": self._clock()}
 
     def _forget(self, now: float) -> None:

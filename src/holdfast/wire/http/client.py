@@ -1,7 +1,7 @@
 """Requests to an agent: JSON over HTTP/1.1, signed, on connections that stay open.
 
-`exchange` is all of the machinery: a round trip costs a fraction of what a general HTTP library
-takes, and a worker makes several a second.
+`exchange` is all of the machinery: a round trip costs a fraction of a general HTTP library's, and a
+worker makes several a second.
 """
 
 from __future__ import annotations

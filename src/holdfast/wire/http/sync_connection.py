@@ -200,7 +200,8 @@ def _feed(
 
 
 def _keeps(version: str, headers: Mapping[str, str]) -> bool:
-    """Whether the connection is there for another request; the parser has forgotten that by now."""
+    """Return True if the connection stays open for another request; the parser has forgotten that
+    by now."""
     options = headers.get("connection", "").lower().split(",")
     return version == "1.1" and "close" not in map(str.strip, options)
 

@@ -180,7 +180,7 @@ class BucketStore:
         return len(orphans)
 
     def matches(self, key: str, data: Iterable[Buffer]) -> bool:
-        """Whether a large blob is there and has these bytes; nothing is sent."""
+        """Return True if a large blob is there and has these bytes; nothing is sent."""
         found = self._look(check_key(key))
         return found is not None and self._same(
             key, found, in_parts(chunks(data), self._part_bytes)
@@ -228,14 +228,14 @@ class BucketStore:
                 raise
 
     def _same(self, key: str, found: _Found, parts: Iterable[bytearray]) -> bool:
-        """Whether a blob has these bytes, by the checksum that its writer left."""
+        """Return True if a blob has these bytes, by the checksum that its writer left."""
         digest = _Digest()
         for part in parts:
             digest.add(part)
         return self._sum_of(key) == digest.sealed(found.writer)
 
     def _arrived(self, key: str, mark: str, size: int) -> bool:
-        """Whether an upload was completed although its answer was lost."""
+        """Return True if an upload was completed although its answer was lost."""
         with suppress(Exception):
             return self._look(key) == _Found(size, mark)
         return False

@@ -68,7 +68,8 @@ def spoken(error: Exception, where: str, *, missing: bool = False) -> HoldfastEr
 
 
 def bucket_is_missing(text: str) -> bool:
-    """Whether a store's "not there" is about the bucket (S3, Azure; Google says it in words)."""
+    """Return True if a store's "not there" is about the bucket (S3, Azure; Google says it in
+    words)."""
     code = match[1] if (match := _CODE.search(text)) else ""
     return code in ("NoSuchBucket", "ContainerNotFound") or "specified bucket does not" in text
 

@@ -24,7 +24,7 @@ from holdfast.wire.store.direct_io import DirectWriter
 from holdfast.wire.store.vectored_io import read_at
 
 Buffer = bytes | bytearray | memoryview
-"""What can be written. (`collections.abc.Buffer` is younger than Python 3.11.)"""
+"""Types that can be written. (`collections.abc.Buffer` is younger than Python 3.11.)"""
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _TEMPORARY = ".tmp-"  # no valid key has a segment that begins with a dot
