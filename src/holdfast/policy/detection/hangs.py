@@ -31,16 +31,15 @@ Who = int
 """A worker: its rank in the generation."""
 
 STEPS, SECONDS = 3.0, 1.0
-"""A worker that has stopped is named after so many normal steps and seconds."""
+"""A hung worker is named after this many normal steps and seconds."""
 FROZEN_STEPS, FROZEN_SECONDS = 1.5, 0.4
-"""One that the operating system has stopped, sooner: that is no matter of opinion."""
+"""A worker that the operating system has stopped is named sooner: that sign leaves no doubt."""
 PATIENT = 10.0
 """Factor on the limit during work of unknown length (validation, a save, the data)."""
 FIRST = 3.0
 """Factor on the limit in the first step of a generation."""
 ASLEEP = 2.0
-"""Factor on the limit of a worker that sleeps in a wait: the rank it waits for is named meanwhile.
-"""
+"""Factor on the limit of a worker asleep in a wait: the rank it waits for is named meanwhile."""
 ALL = 3.0
 """Factor on the limit if all workers wait: then none is excluded, but all stop and continue."""
 UNKNOWN_STEP = 1.0
