@@ -230,7 +230,8 @@ class Stragglers:
         return None
 
     def _is_slow(self, worker: _Worker) -> float | None:
-        """Return how many times slower the worker is; None if it is not, or that is not sure yet."""
+        """Return how many times slower the worker is; None if it is not, or if that is not sure
+        yet."""
         for sure in self.limits.sure:
             lately = list(worker.blocks)[-sure.blocks :]
             slower = median(lately) if len(lately) == sure.blocks else 0.0

@@ -374,13 +374,13 @@ def _stays(node: Node) -> bool:
 
 
 def _without(reign: Reign, now: float, rules: Rules) -> bool:
-    """Return True if the staying nodes are enough. If not, a node that leaves is better than none."""
+    """Return True if the nodes that stay are enough. A node that leaves is better than too few."""
     return bool(_fitting(reign, [node for node in reign.nodes if _stays(node)], now, rules))
 
 
 def _fitting(reign: Reign, nodes: Sequence[Node], now: float, rules: Rules) -> frozenset[str]:
-    """Return which of these nodes a generation would use. Of two that do not reach each other, the
-    one that misses the most nodes is left out, then a non-member, then the last by name."""
+    """Return which of these nodes a generation would use. Of two that do not reach each other, one
+    is left out: the one missing the most nodes, then a non-member, then the last by name."""
     pairs = [(pair.one, pair.other) for pair in reign.apart if now < pair.until]
     left = {node.name for node in nodes}
     while pairs := [(one, other) for one, other in pairs if one in left and other in left]:
