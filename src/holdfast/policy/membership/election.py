@@ -4,7 +4,7 @@ An agent follows the coordinator of the newest term that it knows. When that coo
 silent, the agents of its last generation are asked, and one of them opens the next term:
 
     seeking ---the holder answers---> following ---no answer for a while, or refused---> silent
-       ^  '---no holder-------> claiming <---may claim----------------------------------'  |
+       ^  '---no holder---------> claiming <---may claim---------------------------------'  |
        |                             |  '---made---> reigning ---a newer term---.           |
        '------- another was faster --'--------------------------------------------'---------'
 
