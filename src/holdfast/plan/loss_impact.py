@@ -1,4 +1,4 @@
-"""What is left when ranks are lost: which replicas are whole, which bytes nobody else holds."""
+"""The state left after a loss of ranks: the intact replicas, and the bytes without another copy."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from holdfast.plan.memory_use import known_parameters
 class Loss:
     """After the loss of some ranks.
 
-    broken: replicas that lost a rank; whole: those that could go on at once.
-    waiting: ranks that are alive in a broken replica.
-    gone: bytes of state without a copy outside the lost ranks; of: bytes of all state.
-    positions: where in the model those bytes lie (-1 embedding, i block i, layers norm and head).
+    broken: replicas that lost a rank; `whole`: those that could continue at once. waiting: ranks
+    that are alive in a broken replica. `gone`: bytes of state without a copy outside the lost
+    ranks; of: bytes of all state. positions: where in the model those bytes lie (-1 embedding, i
+    block i, layers norm and head).
     """
 
     broken: tuple[int, ...]
@@ -52,7 +52,7 @@ def without(config: RunConfig, topology: Topology, lost: frozenset[int]) -> Loss
     for spec, copies in _state(config):
         of += copies * spec.nbytes
         if whole:
-            continue  # a replica that lost nobody holds everything
+            continue  # a replica that lost no rank holds everything
         missing = _missing(spec, topology.replicas, lost)
         if missing:
             gone += copies * missing * (spec.nbytes // prod(spec.shape))
@@ -61,8 +61,8 @@ def without(config: RunConfig, topology: Topology, lost: frozenset[int]) -> Loss
 
 
 def _state(config: RunConfig) -> Iterable[tuple[TensorSpec, int]]:
-    """(parameter, tensors of the state that are cut like it): itself and two moments. Under
-    zero 1 every rank of dp_shard has the whole parameter, unless it computes on a bf16 copy."""
+    """(parameter, tensors of the state that are cut like it): itself and two moments. Under zero 1
+    every rank of dp_shard has the complete parameter, unless it computes on a bf16 copy."""
     everywhere = config.layout.zero == 1 and config.train.precision != "bf16"
     for spec in known_parameters(config):
         if everywhere:
@@ -73,8 +73,8 @@ def _state(config: RunConfig) -> Iterable[tuple[TensorSpec, int]]:
 
 
 def _missing(spec: TensorSpec, replicas: tuple[Replica, ...], lost: frozenset[int]) -> int:
-    """Elements of a tensor that no rank outside `lost` holds: every box's edges cut the tensor
-    into cells, and a cell that no box contains is missing."""
+    """Return the elements of a tensor that no rank outside `lost` holds. Every box's edges cut the
+    tensor into cells, and a cell that no box contains is missing."""
     boxes: set[Box] = set()
     for replica in replicas:
         for mesh_rank, rank in enumerate(replica.ranks):

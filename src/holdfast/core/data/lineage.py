@@ -1,11 +1,11 @@
-"""Which records of a journal still count.
+"""Finds the records of a journal that still count.
 
-A generation begins from the state after some step. What an older generation did beyond that
-step was lost with it and done again; those records stay in the journal (they are the visible
-cost of a failure) but are not part of the run's history.
+A generation begins from the state after some step. Any work of an older generation beyond that step
+was lost with it and repeated. Those records stay in the journal as the visible cost of a failure,
+but are not part of the run's history.
 
-Survivors tell once more of the last steps, and of the newest validation, of a rank 0 that may not
-have lived to tell of them. A line that says what was said before is no news, and is left out.
+Survivors report the last steps and the newest validation again, for a rank 0 that may have been
+lost before its report. A line that repeats an earlier one is left out.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ def split(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
     return effective, superseded
 
 
-_REMEMBERED = 4096  # steps; those that are told once more are the last few
+_REMEMBERED = 4096  # steps; those that are reported again are the last few
 
 
 class Once:
-    """Leaves out steps and validations that are told once more. Feed it a journal's records in
+    """Leaves out steps and validations that are reported again. Feed it a journal's records in
     order, in as many pieces as they come.
 
-    A generation's own steps come after the one that it began from; one up to that is of an older
-    generation, and new only where none of those had told of it.
+    A generation's own steps come after the one that it began from. An earlier step is of an older
+    generation, and new only if none of those had reported it.
     """
 
     def __init__(self, all_starts: bool = True) -> None:
-        """all_starts: every generation's start is fed; else a step that was told of in an older
-        generation counts as lost where one in between is not known."""
+        """all_starts: every generation's start is fed. Otherwise a step that an older generation
+        reported counts as lost if a generation in between is not known."""
         self._all_starts = all_starts
         self._starts: dict[int, int] = {}
-        # Kind and step of what was told lately -> the newest generation that told of it.
+        # Kind and step of a recent report -> the newest generation that reported it.
         self._told: dict[tuple[str, int], int] = {}
 
     def __call__(self, records: Sequence[Record]) -> list[Record]:
@@ -67,7 +67,7 @@ class Once:
         return [record for record in records if self.news(record.generation, record.event)]
 
     def news(self, generation: int, event: Event) -> bool:
-        """Whether an event of `generation` says what was not said before; it counts as said now."""
+        """Return True if an event of `generation` is not a repetition; it counts as reported now."""
         if isinstance(event, GenerationStarted):
             self._starts[generation] = event.step
         if not isinstance(event, StepDone | Evaluated):
@@ -81,7 +81,7 @@ class Once:
         return not older or before is None or self._lost(step, before, generation)
 
     def _lost(self, step: int, told: int, now: int) -> bool:
-        """Whether a step that was told of in one generation was lost before another."""
+        """Return True if a step that one generation reported was lost before another."""
         between = range(told + 1, now + 1)
         if not self._all_starts and any(g not in self._starts for g in between):
             return True

@@ -1,11 +1,11 @@
 """What a checkpoint consists of, as data: keys, blobs, parts and the one commit object.
 
-Format version 2, which reads version 1 too. A writer (one per rank) writes one blob, then its
-part manifest; when the parts of all writers of (generation, step) are there, they are merged into
-the commit object, and only that makes the step a checkpoint. docs/checkpoint-format.md describes
+Format version 2, which reads version 1 too. A writer (one per rank) writes one blob, then its part
+manifest. When the parts of all writers of (generation, step) are there, they are merged into the
+commit object. Only that object makes the step a checkpoint. docs/checkpoint-format.md describes
 every field.
 
-Manifests stay small because boxes are not listed: the commit holds the topology and the table,
+Manifests stay small because boxes are not listed. The commit holds the topology and the table,
 placements once per tensor, and `placed` derives from them where each box lies. Checksums are
 xxh3-128 per extent of a blob, and every manifest carries its own.
 """
@@ -32,7 +32,7 @@ from holdfast.layout import Topology
 
 FORMAT = 2
 """2 added to the table which dims tp cuts and which stages hold a tensor, and to the topology the
-blocks of each stage. Where neither tp nor pp is above 1, both versions place every box alike."""
+blocks of each stage. If neither tp nor pp is above 1, both versions place every box alike."""
 READABLE = (1, FORMAT)
 BLOB_ALIGNMENT = 4096
 """Tensor data of a blob starts at a multiple of this many bytes, so that it can be written and
@@ -42,7 +42,7 @@ _MAX = 2**64 - 1
 COMMITS = "commits/"
 
 _ROTTEN = (ValueError, KeyError, TypeError, AttributeError, OverflowError)
-"""What reading fields of a JSON value raises that has other fields, or others' types."""
+"""Errors of reading fields from a JSON value with other fields, or with fields of other types."""
 
 
 # --- keys -----------------------------------------------------------------------------------
@@ -159,8 +159,9 @@ class Placed(NamedTuple):
 
 
 def placed(boxes: Iterable[Box], table: StateTable) -> tuple[Placed, ...]:
-    """Where each box lies in its writer's blob: wide dtypes first, so that every tensor is
-    aligned to its own element without gaps (the format allows none), else in the order given."""
+    """Return the place of each box in its writer's blob: wide dtypes first, in the order given
+    otherwise. So every tensor is aligned to its own element without gaps (the format allows none).
+    """
     return placed_as(boxes, {spec.name: spec.dtype for spec in table})
 
 
@@ -365,8 +366,8 @@ def _start(p: Placed) -> int:
 
 # --- sealing --------------------------------------------------------------------------------
 def seal(kind: str, body: Mapping[str, Any]) -> bytes:
-    """Canonical JSON of a manifest, with its format version and its own checksum, which is the
-    last key: it is that of the bytes before it."""
+    """Return the canonical JSON of a manifest, with its format version. Its own checksum is the
+    last key, and covers the bytes before it."""
     content = _canonical({"holdfast": kind, "format": FORMAT, **body})
     return content[:-1] + _tail(xxh3_128_hexdigest(content))
 

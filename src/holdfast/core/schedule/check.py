@@ -1,16 +1,16 @@
 """Proves that a schedule can be executed: complete, in order, free of deadlock.
 
-**Complete**: every stage runs every microbatch forward once and, unless the table has no
-backward at all, backward once: as one B, or as one I and one W. Nothing stands on a rank that
+**Complete**: every stage runs every microbatch forward once. Unless the table has no backward at
+all, it also runs each backward once: as one B, or as one I and one W. No action is on a rank that
 does not hold its stage.
 
-**In order and free of deadlock** are one question, answered by running the table without time:
-every rank takes its actions strictly in order, an action begins when the values that it needs
-are there (`schedule.needed`), and its own value is there when it ends. Sending never blocks, so
-running one action can only help others, and the order in which ready ranks are served does not
-matter: either everything runs, or the same ranks stand still whatever is tried. Then each of
-them waits for an action of another one that stands still too (or for one of its own that comes
-later), so following the waits must close a circle, and the circle is what the error names.
+**In order and free of deadlock** are one question, answered by running the table without time.
+Every rank takes its actions strictly in order. An action begins when the values that it needs are
+there (`schedule.needed`), and its own value is there when it ends. Sending never blocks, so an
+action can only help other ranks. The order in which ready ranks are served does not matter: either
+everything runs, or the same ranks are blocked in any order. Each of them then waits for an action
+of another blocked rank (or for a later one of its own). So the waits form a circle, and the error
+names that circle.
 """
 
 from __future__ import annotations

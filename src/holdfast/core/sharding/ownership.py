@@ -1,17 +1,17 @@
-"""Who saves what, when several ranks hold the same bytes.
+"""Ownership: the rank that saves each box, when several ranks hold the same bytes.
 
 Every element of every tensor is owned by exactly one rank, so that a capture copies, and a
-checkpoint stores, nothing twice. What is held by several ranks is shared out evenly by bytes:
-the holders' tensors are laid end to end and cut at equal byte positions, rounded to rows of
-dim 0. So a large embedding does not fall to one rank, and no rank owns more than one row range
-of a tensor (Orbax calls the same idea replica-parallel saving).
+checkpoint stores, nothing twice. Boxes that several ranks hold are shared out evenly by bytes. The
+holders' tensors are laid end to end and cut at equal byte positions, rounded to rows of dim 0. So a
+large embedding does not fall to one rank. No rank owns more than one row range of a tensor (Orbax
+calls the same idea replica-parallel saving).
 
-The rule is part of the checkpoint format: manifests do not list boxes, readers derive them
-from (topology, table). Changing it means a new format version.
+The rule is part of the checkpoint format: manifests do not list boxes, readers derive them from
+(topology, table). Changing it means a new format version.
 
-`Ownership` does for all ranks what `owned_boxes` does for one. Ranks at one place of the mesh have
-one list of tensors between them, and the blocks of a stage are alike, so the work is in proportion
-to what is owned, not to ranks times tensors.
+`Ownership` does for all ranks what `owned_boxes` does for one. Ranks at one place of the mesh share
+one list of tensors, and the blocks of a stage are alike. So the work is in proportion to the owned
+boxes, not to ranks times tensors.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from holdfast.layout import Replica, Topology, ravel, unravel
 
 
 def owned_boxes(topology: Topology, table: StateTable, rank: int) -> tuple[Box, ...]:
-    """The boxes that `rank` saves, none empty, at most one per tensor, in the table's order.
+    """Return the boxes that `rank` saves: none empty, at most one per tensor, in the table's order.
 
-    Replicas of different kinds hold boxes that do not match; then the replicas of the most
-    common kind save, and the others own nothing.
+    If replicas of different kinds hold boxes that do not match, the replicas of the most common
+    kind save. The rest own nothing.
     """
     return Ownership(topology, table).boxes(rank)
 
@@ -130,10 +130,11 @@ class Ownership:
         return tuple(sorted(found))
 
     def problem(self) -> str | None:
-        """None when the boxes of every tensor cover it exactly once, else what is wrong.
+        """Return None if the boxes of every tensor cover it exactly once, and the problem
+        otherwise.
 
-        What the places of the mesh hold is checked once for each way of cutting; a place's box is
-        shared out row after row, from its first to its last.
+        The boxes at the places of the mesh are checked once for each way of cutting. A place's box
+        is shared out row after row, from its first to its last.
         """
         seen: set[tuple[_Held, _Cut]] = set()
         for spec in self.table:
@@ -159,7 +160,7 @@ class Ownership:
         )
 
     def _places(self, held: _Held, pp: int, dp_shard: int, tp: int) -> _Places:
-        """Where in the mesh the box lies that is held at these indices."""
+        """Return the places in the mesh of the box that is held at these indices."""
         stages, sharded, units = held
         degree = self._kind.degree("tp")
         tps = tuple(range(degree))

@@ -1,10 +1,10 @@
-"""Which ranks add up which gradients: cells.
+"""Cells: which ranks add up which gradients.
 
-After a backward pass every rank has gradients of the boxes it holds, and each of these may be
-the whole gradient of its replica's microbatches or only a part of it. A **cell** is a set of
-boxes to which the same ranks contribute and whose sum the same ranks receive; its members
-exchange partial gradients among themselves and with nobody else. Cells are the common refinement
-of the boxes of all replicas, so replicas of unlike shapes need no rule of their own:
+After a backward pass every rank has gradients of the boxes it holds. Each of these is either the
+complete gradient of its replica's microbatches or a part of it. A **cell** is a set of boxes to
+which the same ranks contribute and whose sum the same ranks receive. Its members exchange partial
+gradients only among themselves. Cells are the common refinement of the boxes of all replicas, so
+replicas of unlike shapes need no rule of their own:
 
     replica 0, tp 2      ranks 0, 1      rows of one matrix     0   1   2   3   4   5
     replica 1, tp 3      ranks 2, 3, 4   replica 0              0   0   0   1   1   1
@@ -19,12 +19,12 @@ gradient, which are added in order:
     tp         key/value heads held by several ranks, norms of queries and keys, and under sequence
                parallelism all norms (`sharding.gradient_is_partial`)
     dp_shard   under ZeRO 1 (Rajbhandari et al. 2020): each rank has other samples and contributes
-               whole boxes, and receives its shard. Under ZeRO 2 and 3, FSDP2 has added them up
+               complete boxes, and receives its shard. Under ZeRO 2 and 3, FSDP2 has added them up
                inside the replica already, and each rank contributes the box it holds
 
-Where instead several tp ranks of a replica have the same whole gradient (norms without sequence
-parallelism), these are **copies**. With equally many in every replica, each copy is a cell of
-its own; else one rank per replica contributes and all receive.
+If instead several tp ranks of a replica have the same complete gradient (norms without sequence
+parallelism), these are **copies**. If every replica has equally many, each copy is a cell of its
+own. Otherwise one rank per replica contributes and all receive.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Member:
 class Cell:
     """Boxes whose gradients the same members add up.
 
-    members: by replica, then by mesh rank.
-    boxes: in the table's order, at most one of a parameter, under parameter names ("norm.weight").
-    copy: which of the equal copies in each replica this is; the others add up the same gradients.
+    members: by replica, then by mesh rank. boxes: in the table's order, at most one of a parameter,
+    under parameter names ("norm.weight"). copy: number of this one among the equal copies in each
+    replica, which add up the same gradients.
     """
 
     members: tuple[Member, ...]
@@ -84,8 +84,8 @@ class Cell:
         return next(member for member in self.members if member.rank == rank)
 
     def counts(self, rank: int) -> bool:
-        """Whether `rank` answers for this cell in its replica's gradient norm, so that every
-        element counts once: the first of the replica's receivers does, in the first copy."""
+        """Return True if `rank` answers for this cell in its replica's gradient norm. Every element
+        counts once: the first of the replica's receivers answers, in the first copy."""
         replica = self.member(rank).replica
         first = next(m.rank for m in self.members if m.replica == replica and m.receives)
         return self.copy == 0 and first == rank
@@ -163,7 +163,7 @@ def _regions(
     view: _View, spec: TensorSpec, partial: bool, stages: _Stages
 ) -> Iterator[tuple[Box, _Signature]]:
     """What this rank has of one parameter, cut wherever any replica cuts, by rising offsets."""
-    # Equal copies of the whole gradient in each replica, by kind.
+    # Equal copies of the complete gradient in each replica, by kind.
     whole = spec.tp_dim is None and not partial
     copies = {kind.degree("tp") if whole else 1 for kind in view.kinds}
     copy = view.here.tp if whole and len(copies) == 1 else None
@@ -176,7 +176,7 @@ def _regions(
             _places(kind, cuts, box, view.zero_1)
             for kind, cuts in zip(view.kinds, held, strict=True)
         )
-        # Under ZeRO 1, a copy that does not contribute has nothing to do with others' shards.
+        # Under ZeRO 1, a copy that does not contribute has no part in the shards of other ranks.
         if any(place.mesh_rank == view.here.mesh_rank for place in places[mine]):
             yield box, _Signature(places, copy or 0)
 
@@ -215,7 +215,7 @@ def _held(
 
 
 def _refined(box: Box, others: Iterable[Box]) -> Iterator[Box]:
-    """`box` cut by a grid of the edges of the others. No two pieces are in the same boxes, for
+    """Cut `box` by a grid of the edges of the other boxes. No two pieces are in the same boxes. For
     tp and dp_shard cut tensors into ranges of dims, so every edge parts two holders all along."""
     edges = [{start, stop} for start, stop in zip(box.offsets, box.stops, strict=True)]
     for other in others:
@@ -228,7 +228,7 @@ def _refined(box: Box, others: Iterable[Box]) -> Iterator[Box]:
 
 
 def _places(kind: Replica, cuts: Iterable[_Held], box: Box, zero_1: bool) -> tuple[_Place, ...]:
-    """Who contributes to, and who receives, one box in a replica of this kind, by mesh rank."""
+    """Return the contributors to one box and its receivers in a replica of this kind, by mesh rank."""
     found: list[tuple[int, bool, bool]] = []
     for cut in cuts:
         if not cut.with_shards.contains(box):

@@ -1,11 +1,11 @@
-"""The fixed binary tree in which gradients are summed, and who computes which leaf.
+"""The fixed binary tree in which gradients are summed, and the dealing of its leaves.
 
 Floating-point addition is not associative, so the bits of a sum depend on its order. Here the
-order is fixed by the number of logical microbatches alone: leaf j is the gradient of microbatch
-j, and the left subtree of a node with n leaves holds the largest power of two below n. *Who*
-computes a leaf is a dealing table and may change at any step; a **piece** is a maximal subtree
-that lies wholly inside one share. A piece is summed where it was computed and travels once; what
-lies above the pieces is summed afterwards, in tree order. So the sum has the same bits for any
+number of logical microbatches alone fixes the order. Leaf j is the gradient of microbatch j. The
+left subtree of a node with n leaves holds the largest power of two below n. A dealing table says
+which replica computes a leaf, and may change at any step. A **piece** is a maximal subtree that
+lies completely inside one share. A piece is summed where it was computed and travels once; the
+nodes above the pieces are summed afterwards, in tree order. So the sum has the same bits for any
 dealing.
 
     leaves 5, dealt (0 1 2 | 3 4)            [0,5)
@@ -16,7 +16,7 @@ dealing.
                                    0   1    2   3
 
 Pieces are summed like a binary counter: a finished subtree waits on a stack until its sibling is
-there, so a piece of n leaves never needs more than about log2(n) partial sums at a time.
+complete. So a piece of n leaves never needs more than about log2(n) partial sums at a time.
 """
 
 from __future__ import annotations
@@ -118,13 +118,13 @@ def _any_between(ordered: list[int], node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Turn:
-    """What happens to one leaf of a share.
+    """The handling of one leaf of a share.
 
-    With `hold` the value stays where it was computed, and the next leaf, its sibling, is added
-    to it there. Otherwise the value goes to the partial sum at `depth` of piece number `piece`
-    (is added to what is there if `accumulate`, replaces it otherwise); then, `carries` times, the
-    sum at the present depth is added to the one below. `finished`: the piece now lies complete
-    at depth 0.
+    With `hold` the value stays where it was computed, and the next leaf, its sibling, is added to
+    it there. Otherwise the value goes to the partial sum at `depth` of piece number `piece`. With
+    `accumulate` it is added to that sum, and replaces it otherwise. Then, `carries` times, the sum
+    at the present depth is added to the one below. `finished`: the piece is now complete at depth
+    0.
     """
 
     leaf: int
@@ -137,11 +137,11 @@ class Turn:
 
 
 def counter(tree: ReductionTree, share: Sequence[int], pairs: bool = False) -> tuple[Turn, ...]:
-    """The binary counter that sums a share's pieces, one turn per leaf in rising order.
+    """Return the binary counter that sums a share's pieces, one turn per leaf in rising order.
 
-    What is a right child is added straight to its finished left sibling. With `pairs`, the left
-    one of two sibling leaves is held where it was computed, which saves writing it to a partial
-    sum (autograd adds to a gradient that is already there). The bits are the same.
+    A right child is added straight to its finished left sibling. With `pairs`, the left one of two
+    sibling leaves is held where it was computed. This saves writing it to a partial sum, as
+    autograd adds to a gradient that is already there. The bits are the same.
     """
     turns: list[Turn] = []
     for number, piece in enumerate(pieces(tree, share)):
@@ -188,14 +188,14 @@ def deal(
     leaves: int, replicas: int, weights: Sequence[float] | None = None,
     least: Sequence[int] | None = None,
 ) -> Shares:  # fmt: skip
-    """Contiguous shares, one per replica; any other dealing is as legal.
+    """Return contiguous shares, one per replica; any other dealing is as legal.
 
     A share differs by less than a leaf from its replica's part by weight (without weights, all
-    parts are equal). Of those dealings the ones are taken in which whoever has the most for its
-    weight has the least, and of these one with few pieces, for each piece costs the bytes of one
-    gradient. least: leaves that each replica gets at least, whatever its weight;
-    ignored where there are too few leaves. Without it, a replica gets an empty share when
-    there are fewer leaves than replicas.
+    parts are equal). Of those dealings, the function takes the ones with the least maximum of
+    leaves for their weight. Of these it takes one with few pieces, for each piece costs the bytes
+    of one gradient. least: leaves that each replica gets at least, whatever its weight; ignored if
+    there are too few leaves. Without it, a replica gets an empty share if there are fewer leaves
+    than replicas.
     """
     if replicas < 1:
         raise ValueError(f"{replicas} replicas cannot share {leaves} microbatches")
@@ -210,10 +210,11 @@ def deal(
 def _floors(
     leaves: int, weights: Sequence[float], least: Sequence[int] | None
 ) -> tuple[list[int], list[bool]]:
-    """Leaves that each share has at least, and whether it may have one more.
+    """Return the least leaves of each share, and whether it may have one more.
 
-    Who would get less than its `least` by weight gets that, and the rest is shared out among the
-    others, until nobody would get less. One more is for those who then need the least time.
+    A replica that would get less than its `least` by weight gets that. The rest is shared out among
+    the remaining replicas, until none would get less. One more is for those that then need the
+    least time.
     """
     bounds = [0] * len(weights) if least is None or sum(least) > leaves else list(least)
     exact = [Fraction(w) for w in weights]
@@ -241,9 +242,8 @@ _BEAM = 64  # partial dealings that are followed; for fewer than so many larger 
 def _fewest_pieces(
     tree: ReductionTree, weights: Sequence[float], floors: list[int], extra: list[bool]
 ) -> Shares:
-    """Contiguous shares of `floors`, or one more where `extra` allows it, that cut the tree into
-    few pieces: large shares first or last, or in the order of the replicas.
-    """
+    """Return contiguous shares that cut the tree into few pieces: of `floors`, or one more if
+    `extra` allows it. Large shares are first or last, or in the order of the replicas."""
     natural = list(range(len(floors)))
     rising = sorted(natural, key=lambda r: (weights[r], floors[r], r))
     orders = [natural] if len({*weights}) == 1 else [natural, rising[::-1], rising]
@@ -316,10 +316,11 @@ def count_pieces(leaves: int, start: int, stop: int) -> int:
 
 
 def elsewhere(shares: Shares, away: Mapping[int, int]) -> Shares:
-    """The dealing with some leaves in another share: away[leaf] is the one where it is not to be.
+    """Return the dealing with some leaves in another share: away[leaf] is the one where it must not
+    be.
 
-    For each that goes, one comes back, so shares keep their sizes; only where all the others' are
-    to go away from here as well, the leaf goes alone. With one share, nothing changes.
+    For each leaf that leaves, one comes back, so shares keep their sizes. If all leaves of the
+    other shares must leave this one too, the leaf goes alone. With one share, nothing changes.
     """
     dealt = [set(share) for share in shares]
     for leaf, here in sorted(away.items()):

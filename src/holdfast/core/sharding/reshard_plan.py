@@ -1,16 +1,16 @@
-"""Who sends which box to whom when a run changes its layout while it lives.
+"""Plans the transfers of boxes between ranks when a live run changes its layout.
 
 A rebuild takes the state as the old topology spread it to where the new one wants it. Both spreads
-are boxes, so the plan is box arithmetic, as a restore is: each box that a new rank wants is cut
+are boxes, so the plan is box arithmetic, as a restore is. Each box that a new rank wants is cut
 along the boxes that the survivors hold, and every piece gets one source.
 
-    source   myself, if I hold the piece already; else somebody on my node; else anybody.
+    source   the rank itself, if it holds the piece; otherwise a rank on its node; otherwise any.
              Among equals the one that has the fewest bytes to send so far.
 
-The plan is a pure function of (old topology, new topology, table, who came from where). Every rank
-works out the whole of it and keeps its own part, so two ends of a transfer need no negotiation.
-It is built in one fixed order, and cut into rounds: a round is as much as any rank may have in
-flight at once, so memory stays bounded, and it ends when all have what was sent to them.
+The plan is a pure function of (old topology, new topology, table, origin of each rank). Every rank
+computes all of it and keeps its own part, so two ends of a transfer need no negotiation. It is
+built in one fixed order, and cut into rounds. A round is as much as any rank may have in flight at
+once, so memory stays bounded. It ends when all ranks have received their parts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A step that goes on after a loss: what was computed of it stays, the rest is dealt anew.
+"""Resumes a step after a loss: computed leaves stay, the rest is dealt again.
 
-The tree of `tree.py` decides every addition, whoever computes a leaf. So a partial sum that a
-replica holds when a step is interrupted is as good as any piece: a subtree, which is sent as it is.
+The tree of `reduction_tree` decides every addition, whichever replica computes a leaf. So a partial
+sum that a replica holds when a step is interrupted is a piece: a subtree, which is sent unchanged.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Computed = tuple[tuple[int, ...], ...]
 def standing(
     leaves: int, share: Sequence[int], done: Sequence[int]
 ) -> list[tuple[Node, tuple[int, int]]]:
-    """The partial sums of a share when the leaves of `done`, its first ones, have been computed,
-    each with its (piece, depth) in the binary counter: depth 0 of a piece, or above it.
+    """Return the partial sums of a share after its first leaves, `done`, have been computed. Each
+    has its (piece, depth) in the binary counter: depth 0 of a piece, or above it.
 
     These are the maximal subtrees inside `done`, because the counter carries at once.
     """
@@ -40,12 +40,13 @@ def standing(
 
 
 def deal_rest(leaves: int, computed: Computed, base: Shares) -> Shares:
-    """Every replica keeps what it has computed; the rest is dealt so that all end as near to their
-    share in `base` as can be, in runs, for each piece costs the bytes of a gradient."""
+    """Deal the leaves that are left; every replica keeps those that it has computed. All end as
+    near to their share in `base` as possible. The rest is dealt in runs, for each piece costs the
+    bytes of a gradient."""
     taken = {leaf for done in computed for leaf in done}
     rest = [leaf for leaf in range(leaves) if leaf not in taken]
     wanted = [max(0, len(share) - len(done)) for share, done in zip(base, computed, strict=True)]
-    while sum(wanted) > len(rest):  # somebody has computed more than its share
+    while sum(wanted) > len(rest):  # a replica has computed more than its share
         wanted[max(range(len(wanted)), key=lambda r: (wanted[r], r))] -= 1
     shares: list[tuple[int, ...]] = []
     start = 0
@@ -56,9 +57,9 @@ def deal_rest(leaves: int, computed: Computed, base: Shares) -> Shares:
 
 
 def elsewhere(shares: Shares, avoid: Mapping[int, Collection[int]]) -> Shares:
-    """The same dealing, but that a leaf in `avoid` is not computed by these replicas: it changes
-    places with a leaf of another one, so that everybody has as much to do as before. Where nobody
-    can change with it, it stays."""
+    """Return the same dealing, but with leaves in `avoid` moved away from the replicas listed
+    there. A leaf changes places with a leaf of another replica, so all have as much to do as
+    before. If no replica can change with it, it stays."""
     owner = {leaf: replica for replica, share in enumerate(shares) for leaf in share}
     settled: set[int] = set()
     for leaf in sorted(avoid.keys() & owner.keys()):

@@ -1,18 +1,19 @@
-"""What is done about a step that is not finite, or whose loss jumps. Pure.
+"""Decides what to do about a step that is not finite, or whose loss jumps. Pure.
 
     calm --bad step--> again --bad again, and clear--> skipping --passed--> calm
      ^                  | ^                               |
      |                  | '------- bad again -------------'
      '---- it passed ---'
 
-Nothing of a bad step was applied, so it is done again from the state before it. The first time its
-suspects, the microbatches that may have caused it, are dealt to other devices; what comes of it is
-evidence for `policy/detection/blame.py`. Data that is bad wherever it is computed is skipped with
-its reason; a device on which alone it was bad is named, and left out where it is so again and
-again.
+Nothing of a bad step was applied, so it is repeated from the state before it. The first time, the
+suspects (microbatches that may have caused it) are dealt to other devices. The result is evidence
+for `policy/detection/blame.py`. Data that is bad wherever it is computed is skipped with its
+reason. If a microbatch is bad on one device alone, that device is named, and left out if this
+repeats.
 
-What no skip can mend ends the run: most microbatches of a step bad at once (that is the learning
-rate, or the state), bad steps in a row, or nothing that can be told apart. A jump is lived with.
+A fault that no skip can mend ends the run. Examples are bad steps in a row, or steps of unknown
+cause. Another is a step with most microbatches bad at once: the learning rate or the state is at
+fault. A jump is accepted.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from holdfast.core.data.skips import Skip, Skips
 from holdfast.policy.detection.blame import Blame, Trial, Verdict, verdict
 
 Device = str
-"""Who computes a microbatch: the processes of a replica, as people are told of them."""
+"""The computer of a microbatch: the processes of a replica, in the words of messages."""
 
 
 class Mood(StrEnum):
@@ -52,9 +53,15 @@ def advance(mood: Mood, to: Mood) -> Mood:
 
 @dataclass(frozen=True)
 class Bounds:
-    """unclear: how often a step of which nothing can be told is done again. times: how often any
-    is. skips: microbatches that a run leaves out at most; row: steps in a row of which it does.
-    errors: a device that was to blame so often is left out."""
+    """Limits of the repetitions.
+
+    Attributes:
+        unclear: Repetitions of a step of unknown cause.
+        times: Repetitions of any step.
+        skips: Microbatches that a run leaves out at most.
+        row: Steps in a row of which it does.
+        errors: A device that was to blame this often is left out.
+    """
 
     unclear: int = 1
     times: int = 6
@@ -65,10 +72,17 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Bad:
-    """A step that was not applied. what: a phrase ("is not finite"). where: the device that
-    computed each of its microbatches. suspects: which of them may have caused it. again: the same
-    devices computed these once more at once, and they were bad again; None: they did not. bearable:
-    it may be applied all the same."""
+    """A step that was not applied.
+
+    Attributes:
+        what: A phrase ("is not finite").
+        where: The device that computed each of its microbatches.
+        suspects: Microbatches that may have caused it.
+        again: The same devices computed these once more at once, and they were bad again; None:
+            they
+            did not.
+        bearable: It may be applied anyway.
+    """
 
     step: int
     what: str
@@ -87,7 +101,7 @@ class Do(StrEnum):
 
 @dataclass(frozen=True)
 class Found:
-    """Who is to blame for something bad in a step, as far as that is known."""
+    """The cause of something bad in a step, if known."""
 
     step: int
     blame: Blame
@@ -113,7 +127,7 @@ class Decision:
 
 
 class Trials:
-    """Is told of every bad step, and how far the run came since. skips: all that is left out."""
+    """Takes every bad step, and the run's progress since. skips: all that is left out."""
 
     def __init__(self, skips: Skips | None = None, bounds: Bounds | None = None) -> None:
         self.skips = skips or Skips()
@@ -142,7 +156,7 @@ class Trials:
 
     def bad(self, bad: Bad) -> Decision:
         if self._decision is not None and bad.step != self._decision.step:
-            self.passed(self._decision.step)  # else nobody would have come to another one
+            self.passed(self._decision.step)  # without that, no later step would have come
         self._times += 1
         for leaf, device in bad.where.items():
             tried = self._trials.setdefault(leaf, [])
@@ -231,7 +245,7 @@ class Trials:
         return Decision(Do.ACCEPT if bad.bearable else Do.GIVE_UP, bad.step, why, found=found)
 
     def _row(self, step: int) -> bool:
-        """Whether something was left out of each of the steps just before."""
+        """Return True if something was left out of each of the steps just before."""
         steps = {skip.step for skip in self.skips}
         return all(step - back in steps for back in range(1, self._bounds.row + 1))
 
@@ -241,9 +255,13 @@ class Trials:
 
 @dataclass(frozen=True)
 class Retry:
-    """What the ranks of a generation are told of a bad step that it is to do again. avoid: by
-    microbatch, the replicas that are not to compute it. accept: it is applied whatever it is.
-    if_passed: told in the journal once it has been done."""
+    """The ranks' notice of a bad step that their generation must repeat.
+
+    Attributes:
+        avoid: By microbatch, the replicas that must not compute it.
+        accept: It is applied whatever it is.
+        if_passed: Written to the journal once the step has passed.
+    """
 
     step: int
     avoid: Mapping[int, tuple[int, ...]] = field(default_factory=dict)

@@ -1,23 +1,24 @@
-"""Who has stopped: said by comparing workers that do the same work. Pure: times are arguments.
+"""Finds hung workers by comparing workers that do the same work. Pure: times are arguments.
 
-A step ends when everybody has done his part, so whoever stops makes all others wait; they say so,
-and he does not. Three signs, the surest first:
+A step ends only when every worker has finished. A hung worker therefore blocks all the remaining
+workers: they report that they wait, and it does not. Three signs, the surest first:
 
     stopped   the operating system says that the process is stopped, and it has used no processor
-    silent    it has not been heard, though the thread that speaks has nothing else to do: the
-              interpreter is held, or the process does not run; and others wait
-    behind    it is heard, and gets no further, while most of the others are further and wait, or
-              sleep where they wait for it
+    silent    it has not been heard, though the reporting thread has nothing else to do: the
+              interpreter is held, or the process does not run; and another worker waits
+    behind    it is heard but makes no progress, while most workers are further and wait, or
+              sleep in a wait for it
 
-Where all are heard and wait, nobody is named: all are told to stop, and who does not is the one.
-One that works alone is told so after ten times the limit of a usual step.
+If all workers are heard and wait, none is named. All receive a notice to stop, and the worker that
+does not stop is the hung one. A worker that works alone receives it after ten times the usual limit
+of a step.
 
-What is long follows the step time: three normal steps and a second. Where a worker runs, the
-seconds of processor that it had are counted instead: a load on all cores keeps it from working, but
-uses up none of them. Nobody is named where nobody waits: then all are slow, or wait for something
-outside. Beside the arithmetic of a step (validation, a save, the data, a first step that compiles)
-it is ten times as long; in any other first step of a generation, where connections are made and
-memory is touched for the first time, three times.
+The limit follows the step time: three normal steps and a second. For a running worker, the seconds
+of processor that it had count instead. A load on all cores keeps it from working, but uses up none
+of these seconds. If no worker waits, none is named: then all are slow, or wait for something
+outside. The limit is ten times as long during work other than a step's arithmetic. That is
+validation, a save, the data, or a first step that compiles. It is three times as long in any other
+first step of a generation, which connects and touches memory for the first time.
 """
 
 from __future__ import annotations
@@ -30,33 +31,41 @@ Who = int
 """A worker: its rank in the generation."""
 
 STEPS, SECONDS = 3.0, 1.0
-"""A worker that has stopped is named after so many normal steps and seconds."""
+"""A hung worker is named after this many normal steps and seconds."""
 FROZEN_STEPS, FROZEN_SECONDS = 1.5, 0.4
-"""One that the operating system has stopped, sooner: that is no matter of opinion."""
+"""A worker that the operating system has stopped is named sooner: that sign leaves no doubt."""
 PATIENT = 10.0
-"""Times as long, where what is done takes as long as it takes."""
+"""Factor on the limit during work of unknown length (validation, a save, the data)."""
 FIRST = 3.0
-"""Times as long, in the first step of a generation."""
+"""Factor on the limit in the first step of a generation."""
 ASLEEP = 2.0
-"""Times as long, for one that sleeps where ranks wait: whom it waits for is told of meanwhile."""
+"""Factor on the limit of a worker asleep in a wait: the rank it waits for is named meanwhile."""
 ALL = 3.0
-"""Times as long, where all wait: nobody is excluded then, but all stop and go on."""
+"""Factor on the limit if all workers wait: then none is excluded, but all stop and continue."""
 UNKNOWN_STEP = 1.0
-"""Seconds of a step, before there was one."""
+"""Seconds assumed for a step before the first one has been measured."""
 
-_RECENT = 4  # newest steps; if these were slow, then what is normal is so now
-_RUNS = 0.05  # of a core: whoever uses so much runs, and is short of cores at worst
-_SPEAKS = 0.1  # and so much, whoever is not heard; see `silent`
+_RECENT = 4  # newest steps; if these were slow, the normal step is as slow now
+_RUNS = 0.05  # of a core: a worker that uses this much runs, and is short of cores at worst
+_SPEAKS = 0.1  # of a core: this much, if the worker is not heard; see `silent`
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The last sign of progress of a worker. point: how far it has come; who is further has the
-    higher one, and equal ones wait for the same. at: when it came there, by the clock of the one
-    who compares. computed: seconds of CPU it has used since; None: not known. waits: it says that
-    it waits for others now, so it is not the one that they wait for. quiet: seconds since it was
-    last heard, whatever it said. times: what it does now may take so many times as long. asleep: by
-    its own word it sleeps where ranks wait for each other: the partner of one that hangs does."""
+    """The last sign of progress of a worker.
+
+    Attributes:
+        point: Progress of the worker. A higher point is further; equal points wait for the same
+            thing.
+        at: When it came there, by the clock of the caller that compares.
+        computed: Seconds of CPU used since then; None if not known.
+        waits: It reports that it waits for other ranks, so it is not the one that they wait for.
+        quiet: Seconds since its last message of any kind.
+        times: Factor on the limit for its current work.
+        asleep: It reports that it sleeps where ranks wait for each other. The partner of a hung
+            rank
+            does.
+    """
 
     point: int
     at: float
@@ -69,34 +78,36 @@ class Mark:
 
 @dataclass(frozen=True)
 class Found:
-    """seconds: for how long it has stood still. sign: silent or behind."""
+    """A worker that is named. seconds: length of its hang. sign: silent or behind."""
 
     seconds: float
     sign: str
 
 
 def normal_step(steps: Sequence[float]) -> float | None:
-    """Seconds that a step takes now: the median, or that of the newest ones if it is more. None
-    before there was one."""
+    """Return the seconds that a step takes now; None before the first one.
+
+    That is the median of all steps, or the median of the newest ones if that is more.
+    """
     if not steps:
         return None
     return max(median(steps), median(steps[-_RECENT:]))
 
 
 def frozen_limit(normal: float | None, lag: float = 0.0) -> float:
-    """Seconds after which a process that the operating system has stopped is given up."""
+    """Return the seconds after which a process stopped by the operating system is given up."""
     return FROZEN_STEPS * (UNKNOWN_STEP if normal is None else normal) + FROZEN_SECONDS + lag
 
 
 def limit_of(normal: float, mark: Mark, lag: float = 0.0) -> float:
-    """Seconds that a worker may stand still while others wait for it."""
+    """Return the seconds that a worker may hang while other workers wait for it."""
     return mark.times * (STEPS * normal + SECONDS) + lag
 
 
 def judge(
     marks: Mapping[Who, Mark], normal: float | None, now: float, *, lag: float = 0.0
 ) -> dict[Who, Found]:
-    """Who is named; of several signs only those with the surest."""
+    """Return the workers named as hung; of several signs only those with the surest."""
     if normal is None:
         return {}
     if found := silent(marks, normal, now, lag=lag):
@@ -110,10 +121,11 @@ def judge(
 def silent(
     marks: Mapping[Who, Mark], normal: float, now: float, *, lag: float = 0.0
 ) -> dict[Who, float]:
-    """Who is not heard any more, and for how long, while somebody who is waits for it.
+    """Return the workers that are not heard any more while a heard worker waits for them, with
+    seconds.
 
-    While one thread holds the interpreter's lock each other one looks for it 200 times a second: a
-    few hundredths of a core, which are no work.
+    While one thread holds the interpreter's lock, each other thread looks for it 200 times a
+    second. That takes a few hundredths of a core and is no work.
     """
     found: dict[Who, float] = {}
     for who, mark in marks.items():
@@ -132,13 +144,18 @@ def silent(
 def stopped(
     marks: Mapping[Who, Mark], steps: Sequence[float], now: float, *, lag: float = 0.0
 ) -> dict[Who, float]:
-    """Who makes no progress while others have finished and wait, and for how long.
+    """Return the workers that make no progress while other workers have finished and wait, with
+    seconds.
 
-    steps: seconds of past steps, the newest last. lag: how late the one who compares was woken
-    up: if he is late himself, so is everybody.
+    Args:
+        marks: Each worker's last sign of progress.
+        steps: Seconds of past steps, the newest last.
+        now: Time by the caller's clock.
+        lag: How late the caller was woken up. If the caller is late, every worker may be.
 
-    Nobody is named before the first step has passed (it compiles, connects, warms up), nor where
-    nobody waits: then all are slow, or all wait for something outside.
+    No worker is named before the first step has passed, because that one compiles, connects and
+    warms up. None is named if no worker waits: then all are slow, or all wait for something
+    outside.
     """
     normal = normal_step(steps)
     if normal is None or len(marks) < 2:
@@ -150,7 +167,7 @@ def stopped(
         return {}
     if not all(mark.waits for mark in behind.values()):
         behind = {who: mark for who, mark in behind.items() if not mark.waits}
-    if any(not _idles(mark, now) for mark in behind.values()):  # the others wait for these
+    if any(not _idles(mark, now) for mark in behind.values()):  # the rest waits for these
         behind = {who: mark for who, mark in behind.items() if not _idles(mark, now)}
     found: dict[Who, float] = {}
     for who, mark in behind.items():
@@ -162,9 +179,12 @@ def stopped(
 
 
 def _behind(marks: Mapping[Who, Mark], furthest: int) -> dict[Who, Mark]:
-    """Whom the others may wait for: whoever got less far, and is not asleep in waiting for another
-    itself. Where all of those are, or nobody got less far, the one they wait for stands where they
-    do, or further: inside a replica ranks wait for each other between two points of a step."""
+    """Return the workers that the rest may wait for.
+
+    These are workers that are less far and do not sleep in a wait for another rank. If there is
+    none, the hung worker has the same point as the sleepers or a later one. For inside a replica,
+    ranks wait for each other between two points of a step.
+    """
     behind = {who: mark for who, mark in marks.items() if mark.point < furthest}
     awake = {who: mark for who, mark in behind.items() if not mark.asleep}
     if not awake and any(mark.asleep for mark in marks.values()):
@@ -175,10 +195,13 @@ def _behind(marks: Mapping[Who, Mark], furthest: int) -> dict[Who, Mark]:
 def stuck(
     marks: Mapping[Who, Mark], normal: float | None, now: float, *, lag: float = 0.0
 ) -> float | None:
-    """For how long all have stood still, are heard and wait, where it is too long for a message
-    that is late: somebody does not do what the others wait for, and nothing says who. They are to
-    stop, all of them: whoever does not is the one. One that works alone is waited for by nobody:
-    only where it uses no processor for longer still, heard or not."""
+    """Return the seconds for which all workers have waited, if that is too long; None otherwise.
+
+    All are heard and wait, for longer than a late message explains. So one worker does not do what
+    the rest waits for, and no sign says which. All are asked to stop: the one that does not is
+    hung. No rank waits for a worker that works alone. It counts as hung only if it uses no
+    processor for longer still, whether it is heard or not.
+    """
     if normal is None or not marks:
         return None
     alone = len(marks) == 1
@@ -194,8 +217,10 @@ def stuck(
 
 
 def all_still(marks: Mapping[Who, Mark], now: float, seconds: float) -> Who | None:
-    """The one to blame where everybody has stood still for so long, and nothing says more: whoever
-    got least far is what the others wait for."""
+    """Return the worker to blame if all have hung for `seconds` and no other sign says more.
+
+    That is the worker that is least far: the rest waits for it.
+    """
     if not marks or any(now - mark.at <= seconds for mark in marks.values()):
         return None
     return min(marks, key=lambda who: (marks[who].point, marks[who].at))
@@ -206,12 +231,15 @@ def _runs(mark: Mark, now: float, share: float = _RUNS) -> bool:
 
 
 def _idles(mark: Mark, now: float) -> bool:
-    """Whether it waits, by its word or because it uses no processor."""
+    """Return True if the worker waits: by its own report, or because it uses no processor."""
     return mark.waits or (mark.computed is not None and not _runs(mark, now))
 
 
 def _spent(mark: Mark, now: float, waited: float, share: float = _RUNS) -> float:
-    """Of that time, what it had to work: all, unless it runs and was kept from it."""
+    """Return the part of the wait in which the worker could work.
+
+    That is all of it, unless the worker runs and was kept from working.
+    """
     if mark.computed is not None and _runs(mark, now, share):
         return min(waited, mark.computed)
     return waited

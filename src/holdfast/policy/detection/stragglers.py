@@ -1,11 +1,11 @@
-"""Who is slow, and what is done about it. Pure: times come in as arguments. (Who has stopped:
-`standstill`.)
+"""Finds slow workers and decides what to do about them. Pure: times come in as arguments. Hung
+workers are found by `hangs`.
 
-Slow is said by comparison: seconds per microbatch, beside the median of the others that do the same
-work at the same time (same kind of replica, same stage). What slows all, such as a foreign load,
-cancels out; one slow step vanishes in a median. Comparisons (of a step, or of all steps between two
-heartbeats) are gathered in blocks, and the more a
-worker is slower, the fewer blocks are needed to be sure:
+A comparison decides who is slow: a worker's seconds per microbatch, divided by a median. That is
+the median of the other workers with the same work at the same time (same kind of replica, same
+stage). What slows all, such as a foreign load, cancels out; one slow step vanishes in a median.
+Comparisons cover one step, or all steps between two heartbeats, and are gathered in blocks. The
+slower a worker is, the fewer blocks are needed to be sure:
 
     slower by    blocks of 8 comparisons
     4            2
@@ -14,11 +14,11 @@ worker is slower, the fewer blocks are needed to be sure:
 
     well --slow--> slow --twice as slow, for long--> standby --a rest--> trial --still slow--> out
      ^              |                                                     |
-     '---as quick as the others, for long---------------------------------'
+     '---as quick as the rest, for long-----------------------------------'
 
-A slow worker gets fewer microbatches: `speeds` weighs the next dealing. Only where that does not
-help, as it is more than twice as slow, is it given nothing at all. Between 1.15 and 1.35 nothing
-changes, so nobody goes to and fro.
+A slow worker gets fewer microbatches: `speeds` weighs the next dealing. If that does not help,
+because the worker is more than twice as slow, it gets none at all. Between 1.15 and 1.35 nothing
+changes, so no worker alternates between the two.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TRANSITIONS: dict[Pace, frozenset[Pace]] = {
 
 
 def advance(pace: Pace, to: Pace) -> Pace:
-    """The new pace. Raises ValueError for a transition that is not in the table."""
+    """Return the new pace. Raises ValueError for a transition that is not in the table."""
     if to not in TRANSITIONS[pace]:
         raise ValueError(f"a worker that is {pace} cannot become {to}")
     return to
@@ -70,10 +70,15 @@ class Sure:
 
 @dataclass(frozen=True)
 class Limits:
-    """block: steps that one comparison takes. sure: the least slow last. same: times slower that
-    count as quick. demote: times slower at which a slow worker is given nothing, after `patience`
-    blocks. recover: blocks as quick as the others to be well again. rest: blocks on standby before
-    a trial.
+    """Limits of the comparison.
+
+    Attributes:
+        block: Steps that one comparison takes.
+        sure: The least slow last.
+        same: Factor of slowness that still counts as quick.
+        demote: Factor at which a slow worker gets no work, after `patience` blocks.
+        recover: Blocks as quick as the rest until a worker is well again.
+        rest: Blocks on standby before a trial.
     """
 
     block: int = 8
@@ -94,8 +99,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one worker did in one step: `microbatches` in `seconds` of computing. position: what
-    is equal for all who do the same work on a microbatch."""
+    """One worker's work in one step: `microbatches` in `seconds` of computing. position: equal for
+    all workers that do the same work on a microbatch."""
 
     who: Who
     position: Hashable
@@ -124,8 +129,8 @@ class _Worker:
 
 
 class Stragglers:
-    """Takes the timings of every step; says who changed. All who are given the same timings come
-    to the same answer."""
+    """Takes the timings of every step and returns the changes. Equal timings give equal answers on
+    every node."""
 
     def __init__(self, limits: Limits | None = None):
         self.limits = limits or Limits()
@@ -137,17 +142,17 @@ class Stragglers:
 
     @property
     def speeds(self) -> dict[Who, float]:
-        """Beside the others' 1: for the weights of replicas. Those who are quick are not named."""
+        """Weights of replicas relative to the 1 of quick workers, which are not listed."""
         return {who: w.speed for who, w in self._workers.items() if w.speed != 1.0}
 
     @property
     def left_out(self) -> dict[Who, Pace]:
-        """Who is to have no rank."""
+        """Workers that get no rank."""
         idle = (Pace.STANDBY, Pace.OUT)
         return {who: w.pace for who, w in self._workers.items() if w.pace in idle}
 
     def observe(self, timings: Iterable[Timing]) -> tuple[Change, ...]:
-        """One step. Changes come at the end of a block."""
+        """Take one step. Changes come at the end of a block."""
         at: dict[Hashable, dict[Who, float]] = {}
         for t in timings:
             if t.microbatches > 0 and t.seconds > 0:
@@ -162,7 +167,7 @@ class Stragglers:
         return tuple(changes)
 
     def forget(self, who: Who) -> None:
-        """It is another process or machine now."""
+        """Drop a worker's history: it is another process or machine now."""
         self._workers.pop(who, None)
 
     def _judge(self, who: Who, worker: _Worker) -> Change | None:
@@ -208,7 +213,7 @@ class Stragglers:
         return None
 
     def _of_slow(self, worker: _Worker) -> tuple[Pace, float, str] | None:
-        """It is given less work already: is that enough, or needless by now?"""
+        """Decide on a worker with less work already: is that enough, or not needed any more?"""
         limits, blocks = self.limits, list(worker.blocks)
         lately = blocks[-limits.patience :]
         slower = median(lately)
@@ -225,7 +230,8 @@ class Stragglers:
         return None
 
     def _is_slow(self, worker: _Worker) -> float | None:
-        """How many times slower it is; None: it is not, or that is not sure yet."""
+        """Return how many times slower the worker is; None if it is not, or if that is not sure
+        yet."""
         for sure in self.limits.sure:
             lately = list(worker.blocks)[-sure.blocks :]
             slower = median(lately) if len(lately) == sure.blocks else 0.0
@@ -235,14 +241,14 @@ class Stragglers:
 
 
 def _slower(paces: Mapping[Who, float]) -> dict[Who, float]:
-    """Each beside the median of the others; nothing for one who is alone."""
+    """Return each worker's ratio to the median of the rest; empty for a worker that is alone."""
     if len(paces) < 2:
         return {}
     order = sorted(paces, key=lambda who: paces[who])
-    rest = len(order) - 1  # others of each
+    rest = len(order) - 1  # workers without that one
 
     def others(at: int, place: int) -> float:
-        """The `place`-th of those beside the one at `at`."""
+        """Return the `place`-th pace without the worker at `at`."""
         return paces[order[place + (place >= at)]]
 
     return {

@@ -1,27 +1,31 @@
-"""Who is coordinator: every agent's half, as a state machine without clock, network or store.
+"""Leader election: the part of every agent, as a state machine without clock, network or store.
 
-An agent follows the coordinator of the newest term that it knows. When that one falls silent, the
-agents of its last generation are asked, and one of them opens the next term:
+An agent follows the coordinator of the newest term that it knows. When that coordinator falls
+silent, the agents of its last generation are asked, and one of them opens the next term:
 
     seeking ---the holder answers---> following ---no answer for a while, or refused---> silent
-       ^  '---nobody holds it---> claiming <---may claim---------------------------------'  |
+       ^  '---no holder---------> claiming <---may claim---------------------------------'  |
        |                             |  '---made---> reigning ---a newer term---.           |
-       '------- somebody was faster -'--------------------------------------------'---------'
+       '------- another was faster --'--------------------------------------------'---------'
 
-Opening a term is a create-if-absent in the run store, so there is never more than one coordinator
-of a term, and an older one is fenced by its number wherever it writes or gives orders. All rules
-here are about *when* to claim, so about how much is disturbed, never about whether it is safe:
+Opening a term is a create-if-absent in the run store, so a term never has more than one
+coordinator. The term's number fences an older coordinator wherever it writes or gives orders. All
+rules here are about *when* to claim: they limit disturbance, and safety does not depend on them.
 
-- who is told by a peer that the coordinator answers there does not claim: only its own link is cut;
-- who reaches a majority of the last generation's agents, all of which miss the coordinator, claims
-  at once, the lowest name first (the others a little later each, in case the first one dies);
-- agents that are known to be dead (their machine answers that nobody listens) count for nobody;
-- so does who has never heard the coordinator of the newest term: it may be the one who is cut off;
-- a smaller rest waits longer, twice as long each further time, and anew whenever the run store
-  shows that others go on;
-- most of the newest generation, who miss the coordinator, are no rest: that they go on themselves
-  is no reason to wait, else they would see each other's journals grow and train on without one
-  until the next fault. Only that the coordinator itself goes on is.
+- An agent does not claim if a peer reports that the coordinator answers there: only the agent's own
+  link is cut.
+- An agent claims at once if it reaches a majority of the last generation's agents and all of these
+  miss the coordinator. The lowest name claims first, each further one a little later, in case the
+  first one dies.
+- Agents that are known to be dead are not counted: their machine answers that no process listens.
+- An agent that has never heard the coordinator of the newest term is not counted either: it may be
+  the one that is cut off.
+- A smaller rest waits longer, twice as long each further time. Its wait restarts whenever the run
+  store shows that other agents continue.
+- A majority of the newest generation that misses the coordinator is no rest: it may claim even
+  though its members continue. Otherwise they would see each other's journals grow, and train
+  without a coordinator until the next fault. Only a sign that the coordinator itself continues
+  delays this claim.
 """
 
 from __future__ import annotations
@@ -31,13 +35,13 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 MOST_DOUBLINGS = 6
-"""Of the wait of less than a majority."""
+"""Limit on the doublings of the wait of less than a majority."""
 
 
 class Standing(StrEnum):
     SEEKING = "seeking"  # reads the run store: who holds the newest term?
     FOLLOWING = "following"  # its coordinator answers
-    SILENT = "silent"  # its coordinator does not: the others are asked
+    SILENT = "silent"  # its coordinator does not: the peers are asked
     CLAIMING = "claiming"  # the next term is being opened
     REIGNING = "reigning"  # it is the coordinator
     LEFT = "left"
@@ -51,22 +55,27 @@ TRANSITIONS: dict[Standing, frozenset[Standing]] = {
     Standing.REIGNING: frozenset({Standing.SEEKING}),
     Standing.LEFT: frozenset(),
 }
-"""Besides, each may become `left`."""
+"""Permitted changes of state. In addition, each state may become `left`."""
 
 
 class Peer(StrEnum):
-    """What another agent said when it was asked about the coordinator."""
+    """Another agent's answer to the question about the coordinator."""
 
     MISSES = "misses"  # it does not hear it either
     HEARS = "hears"
-    DEAD = "dead"  # nobody listens there any more
+    DEAD = "dead"  # no process listens there any more
     UNKNOWN = "unknown"  # no answer
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds. silence: how long a coordinator may not answer. turn: what each further name waits
-    longer before it claims. alone: how long less than a majority waits."""
+    """Waits before a claim, in seconds.
+
+    Attributes:
+        silence: Time for which a coordinator may not answer.
+        turn: Extra wait of each further name before it claims.
+        alone: Wait of less than a majority.
+    """
 
     silence: float = 6.0
     turn: float = 1.0
@@ -75,15 +84,19 @@ class Patience:
 
 @dataclass(frozen=True)
 class Seat:
-    """One agent's place; see the module.
+    """One agent's place in the election; see the module.
 
-    term: the newest that it knows of; orders of older ones are refused. holder: where its
-    coordinator listens, "" where that is not known or it is this one. at: the generation that it
-    holds. seen: the newest that it found in the run store while silent. members: the agents of the
-    newest generation that it took part in. since: when its coordinator last answered, or the
-    present state began. led: the newest term whose coordinator has answered it. dead: that of the
-    newest term is. sign: the last that the run store showed of what others do. tries: how often it
-    claimed with less than a majority, since another led it.
+    Attributes:
+        term: The newest that it knows of; orders of older ones are refused.
+        holder: Where its coordinator listens; "" if that is not known, or this agent is it.
+        at: The generation that it holds.
+        seen: The newest generation that it found in the run store while silent.
+        members: The agents of the newest generation that it took part in.
+        since: When its coordinator last answered, or the present state began.
+        led: The newest term whose coordinator has answered it.
+        dead: The coordinator of the newest term is known to be dead.
+        sign: The last sign of other agents' progress in the run store.
+        tries: Claims with less than a majority since another agent last led it.
     """
 
     name: str
@@ -101,7 +114,7 @@ class Seat:
 
 
 def found(seat: Seat, term: int, holder: str, now: float) -> Seat:
-    """The run store's newest term, and who holds it: "" where nobody does any more."""
+    """Take the run store's newest term and its holder; "" if no agent holds it any more."""
     if seat.standing in (Standing.LEFT, Standing.CLAIMING):
         return seat
     if term < seat.term or (term == seat.term and seat.standing is Standing.REIGNING):
@@ -125,22 +138,25 @@ def answered(seat: Seat, term: int, now: float) -> Seat:
 
 
 def hears(seat: Seat, now: float, patience: Patience) -> bool:
-    """What this agent says to who misses the coordinator. One answer that did not come says
-    nothing; the second is missed before its own search begins."""
+    """Return True if this agent tells a peer that it hears the coordinator.
+
+    One missed answer proves nothing. The second is missed before this agent's own search begins.
+    """
     if seat.standing is Standing.FOLLOWING:
         return now - seat.since <= patience.silence * 2 / 3
     return seat.standing is Standing.REIGNING
 
 
 def refused(seat: Seat, now: float) -> Seat:
-    """Who was asked is no coordinator any more, and says so."""
+    """Take the answer of an agent that it is not the coordinator any more."""
     if seat.standing in (Standing.FOLLOWING, Standing.SILENT):
         return _become(seat, Standing.SEEKING, now)
     return seat
 
 
 def unanswered(seat: Seat, dead: bool, now: float, patience: Patience) -> Seat:
-    """The coordinator did not answer. dead: its machine did, that nobody listens there."""
+    """Take a coordinator's failure to answer. dead: its machine replied that no process listens
+    there."""
     if seat.standing in (Standing.SEEKING, Standing.FOLLOWING, Standing.SILENT):
         seat = replace(seat, dead=dead)
     if seat.standing is Standing.SEEKING:
@@ -154,17 +170,21 @@ def asked(
     seat: Seat, peers: Mapping[str, Peer], newest_generation: int, now: float, patience: Patience,
     sign: str = "", alive: bool = False,
 ) -> Seat:  # fmt: skip
-    """What the others said, while silent, and the newest generation in the run store. sign:
-    whatever else shows there that others go on, such as where their journal ends. alive: whether
-    that of the coordinator's own node has grown meanwhile."""
+    """Take the peers' answers, while silent, and the newest generation in the run store.
+
+    Args:
+        sign: Any other sign in the run store that agents continue, such as the end of their
+            journal.
+        alive: True if the journal of the coordinator's own node has grown meanwhile.
+    """
     if seat.standing is not Standing.SILENT:
         return seat
     newer, moved = newest_generation > max(seat.at, seat.seen), sign != seat.sign
     seat = replace(seat, sign=sign, seen=max(seat.seen, newest_generation))
     most = seat.at >= seat.seen and _most_miss(seat, peers)
     if newer or (moved and not most):
-        # Others go on. That their coordinator cannot be reached from here is no reason to disturb
-        # them.
+        # The other agents continue. That this agent cannot reach their coordinator is no reason to
+        # disturb them.
         return replace(seat, since=now)
     if Peer.HEARS in peers.values():
         return replace(seat, since=now)
@@ -177,14 +197,14 @@ def asked(
 
 
 def may_claim(seat: Seat, peers: Mapping[str, Peer], now: float, patience: Patience) -> bool:
-    """Whether this agent should open the next term now."""
+    """Return True if this agent should open the next term now."""
     place = _place(seat, peers)
     alone = patience.alone * 2 ** min(seat.tries, MOST_DOUBLINGS)
     return now - seat.since >= (alone if place is None else place * patience.turn)
 
 
 def _place(seat: Seat, peers: Mapping[str, Peer]) -> int | None:
-    """How many of those who may claim at once come before this agent; None where it may not."""
+    """Return the number of agents that may claim at once before this one; None if it may not."""
     if not seat.dead and seat.led < seat.term:
         return None
     misses, alive = _missing(seat, peers)
@@ -194,20 +214,20 @@ def _place(seat: Seat, peers: Mapping[str, Peer]) -> int | None:
 
 
 def _most_miss(seat: Seat, peers: Mapping[str, Peer]) -> bool:
-    """Whether most of those whom it works with miss the coordinator as it does."""
+    """Return True if most of the members miss the coordinator as this agent does."""
     misses, alive = _missing(seat, peers)
     return 2 * len(misses) > len(alive)
 
 
 def _missing(seat: Seat, peers: Mapping[str, Peer]) -> tuple[list[str], list[str]]:
-    """Of the members: who misses the coordinator, by name, and who is not known to be dead."""
+    """Return the members that miss the coordinator, by name, and those not known to be dead."""
     said = {**peers, seat.name: Peer.MISSES}
     misses = sorted(name for name in seat.members if said.get(name) is Peer.MISSES)
     return misses, [name for name in seat.members if said.get(name) is not Peer.DEAD]
 
 
 def claimed(seat: Seat, term: int, made: bool, now: float) -> Seat:
-    """The run store's answer: the term is ours, or somebody else's."""
+    """Take the run store's answer: this agent made the term, or another agent did."""
     if seat.standing is not Standing.CLAIMING:
         return seat
     if made:
@@ -222,7 +242,7 @@ def fenced(seat: Seat, now: float) -> Seat:
 
 
 def took(seat: Seat, term: int, generation: int, members: tuple[str, ...]) -> Seat:
-    """It was told to take part in `generation` by the coordinator of `term`.
+    """Take the order of the coordinator of `term` to take part in `generation`.
 
     Raises ValueError for an order that is older than what it holds: it must not be obeyed.
     """

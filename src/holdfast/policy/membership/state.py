@@ -12,7 +12,7 @@ from math import inf
 class Phase(StrEnum):
     GATHERING = "gathering"  # too few nodes, or a short wait for more
     OPENING = "opening"  # the next generation's object is being made
-    STARTING = "starting"  # its nodes are told, their workers build and take up the state
+    STARTING = "starting"  # its nodes get the order, their workers build and take up the state
     TRAINING = "training"
     HALTING = "halting"  # it is over: its nodes are told, and say when their workers have stopped
     FENCED = "fenced"  # there is a newer term
@@ -39,7 +39,7 @@ class Stage(StrEnum):
     IDLE = "idle"  # none has a rank
     BUILDING = "building"
     WORKING = "working"
-    BROKEN = "broken"  # one is lost, errs or hangs, or cannot go on: the generation is over
+    BROKEN = "broken"  # one is lost, errs or hangs, or cannot continue: the generation is over
     HELD = "held"  # all have stopped and hold what they have
     DONE = "done"  # they ended as they should
 
@@ -59,13 +59,13 @@ WORKER_JOINED = "worker_joined"
 """Reason of a generation that is begun for processes of nodes that took part before."""
 
 LET_GO = (Stage.IDLE, Stage.HELD, Stage.DONE)
-"""Nobody works there."""
+"""No worker works there."""
 
 
 class Order(StrEnum):
     WAIT = "wait"  # nothing to do: be there
     START = "start"  # take part in the generation
-    WORK = "work"  # go on
+    WORK = "work"  # continue
     PAUSE = "pause"  # end the step that is under way, then hold
     HALT = "halt"  # stop in the midst of the step, and hold
     LEAVE = "leave"  # the run is over
@@ -93,10 +93,12 @@ class Report:
 class Node:
     """A node as its coordinator knows it. Times are of the coordinator's clock.
 
-    mark: of its agent's process; one that was started anew is another. at: the generation that it
-    holds, with what its workers do there. ready: of its places, for how many there is a process
-    that works or could at once; None where it cannot say. grew: when that changed; taken: how many
-    the generation uses.
+    Attributes:
+        mark: Its agent's process; a restarted agent has another one.
+        at: The generation that it holds, with its workers' stage there.
+        ready: Number of its places with a process that works or could at once; None if unknown.
+        grew: When `ready` changed.
+        taken: Number of places that the generation uses.
     """
 
     name: str
@@ -106,7 +108,7 @@ class Node:
     heard: float
     at: int = 0
     stage: Stage = Stage.IDLE
-    until: float = inf  # it said that it will be gone by then
+    until: float = inf  # it said that it will be lost by then
     banned: bool = False  # sick: not taken again in this term
     expected: bool = False  # it has to speak, or be lost, before a next generation is made
     ready: int | None = None
@@ -131,11 +133,17 @@ Fits = Callable[[Sequence[Node]], Sequence[str]]
 
 @dataclass(frozen=True)
 class Rules:
-    """Seconds. lost_after: silence after which a node is gone. gather: how long the first
-    generation waits for more nodes, while those that are there are not all that would be used.
-    settle: how long a newcomer has been there before a generation is ended for it. patience: how
-    long too few nodes are waited for. apart: how long two that do not reach each other are kept
-    apart; twice as long each further time."""
+    """Limits, in seconds.
+
+    Attributes:
+        lost_after: Silence after which a node is lost.
+        gather: Wait of the first generation for more nodes, if more than the present ones would be
+            used.
+        settle: Time that a newcomer has been there before a generation is ended for it.
+        patience: Wait of too few nodes for more.
+        apart: Time that two nodes that do not reach each other are kept apart; it doubles each
+            time.
+    """
 
     fits: Fits
     lost_after: float = 6.0
@@ -201,7 +209,7 @@ class Reign:
 
     @property
     def at_work(self) -> bool:
-        """Whether its workers compute, be it only to the end of the step that is under way."""
+        """Return True if its workers compute, even if only to the end of the current step."""
         ending = self.phase is Phase.HALTING and self.gentle
         return ending or self.phase in (Phase.STARTING, Phase.TRAINING)
 

@@ -1,10 +1,10 @@
-"""Who takes part: the coordinator's half, as a state machine without clock, network or store.
+"""Membership: the coordinator's part, as a state machine without clock, network or store.
 
-A `Reign` is what the coordinator of one term knows. It is fed what it hears (`came`, `heard`,
-`gone`, `warned`), what the run store answered (`opened`, `taken`), and the time (`tick`); each call
-gives the next value. What is to be done follows from the value alone: `directive` says what a node
-is to do, `opening` which generation is to be made. Both may be asked again and again, so a message
-that is lost costs a repetition and nothing else.
+A `Reign` is what the coordinator of one term knows. Its inputs are messages (`came`, `heard`,
+`gone`, `warned`), the run store's answers (`opened`, `taken`) and the time (`tick`). Each call
+returns the next value. The value alone decides what is to be done: `directive` says what a node is
+to do, `opening` which generation is to be made. Both may be asked again and again, so a lost
+message costs a repetition and nothing else.
 
     gathering --enough nodes--> opening --object made--> starting --all work--> training
         ^                          ^                        |                      |
@@ -13,10 +13,10 @@ that is lost costs a repetition and nothing else.
 
     any --a newer term--> fenced                     any --done, or no hope--> ended
 
-A node holds its generation with what its workers do there, its *stage*. The next generation begins
-when every node of the last has halted or is gone, so there is never work in two at once; and it is
-made in the run store under a number that nobody else can have made, so two coordinators that do not
-know of each other cannot both go on. The other half, who may be coordinator, is `succession`.
+A node holds its generation and its workers' progress there, its *stage*. The next generation begins
+when every node of the last has halted or is lost, so two never work at once. Its number in the run
+store is unique, so two coordinators that do not know of each other cannot both continue. The other
+part, the election of the coordinator, is `election`.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ __all__ = [
     "Rules",
     "Stage",
 ]
-"""Of `reign`, for whoever takes both together."""
+"""Of `state`, for modules that import both."""
 
 
 def begin(
     term: int, now: float, generation: int = 0, members: Sequence[Node] = (), reason: str = "start"
 ) -> Reign:
-    """A term begins; `generation` is the newest in the run store, with its nodes as they stand
-    there. They have as long as anybody to be heard."""
+    """Begin a term. `generation` is the newest in the run store, with its nodes as stored there;
+    these have the usual time to be heard."""
     expected = tuple(
         replace(node, came=now, heard=now, at=0, stage=Stage.IDLE, expected=True)
         for node in members
@@ -85,7 +85,7 @@ def begin(
 
 
 def directive(reign: Reign, name: str) -> Directive:
-    """What a node is to do now."""
+    """Return what a node is to do now."""
     node = reign.node(name)
     if reign.phase is Phase.FENCED:
         return Directive(Order.REFUSE)
@@ -131,8 +131,8 @@ def came(reign: Reign, new: Node, now: float, rules: Rules) -> Reign:
 
 
 def heard(reign: Reign, reports: Iterable[Report], now: float, rules: Rules) -> Reign:
-    """Nodes say which generation they hold, and what their workers do there. One that is unknown,
-    or speaks for another process, is to join first: nothing changes."""
+    """Take the nodes' reports of their generation and stage. A node that is unknown, or speaks for
+    another process, must join first: nothing changes."""
     beating: dict[str, Node] = {}
     news = []
     for report in reports:
@@ -149,7 +149,7 @@ def heard(reign: Reign, reports: Iterable[Report], now: float, rules: Rules) -> 
 
 
 def _as_before(node: Node, report: Report) -> bool:
-    """Whether nothing has changed there since it was heard last."""
+    """Return True if nothing has changed at the node since its last report."""
     return (
         node.mark == report.mark
         and (node.at, node.stage, node.ready) == (report.at, report.stage, report.ready)
@@ -176,8 +176,8 @@ def _heard(reign: Reign, report: Report, now: float) -> Reign:
     if current and stage is Stage.BROKEN:
         return halt(reign, "worker_lost", now)
     if current and stage is Stage.HELD and reign.phase is not Phase.HALTING:
-        return halt(reign, "halted", now)  # somebody else has told it to
-    return reign  # one that has ended its step and holds hurries nobody who has not
+        return halt(reign, "halted", now)  # another coordinator has halted it
+    return reign  # a node that holds after its step does not hurry the rest
 
 
 def gone(reign: Reign, name: str, cause: str, now: float, rules: Rules) -> Reign:
@@ -189,8 +189,8 @@ def gone(reign: Reign, name: str, cause: str, now: float, rules: Rules) -> Reign
 
 
 def warned(reign: Reign, name: str, until: float, now: float, rules: Rules) -> Reign:
-    """A node says that it will be gone by `until`: the next generation does without it. Where all
-    are going, that is their last one (`leaving_all`)."""
+    """Take a node's notice that it leaves by `until`: the next generation excludes it. If all nodes
+    leave, that generation is their last one (`leaving_all`)."""
     node = reign.node(name)
     if node is None:
         return reign
@@ -202,8 +202,8 @@ def warned(reign: Reign, name: str, until: float, now: float, rules: Rules) -> R
 
 
 def doubted(reign: Reign, name: str, now: float, rules: Rules) -> Reign:
-    """A node has been silent for its time already, as those say who have chosen this coordinator in
-    its place: a third of it is left to be heard."""
+    """Leave a node a third of the silence limit to be heard. The agents that elected this
+    coordinator in its place report that it has been silent for its time."""
     node = reign.node(name)
     if node is None or not node.expected:
         return reign
@@ -211,13 +211,13 @@ def doubted(reign: Reign, name: str, now: float, rules: Rules) -> Reign:
 
 
 def overslept(reign: Reign, now: float, rules: Rules) -> Reign:
-    """Whoever judges stood still himself and heard nobody: each has a third of his time left."""
+    """The coordinator was suspended: leave every node a third of the limit to be heard."""
     since = now - rules.lost_after * 2 / 3
     return replace(reign, nodes=tuple(replace(n, heard=max(n.heard, since)) for n in reign.nodes))
 
 
 def ban(reign: Reign, name: str, reason: str, now: float, rules: Rules) -> Reign:
-    """A node is sick, or slows all others down: it is left out until a new term."""
+    """Exclude a node until a new term: it is sick, or slows all the rest down."""
     node = reign.node(name)
     if node is None:
         return reign
@@ -228,8 +228,9 @@ def ban(reign: Reign, name: str, reason: str, now: float, rules: Rules) -> Reign
 
 
 def parted(reign: Reign, one: str, other: str, now: float, rules: Rules) -> Reign:
-    """Two nodes do not reach each other, though both are heard: no generation has both, until it is
-    tried again, which takes twice as long each time. Said again shortly before, it is not tried."""
+    """Keep two nodes apart that do not reach each other, though both are heard. The pair is tried
+    again later; that wait doubles each time. If it is reported again shortly before, it is not
+    tried."""
     known = reign.node(one) is not None and reign.node(other) is not None
     if reign.phase in OVER or one == other or not known:
         return reign
@@ -249,13 +250,13 @@ def parted(reign: Reign, one: str, other: str, now: float, rules: Rules) -> Reig
 
 
 def halt(reign: Reign, reason: str, now: float, *, gentle: bool = False) -> Reign:
-    """The generation is over. gentle: at the end of the step that is under way; a fault in the
-    meantime ends that at once."""
+    """End the generation. gentle: at the end of the current step; a fault meanwhile ends it at
+    once."""
     if reign.phase is Phase.HALTING:
         return replace(reign, gentle=reign.gentle and gentle)
     if reign.phase not in (Phase.STARTING, Phase.TRAINING):
         return reign
-    # Who has not begun it may have been told to, or be dead: it is asked before it is counted on.
+    # A node that has not begun may have its order already, or be dead: ask before counting on it.
     nodes = tuple(
         replace(node, expected=True)
         if node.name in reign.members and node.at != reign.generation
@@ -272,9 +273,8 @@ def opened(
     reign: Reign, generation: int, names: frozenset[str], now: float, rules: Rules,
     taken: Mapping[str, int] | None = None,
 ) -> Reign:  # fmt: skip
-    """The run store has made the object of `generation` for us, of these nodes. One that was lost
-    meanwhile ends it at once. taken: how many places it uses of each; None: as many as are ready.
-    """
+    """The run store has made the object of `generation`, of these nodes. A node lost meanwhile ends
+    it at once. taken: places that it uses of each; None: as many as are ready."""
     if reign.opening is None or generation != reign.generation + 1:
         return reign
     nodes = tuple(
@@ -294,8 +294,8 @@ def opened(
 
 
 def taken(reign: Reign, newest_term: int, newest_generation: int, now: float) -> Reign:
-    """The object could not be made: there is a newer term, or that number was given away already,
-    by an older coordinator that did not know of us. Then the next number is tried."""
+    """The object could not be made: there is a newer term, or an older coordinator that did not
+    know of this one used the number. Then the next number is tried."""
     if newest_term > reign.term:
         return _become(reign, Phase.FENCED, now) if reign.phase is not Phase.ENDED else reign
     if reign.phase is Phase.OPENING and newest_generation > reign.generation:
@@ -311,7 +311,7 @@ def fenced(reign: Reign, now: float) -> Reign:
 
 
 def done(reign: Reign, verdict: str, now: float) -> Reign:
-    """Training is over (`verdict` ""), or cannot go on."""
+    """End the run: training is complete (`verdict` ""), or cannot continue."""
     if reign.phase in OVER:
         return reign
     return replace(_become(reign, Phase.ENDED, now), verdict=verdict)
@@ -342,19 +342,19 @@ def deadline(reign: Reign, rules: Rules, now: float) -> float:
 
 # --- the rest --------------------------------------------------------------------------------
 def usable(reign: Reign) -> tuple[Node, ...]:
-    """The nodes that a next generation may be made of. One that still holds an older generation's
-    work has to let go of it first."""
+    """Return the nodes for a next generation. A node that still holds an older generation's work
+    must let go of it first."""
     return tuple(node for node in reign.nodes if _stays(node) and _free(node))
 
 
 def leaving_all(reign: Reign, names: frozenset[str]) -> bool:
-    """Whether all nodes that there are will be gone, with these: what they hold is to be saved."""
+    """Return True if all nodes will be lost, with these: what they hold is to be saved."""
     there = {node.name for node in reign.nodes}
     return bool(names & there) and all(node.until < inf for node in reign.nodes)
 
 
 def awaited(reign: Reign) -> tuple[str, ...]:
-    """Members without whose word it does not go on."""
+    """Return the members whose report is needed before the generation continues."""
     due = (Stage.WORKING, Stage.DONE) if reign.phase is Phase.STARTING else LET_GO
     return tuple(
         node.name
@@ -365,7 +365,7 @@ def awaited(reign: Reign) -> tuple[str, ...]:
 
 
 def _free(node: Node) -> bool:
-    """Whether it is known that nobody works there."""
+    """Return True if it is known that no worker works there."""
     return node.stage in LET_GO and not node.expected
 
 
@@ -374,14 +374,13 @@ def _stays(node: Node) -> bool:
 
 
 def _without(reign: Reign, now: float, rules: Rules) -> bool:
-    """Whether those who stay would be enough. Where they are not, a node that will be gone is
-    better than none."""
+    """Return True if the nodes that stay are enough. A node that leaves is better than too few."""
     return bool(_fitting(reign, [node for node in reign.nodes if _stays(node)], now, rules))
 
 
 def _fitting(reign: Reign, nodes: Sequence[Node], now: float, rules: Rules) -> frozenset[str]:
-    """Which of these nodes a generation would use. Of two that do not reach each other one is left
-    out: whoever misses the most others, then who is no member, then the last by name."""
+    """Return which of these nodes a generation would use. Of two that do not reach each other, one
+    is left out: the one missing the most nodes, then a non-member, then the last by name."""
     pairs = [(pair.one, pair.other) for pair in reign.apart if now < pair.until]
     left = {node.name for node in nodes}
     while pairs := [(one, other) for one, other in pairs if one in left and other in left]:
@@ -391,7 +390,7 @@ def _fitting(reign: Reign, nodes: Sequence[Node], now: float, rules: Rules) -> f
 
 
 def _go_on(reign: Reign, now: float, rules: Rules) -> Reign:
-    """What follows by itself from what is known."""
+    """Take every transition that follows from what is known."""
     match reign.phase:
         case Phase.STARTING if _all(reign, Stage.WORKING):
             misgrown = 0 if reign.reason == WORKER_JOINED else reign.misgrown
@@ -411,12 +410,12 @@ def _go_on(reign: Reign, now: float, rules: Rules) -> Reign:
 
 
 def _split(reign: Reign, names: frozenset[str], now: float) -> bool:
-    """Whether two of these do not reach each other."""
+    """Return True if two of these nodes do not reach each other."""
     return any({pair.one, pair.other} <= names for pair in reign.apart if now < pair.until)
 
 
 def _as_wanted(reign: Reign) -> bool:
-    """Whether the generation that is being made can still be had."""
+    """Return True if the generation that is being made is still possible."""
     if leaving_all(reign, reign.wanted):
         return all((node := reign.node(name)) is not None and _free(node) for name in reign.wanted)
     return reign.wanted <= {node.name for node in usable(reign)}
@@ -428,13 +427,13 @@ def _all(reign: Reign, stage: Stage) -> bool:
 
 
 def _halted(reign: Reign) -> bool:
-    """Whether nobody works in the generation any more, nor in one before it."""
+    """Return True if no worker works in the generation any more, nor in one before it."""
     return all(_free(node) for node in reign.nodes if node.name in reign.members)
 
 
 def _grow(reign: Reign, now: float, rules: Rules) -> Reign:
-    """A generation is ended for newcomers that the planner would use, once they have settled: nodes
-    and, on nodes that are there, processes."""
+    """End a generation for settled newcomers that the planner would use: nodes and, on nodes that
+    take part already, processes."""
     inside = [n for n in reign.nodes if n.name in reign.members]
     came = [n for n in reign.nodes if _offers(reign, n) and now >= _settled(reign, n, rules)]
     outside = [n for n in came if n.name not in reign.members and _stays(n) and _free(n)]
@@ -447,21 +446,21 @@ def _grow(reign: Reign, now: float, rules: Rules) -> Reign:
 
 
 def _offers(reign: Reign, node: Node) -> bool:
-    """Whether it has processes, or room for them, that the generation does not use."""
+    """Return True if the node has processes, or room for them, that the generation does not use."""
     if node.name in reign.members:
         return node.ready is not None and node.ready > node.taken
     return node.ready is None or node.ready > 0
 
 
 def _settled(reign: Reign, node: Node, rules: Rules) -> float:
-    """From when on it is reason enough to end a generation."""
+    """Return the time from which the node is reason enough to end a generation."""
     if node.name not in reign.members:
         return max(node.came, node.grew) + rules.settle
     return max(node.grew, reign.since) + rules.settle * 2.0 ** min(reign.misgrown, 10)
 
 
 def _next(reign: Reign, now: float, rules: Rules) -> Reign:
-    """Nobody works: the next generation, of what is there."""
+    """Begin the next generation with the nodes that are there; no worker works now."""
     names = _fitting(reign, _next_of(reign), now, rules)
     if names:
         if reign.phase is not Phase.OPENING:
@@ -471,7 +470,7 @@ def _next(reign: Reign, now: float, rules: Rules) -> Reign:
 
 
 def _next_of(reign: Reign) -> tuple[Node, ...]:
-    """The nodes that a next generation may be made of, be it the last one of all."""
+    """Return the nodes that a next generation may be made of, even if it is the last one of all."""
     if leaving_all(reign, reign.members):
         return tuple(node for node in reign.nodes if _free(node) and not node.banned)
     return usable(reign)

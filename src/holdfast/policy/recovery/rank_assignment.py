@@ -1,13 +1,13 @@
-"""Who sits where: which living process becomes which rank of the next topology.
+"""Rank assignment: which living process becomes which rank of the next topology.
 
-A process can only be a rank of its own node. The less moves, the quicker the run goes on:
+A process can only be a rank of its own node. The less moves, the sooner the run continues:
 
-    1. a replica that is whole goes on as a whole, so that nothing inside it is touched
-    2. who holds exactly the boxes of a rank becomes that rank, its own first
-    3. who holds a state keeps its rank, or takes any: it lacks only a part of its boxes
-    4. who lives and holds nothing takes what is left
+    1. a replica that is complete stays together, so that nothing inside it is touched
+    2. a process that holds exactly the boxes of a rank becomes that rank, its own first
+    3. a process with a state keeps its rank, or takes any: it lacks only a part of its boxes
+    4. a process that holds nothing takes a rank that is left
 
-What is left then is for newcomers.
+The remaining ranks are for newcomers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Seats:
 def seats(
     old: Topology, new: Topology, living: Mapping[int, int], holding: Collection[int]
 ) -> Seats:
-    """living: old rank -> process, of everybody who is left; holding: those old ranks whose
-    process has the state."""
+    """living: old rank -> process, of all that are left; holding: those old ranks whose process has
+    the state."""
     plan = _Seating(old, new, dict(living), set(holding) & living.keys())
     plan.whole_replicas()
     plan.fill(lambda was, rank: was == rank and plan.same_boxes(was, rank), plan.holders)
@@ -71,7 +71,7 @@ class _Seating:
         self.waiting.remove(was)
 
     def whole_replicas(self) -> None:
-        """Each new replica gets an old one that is whole: its own number first."""
+        """Give each new replica a complete old one: its own number first."""
         free = [r for r in self.old.replicas if self.has_state.issuperset(r.ranks)]
         for same in (True, False):
             for target in self.new.replicas:

@@ -1,16 +1,16 @@
-"""What one rank knows about a step, and which step the survivors of a loss go on from.
+"""One rank's knowledge of a step, and the step from which the survivors of a loss resume.
 
-    computing --whole gradient here--> whole --every vote heard--> voted --updated--> applied
+    computing --full gradient here--> whole --every vote heard--> voted --updated--> applied
                                                                                          |
                                                         computing (the next step) <------'
 
-A rank votes only when it is `whole`, and applies only when it is `voted`. Hence the one fact that
-everything rests on: if anybody has applied a step, alive or dead, everybody holds its whole
-gradient, and can apply it without anybody's help. And since a step's gradient cannot be whole
-anywhere before all have begun it, no rank is ever more than one step ahead of another.
+A rank votes only when it is `whole`, and applies only when it is `voted`. This gives the one fact
+that recovery rests on. If any rank, alive or dead, has applied a step, then every rank holds its
+complete gradient and can apply it without help. And no rank is ever more than one step ahead of
+another: a step's gradient is complete nowhere before all ranks have begun it.
 
-Pure: the engine keeps its own state by `advance`, and all survivors of a generation work out
-`resolve` from the same holdings, so they decide alike without a leader.
+Pure: the engine keeps its own state by `advance`. All survivors of a generation compute `resolve`
+from the same holdings, so they decide alike without a leader.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Stage(StrEnum):
     """How far one rank is in the step that it has not applied yet."""
 
     COMPUTING = "computing"  # or not begun
-    WHOLE = "whole"  # holds the whole reduced gradient
+    WHOLE = "whole"  # holds the complete reduced gradient
     VOTED = "voted"  # has heard every vote, and all are for it
     APPLIED = "applied"  # the state is the step's; it stays so until the next begins
 
@@ -32,13 +32,13 @@ class Stage(StrEnum):
 TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     Stage.COMPUTING: frozenset({Stage.COMPUTING, Stage.WHOLE}),  # given up, and begun again
     Stage.WHOLE: frozenset({Stage.VOTED, Stage.COMPUTING}),  # the vote was lost, or against it
-    Stage.VOTED: frozenset({Stage.APPLIED}),  # can never be taken back: somebody may have applied
+    Stage.VOTED: frozenset({Stage.APPLIED}),  # final: another rank may have applied it
     Stage.APPLIED: frozenset({Stage.COMPUTING}),
 }
 
 
 def advance(stage: Stage, to: Stage) -> Stage:
-    """The new stage. Raises ValueError for a transition that is not in the table."""
+    """Return the new stage. Raises ValueError for a transition that is not in the table."""
     if to not in TRANSITIONS[stage]:
         raise ValueError(f"a step that is {stage} cannot become {to}")
     return to
@@ -46,12 +46,14 @@ def advance(stage: Stage, to: Stage) -> Stage:
 
 @dataclass(frozen=True)
 class Holding:
-    """What one process has when it has stopped.
+    """State and progress of one process that has stopped.
 
-    applied: its state is that after this step; None: it has no state, as a newcomer.
-    stage: of the step after it; APPLIED counts as COMPUTING, of which nothing was done.
-    summed: something of that step was summed into what this process computed, so that its own
-        part of the sum is not there any more.
+    Attributes:
+        applied: Its state is that after this step; None: it has no state, as a newcomer.
+        stage: Stage of the step after it; APPLIED counts as COMPUTING, of which nothing was done.
+        summed: Some of that step was summed into what this process computed, so that its own part
+            of
+            the sum is lost.
     """
 
     applied: int | None
@@ -60,18 +62,19 @@ class Holding:
 
     @property
     def whole(self) -> bool:
-        """Whether it can apply the next step by itself."""
+        """Return True if the process can apply the next step by itself."""
         return self.stage in (Stage.WHOLE, Stage.VOTED)
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """What all do, by their index in the holdings.
+    """The decision for all processes, by their index in the holdings.
 
-    step: the state of all is that after this step, once `appliers` have applied it.
-    appliers: apply `step` with the gradient that they hold.
-    behind: have no state of `step` and cannot make it; they are sent it, as newcomers are.
-    goes_on: nothing of the step after it was summed anywhere: what was computed may stay.
+    Attributes:
+        step: The state of all is that after this step, once `appliers` have applied it.
+        appliers: Apply `step` with the gradient that they hold.
+        behind: Have no state of `step` and cannot make it; they receive it, as newcomers do.
+        goes_on: Nothing of the step after it was summed anywhere: what was computed may stay.
     """
 
     step: int
@@ -81,11 +84,13 @@ class Resolution:
 
 
 def resolve(holdings: Sequence[Holding], *, counted: bool = True) -> Resolution:
-    """Where all who are here go on from.
+    """Return the step from which all present processes resume.
 
-    counted: every number of the verdict (tokens, losses, norm) can be had even if nobody has
-        heard every vote; without them a whole gradient cannot be applied as it would have been.
-    Raises ValueError when nobody has a state.
+    counted: every number of the verdict (tokens, losses, norm) is available even if no rank has
+    heard every vote. Without these numbers, a complete gradient cannot be applied as it would have
+    been.
+
+    Raises ValueError if no process has a state.
     """
     have = {i: h for i, h in enumerate(holdings) if h.applied is not None}
     if not have:
@@ -103,7 +108,8 @@ def resolve(holdings: Sequence[Holding], *, counted: bool = True) -> Resolution:
 
 
 def _applies_next(at_newest: dict[int, Holding], have: dict[int, Holding], counted: bool) -> bool:
-    """Whether the step after the newest state is applied, by those who hold its whole gradient."""
+    """Return True if the step after the newest state is applied, by the holders of its full
+    gradient."""
     if any(h.stage is Stage.VOTED for h in at_newest.values()):
         return True
     return counted and len(at_newest) == len(have) and all(h.whole for h in at_newest.values())

@@ -1,12 +1,12 @@
-"""What those who are left of a generation hold between them, and what to begin the next one from.
+"""The state that the survivors of a generation hold together, and the start of the next one.
 
     live      they hold every box, after one step: the state stays where it is
-    restored  a box was held by lost processes alone, or they lie apart: everybody reads the newest
-              step that is complete in memory, else in the run store
+    restored  only lost processes held some box, or the survivors' steps are too far apart: all
+              read the newest step that is complete in memory, or otherwise in the run store
 
-Decided before the next generation begins, from what its agents were told. The processes agree on
-the step once more among themselves (`policy/recovery/step_resolution.py`), as one of them may be
-lost meanwhile.
+The agents' reports decide this before the next generation begins. The processes then agree on the
+step once more among themselves (`policy/recovery/step_resolution.py`), as one of them may be lost
+meanwhile.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ from holdfast.layout import Topology
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step that all ranks found bad alike, and did not apply. what: a phrase. dealt: the
-    microbatches of each replica. suspects: those of them that may have caused it. again: computed
-    once more in the same place they were bad again; None: they were not. bearable: it may be
-    applied all the same."""
+    """A step that all ranks found bad alike, and did not apply.
+
+    Attributes:
+        what: A phrase.
+        dealt: The microbatches of each replica.
+        suspects: Those of them that may have caused it.
+        again: Computed once more in the same place, they were bad again; None: they were not.
+        bearable: It may be applied anyway.
+    """
 
     step: int
     what: str
@@ -52,13 +57,17 @@ class BadStep:
 
 @dataclass(frozen=True)
 class Held:
-    """What one worker holds, as it says itself.
+    """One worker's own report of what it holds.
 
-    generation, rank: where it stood. applied: the step after which its state is. whole: the step
-    of which it holds the whole reduced gradient, if of any. torn: it has no state that is of use.
-    kind: why it stopped: peer, halt, error, non_finite, rotten, paused; text: the same in a
-    sentence. state: generation and rank whose boxes it holds; None where it holds none. bad: the
-    step because of which it stopped.
+    Attributes:
+        generation, rank: Its place.
+        applied: The step after which its state is.
+        whole: The step of which it holds the complete reduced gradient, if any.
+        torn: It has no usable state.
+        kind: Why it stopped: peer, halt, error, non_finite, `rotten`, paused.
+        text: The same in a sentence.
+        state: Generation and rank whose boxes it holds; None if it holds none.
+        bad: The step because of which it stopped.
     """
 
     generation: int
@@ -91,17 +100,23 @@ class Held:
 
 @dataclass(frozen=True)
 class Standpoint:
-    """The survivors go on live. step: somebody's state is that after it, and nobody's is after a
-    later one; the others have it, or the gradient that leads there. ranks: who these are."""
+    """The survivors continue live.
+
+    step: some survivor's state is that after it, and none is after a later one. The remaining ranks
+    have that state, or the gradient that leads there. ranks: all of these survivors.
+    """
 
     step: int
     ranks: frozenset[int]
 
 
 def standpoint(topology: Topology, table: StateTable, held: Mapping[int, Held]) -> Standpoint | str:
-    """Whether the survivors of `topology` can go on with what they hold, by the rank whose boxes
-    these are; else why not, as a phrase. Who lies behind the newest step, and cannot follow,
-    counts for nothing."""
+    """Return the standpoint from which the survivors of `topology` can continue, or why they
+    cannot.
+
+    held: by the rank whose boxes these are. A rank that is behind the newest step and cannot follow
+    is not counted. The reason is a phrase.
+    """
     able = {rank: one for rank, one in held.items() if not one.torn}
     if not able:
         return "nobody is left who holds a state"
@@ -118,7 +133,7 @@ def standpoint(topology: Topology, table: StateTable, held: Mapping[int, Held]) 
 
 
 def unheld(topology: Topology, table: StateTable, ranks: Collection[int]) -> str | None:
-    """A tensor of which these ranks lack some part between them; None where they hold the whole
+    """Return a tensor that these ranks do not hold completely together; None if they hold all
     state."""
     present = set(ranks)
     if any(present.issuperset(replica.ranks) for replica in topology.replicas):
@@ -132,8 +147,10 @@ def unheld(topology: Topology, table: StateTable, ranks: Collection[int]) -> str
 
 
 def _cover(wanted: Box, parts: Collection[Box]) -> bool:
-    """Whether `parts`, which may overlap, hold every element of `wanted`: it is cut along all
-    their edges, so that each cell lies inside or outside of each of them."""
+    """Return True if `parts`, which may overlap, hold every element of `wanted`.
+
+    It is cut along all their edges, so that each cell lies inside or outside of each of them.
+    """
     edges = [
         sorted(
             {wanted.offsets[dim], wanted.stops[dim]}.union(

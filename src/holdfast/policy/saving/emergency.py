@@ -1,11 +1,12 @@
-"""What can still be saved before a machine goes: pure arithmetic over a deadline and bandwidths.
+"""What can still be saved before a machine is lost: arithmetic over a deadline and bandwidths.
+Pure.
 
-A notice leaves seconds. What stays on the machine is lost with it, so only tiers that survive it
-are worth the bytes; the one that is complete first goes first, because a save that is not complete
-is none. Tiers that share a link share its time, one after the other: two halves are no save.
+A notice leaves seconds. Bytes that stay on the machine are lost with it, so only tiers that survive
+it are worth saving to. The tier that completes first is first, because an incomplete save is
+useless. Tiers that share a link share its time, one after the other: two halves are no save.
 
-A prediction that names nodes asks for less: only the boxes which the ranks on them own, and of
-those only what no rank elsewhere holds has to travel.
+A prediction that names nodes asks for less: only the boxes which the ranks on them own. Of those,
+only boxes that no rank elsewhere holds must travel.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from holdfast.layout import Topology
 from holdfast.policy.saving.failure_rate import duration
 
 MARGIN = 0.2
-"""Share of the deadline that is not planned with: a measured bandwidth is that of other minutes,
-and others on the same switch have had the same notice."""
+"""Share of the deadline that is not planned with. The bandwidth was measured in other minutes, and
+other nodes on the same switch have had the same notice."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,11 @@ def emergency(deadline: float, nbytes: int, routes: Sequence[Route]) -> Emergenc
 
 @dataclass(frozen=True)
 class AtRisk:
-    """What nodes that are about to go own, by rank: the size that an emergency plans with.
+    """Boxes that nodes about to leave own, by rank: the size that an emergency plans with.
 
-    It is not what is saved: a save is of the whole state, each rank's own part of it, because a
-    step counts only when every rank's part is there. So boxes that ranks elsewhere hold too are
-    neither left out of it nor sent last.
+    The save itself is of the complete state, each rank's own part of it. For a step counts only if
+    every rank's part is there. So boxes that ranks elsewhere hold too are neither left out nor sent
+    last.
     """
 
     boxes: dict[int, tuple[Box, ...]]

@@ -1,23 +1,23 @@
 """How often a run breaks: a running estimate of the rate of failures, from what was seen.
 
-Failures of spot machines and of clusters come in bursts, and their rate changes over a day: by a
-factor of five within the hours of one published spot trace. An average over all that was ever seen
-follows too late, and one over the last hours says nothing about a cluster that breaks once a week.
-So the rate is a hidden state that may change, and its distribution is carried along by the forward
-algorithm of a hidden Markov model (Rabiner, Proceedings of the IEEE 77(2), 1989):
+Failures of spot machines and of clusters come in bursts. Their rate changes over a day: by a factor
+of five within the hours of one published spot trace. An average over all failures ever seen follows
+too late. One over the last hours says nothing about a cluster that breaks once a week. So the rate
+is a hidden state that may change. The forward algorithm of a hidden Markov model carries its
+distribution along (Rabiner, Proceedings of the IEEE 77(2), 1989):
 
 - The state is one of 52 rates, each half as high again as the one before. The distribution begins
   as a gamma prior whose mean the run file gives.
-- When some time passes without a failure, the weight of rate r is multiplied by the chance of that,
-  exp(-r x time); at a failure, by r.
-- A regime ends as often as every thirtieth failure comes, whatever the rate; the next rate is near,
-  and less likely the further off it is. So a burst is believed after two or three failures, a quiet
-  week after a few usual gaps, and old evidence is forgotten at the pace of the machines: within
-  hours in a spot pool, within months in a cluster.
+- A time without a failure multiplies the weight of rate r by the chance of that, exp(-r x time). A
+  failure multiplies it by r.
+- A regime ends once in thirty failures, at any rate. The next rate is near, and less likely the
+  further off it is. So a burst is believed after two or three failures, a quiet week after a few
+  usual gaps. Old evidence is forgotten at the pace of the machines: within hours in a spot pool,
+  within months in a cluster.
 
-The lost time is linear in the rate, so what a decision needs is the mean of the distribution, and
-no quantile. Rates are those of one node; a run on n nodes fails as often as the square root of n
-says, so a run that grows is at more risk at once.
+The lost time is linear in the rate, so a decision needs the mean of the distribution, and no
+quantile. Rates are those of one node. A run on n nodes fails more often by the square root of n, so
+a run that grows is at more risk at once.
 
 Pure: a value; `after` gives the next one. Time comes in as seconds that have passed.
 """
@@ -37,29 +37,29 @@ RATES = tuple(1e-9 * _STEP**k for k in range(52))
 factor of 1.23 from one of these, an error that costs half a per cent of the lost time."""
 
 REGIME = 30
-"""Failures in the mean until the rate changes. Within a regime a rate is then known to about a
-fifth (one over the root of 30), an error that costs half a per cent of the lost time; rates that
-change over a day are followed, as machines that make it matter fail many times a day."""
+"""Failures in the mean until the rate changes. Within a regime the rate is then known to about a
+fifth (one over the root of 30). That error costs half a per cent of the lost time. Rates that
+change over a day are followed, for machines with such rates fail many times a day."""
 
 LEAP = 1.0
-"""How far the rate goes when it changes: the mean of the absolute change of its logarithm. A factor
-of e is what the hours of a spot trace differ by; a hundredfold change is believed after two or
-three failures all the same, as each of them then tells more than the leap costs."""
+"""Size of a change of the rate: the mean of the absolute change of its logarithm. The hours of a
+spot trace differ by a factor of e. A hundredfold change is still believed after two or three
+failures, as each of them then tells more than the leap costs."""
 
 TOGETHER = 0.5
-"""A run on n nodes fails n to this power times as often as one on a single node. Machines that fail
-each for itself would make it 1, machines that all go together 0; in public spot traces, where a
-departure takes two nodes in the mean and often many, it lies near the middle."""
+"""A run on n nodes fails n to this power times as often as one on a single node. The exponent is 1
+if machines fail independently, and 0 if all fail together. In public spot traces it lies near the
+middle: a departure takes two nodes in the mean, and often many."""
 
 SHAPE = 0.25
 """Shape of the gamma prior, in failures that it is worth. The logarithm of such a variable spreads
-by 4.1 either way (the root of the trigamma function), a factor of 60: published rates lie between
-4 failures in 1,000 node-days (a large cluster) and 15 in one (a spot pool)."""
+by 4.1 either way (the root of the trigamma function), a factor of 60. Published rates lie between 4
+failures in 1,000 node-days (a large cluster) and 15 in one (a spot pool)."""
 
 NODE_MTBF = 1.5 * _HOUR
 """Seconds between failures of one node before anything is known, the mean of the prior: as in the
-worst published spot pool. Hope would be dearer than fear: what fails often is learnt by losing
-work, and from the few failures of a short run; what fails rarely is learnt by waiting, while saves
+worst published spot pool. Too low a rate costs more than too high a one. A high rate is learnt by
+losing work, and from the few failures of a short run. A low rate is learnt by waiting, while saves
 are a little too frequent for some hours of a long run."""
 
 _PIECE = 0.25  # failures expected within a piece of time that is taken in one go
@@ -122,7 +122,7 @@ class Hazard:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Hazard:
-        """Begins anew from the prior where the rates were others."""
+        """Read the value; restart from the prior if it has other rates."""
         mtbf, weights = float(value["mtbf"]), tuple(map(float, value["weights"]))
         if len(weights) != len(RATES):
             return Hazard.prior(mtbf)
@@ -134,9 +134,9 @@ def _mean(weights: Sequence[float]) -> float:
 
 
 def _quiet(weights: Sequence[float], passed: float) -> list[float]:
-    """Seconds of one node without a failure, in which a regime of rate r may have ended at the
-    rate r / REGIME. Whoever came in meanwhile had to be quiet for the rest of the time only, which
-    is the mean of exp(-r t) over it."""
+    """Return the weights after `passed` seconds of one node without a failure. In that time a
+    regime of rate r may have ended at the rate r / REGIME. A rate that came in meanwhile had to be
+    quiet for the rest of the time only. That factor is the mean of exp(-r t) over it."""
     stayed, moved = [], []
     for weight, rate in zip(weights, RATES, strict=True):
         left = weight * exp(-rate * passed * (1 + 1 / REGIME))

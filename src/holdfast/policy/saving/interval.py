@@ -1,21 +1,22 @@
 """How often to save: the interval that loses the least time, per tier, with its reason.
 
 One tier. A save costs C seconds, a failure throws away the work since the last one, and failures
-come at the rate r. To first order the lost share of time is C / t + r t / 2, which is least at
-t = sqrt(2 C / r) (Young, CACM 17(9), 1974). Where C is not small against 1 / r the higher-order
-terms count: Daly's perturbation solution (Future Generation Computer Systems 22(3), 2006).
+come at the rate r. To first order the lost share of time is C / t + r t / 2. It is least at t =
+sqrt(2 C / r) (Young, CACM 17(9), 1974). If C is not small against 1 / r, the higher-order terms
+count: Daly's perturbation solution (Future Generation Computer Systems 22(3), 2006).
 
 Several tiers. Tier k survives the failures of class k and below, and a save in it is a save in all
-lower ones. With the rate r_k of the failures that need tier k and no higher one, the lost share is
-the sum over k of C_k / t_k + r_k t_k / 2, so each tier has its own optimum t_k = sqrt(2 C_k / r_k)
-and the whole loses the sum of sqrt(2 C_k r_k) (Benoit, Cavelan, Le Fevre, Robert and Sun, IEEE
-Transactions on Computers 66(7), 2017). A tier that is left out hands its failures to the next one
-above; which tiers are worth having is found there by a dynamic program and here by trying all
-subsets: there are at most eight. A tier whose interval the run file fixes is in all of them.
+lower ones. Let r_k be the rate of the failures that need tier k and no higher one. Then the lost
+share is the sum over k of C_k / t_k + r_k t_k / 2. So each tier has its own optimum t_k = sqrt(2
+C_k / r_k), and all tiers together lose the sum of sqrt(2 C_k r_k). (Benoit, Cavelan, Le Fevre,
+Robert and Sun, IEEE Transactions on Computers 66(7), 2017.) A tier that is left out hands its
+failures to the next one above. The paper finds the tiers worth having by a dynamic program; this
+module tries all subsets, of at most eight tiers. A tier whose interval the run file fixes is in all
+of them.
 
-t counts from the end of a save to the beginning of the next. How soon a save is durable does not
-change the optimum, as every failure loses that much more whatever t is; but no tier is asked to
-save again before it is done with the last. Pure.
+t counts from the end of a save to the beginning of the next. The time until a save is durable does
+not change the optimum: every failure loses that much more for any t. But no tier is asked to save
+again before its last save is durable. Pure.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from statistics import median
 from holdfast.policy.saving.failure_rate import duration
 
 KEEP = 0.1
-"""A decision stands until the best interval has moved by this share: one that is off by 10 %
-costs half a per cent of the lost time, and the journal is not flooded."""
+"""A decision stands until the best interval has moved by this share. An interval that is off by 10
+% costs half a per cent of the lost time, and the journal is not flooded."""
 STAY = 0.02
 """Share of the lost time that another choice of tiers must spare before it is taken."""
 
@@ -46,7 +47,7 @@ def young(cost: float, rate: float) -> float:
 
 
 def daly(cost: float, rate: float) -> float:
-    """Seconds between saves, for any cost; `inf` where nothing ever fails."""
+    """Return the seconds between saves, for any cost; `inf` if nothing ever fails."""
     if rate <= 0:
         return inf
     ratio = cost * rate / 2
@@ -56,8 +57,8 @@ def daly(cost: float, rate: float) -> float:
 
 
 def lost(seconds: float, cost: float, rate: float) -> float:
-    """Share of the useful time that is lost besides it, with failures at random: Daly's complete
-    cost function (2006) without the restart, which no interval changes."""
+    """Return the share of the useful time that is lost, with failures at random. This is Daly's
+    complete cost function (2006) without the restart, which no interval changes."""
     if rate <= 0:
         return cost / seconds
     return expm1(min(rate * (seconds + cost), 500.0)) / (rate * seconds) - 1
@@ -96,8 +97,8 @@ class Decision:
 def seconds_between(
     cost: TierCost, rate: float, bounds: Bounds, kept: float | None = None
 ) -> tuple[float, str]:
-    """The interval, and the name of the limit that it came up against, if any. kept: what holds so
-    far; it stands as long as it is as good."""
+    """Return the interval, and the name of the limit that it came up against, if any. kept: the
+    interval in force; it stays as long as it is as good."""
     seconds, limit = daly(max(cost.seconds, LEAST_COST), rate), ""
     if cost.durable > seconds:
         seconds, limit = cost.durable, f"a save is durable after {duration(cost.durable)} only"
@@ -212,8 +213,9 @@ def _worth_having(
     ordered: Sequence[TierCost], rates: Mapping[int, float], given: Collection[int],
     fixed: Mapping[int, float], kept: Mapping[int, Decision],
 ) -> list[TierCost]:  # fmt: skip
-    """The subset, with the highest tier and those given, that loses least; of equals the
-    smallest. The one in force stays as long as it loses little more: nobody jumps to and fro."""
+    """Return the subset that loses least, with the highest tier and those given; of equals the
+    smallest. The one in force stays as long as it loses little more, so the choice does not
+    alternate."""
     *lower, top = ordered
     free = [cost for cost in lower if cost.tier not in given]
     always = [cost for cost in lower if cost.tier in given] + [top]
@@ -245,8 +247,8 @@ def _nth(number: int) -> str:
 
 @dataclass(frozen=True)
 class SaveCost:
-    """What a save costs training, measured from the outside: how much longer the step with the save
-    and the step after it took than usual steps, and never less than training stood still.
+    """Cost of a save for training, measured from the outside. It is the extra time of the step with
+    the save and of the step after it, compared with usual steps. It is never less than the stall.
 
     prior: seconds that are assumed before a save was seen. Begin with SaveCost(prior).
     """
@@ -259,7 +261,7 @@ class SaveCost:
 
     @property
     def standing(self) -> float:
-        """Seconds that training stood still for a save, in the mean."""
+        """Seconds that training stalled for a save, in the mean."""
         return sum(self.blocked) / len(self.blocked) if self.blocked else 0.0
 
     @property
@@ -267,8 +269,8 @@ class SaveCost:
         return self.beside(0.0)
 
     def beside(self, standing: float) -> float:
-        """What it costs to save into this tier too where a save that takes `standing` seconds of
-        standing still is made anyway."""
+        """Return the cost of a save into this tier in addition to one that stalls training for
+        `standing` seconds anyway."""
         if not self.blocked:
             return self.prior
         interfered = median(self.excesses) if self.excesses else 0.0
@@ -281,7 +283,7 @@ class SaveCost:
         return replace(self, excesses=(*self.excesses, self.pending)[-_SAVES:], pending=None)
 
     def after(self, step: float, blocked: float | None = None) -> SaveCost:
-        """A step took `step` seconds. blocked: seconds that training stood still in it for a save;
+        """Take a step of `step` seconds. blocked: seconds that training stalled in it for a save;
         None: nothing was saved in it."""
         typical = median(self.usual) if self.usual else None
         now = self
