@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from holdfast.elastic.event_log import Board, Say
 from holdfast.elastic.node.mover_supervisor import MoverLink
 from holdfast.elastic.protocol import exit_codes
 from holdfast.elastic.protocol.coordinator_messages import Known
+from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
 from holdfast.elastic.run_context import Joining
 from holdfast.elastic.run_result import End, EndedError, Last, Over, end_of
 from holdfast.errors import (
@@ -44,7 +45,7 @@ from holdfast.policy.membership.restart_budget import Restarts, give_up
 from holdfast.policy.membership.transitions import Node, Phase, Reign, Rules
 from holdfast.wire.journal import Follower as JournalFollower
 from holdfast.wire.store.run_store import MissingKeyError
-from holdfast.wire.term import Term, newest_generation, object_of
+from holdfast.wire.term import Term, newest_generation
 
 MISSED_BEATS = 3
 APART_BEATS = 30
@@ -121,7 +122,7 @@ class Office:
         self._resumed = newest > 0
         if newest:
             with suppress(MissingKeyError, CorruptError):  # a store that is away is asked again
-                lead.found(await asyncio.to_thread(object_of, it.store, newest), alone)
+                lead.found(await read_record(it.store, newest), alone)
         self._told.skips = lead.doubting.skips
         if newest and not alone:
             self._say(f"{it.node} coordinates the run (term {term.number})")
@@ -174,7 +175,7 @@ class Office:
     # --- a generation ---------------------------------------------------------------------------
     async def _plan(
         self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
-    ) -> dict[str, Any]:
+    ) -> GenerationRecord:
         """Raises EndedError where there is to be none."""
         assert self._lead is not None
         _failed([one.held for one in known.values()])
@@ -190,7 +191,7 @@ class Office:
         rotten = self._lead.rotten(known)
         reason = next((str(each["reason"]) for each in held if each.get("reason")), reign.reason)
         lost = reign.reason in ("worker_lost", "halted")
-        value = await self._lead.plan(reign, generation, names, known)
+        record = await self._lead.plan(reign, generation, names, known)
         if rotten is not None:  # each goes once: this ends
             for key in self._lead.tried.keys() - tried:  # else that was said in an attempt before
                 why = self._lead.tried[key]
@@ -198,8 +199,7 @@ class Office:
                 self._say(f"{rotten}; another state is taken up")
         elif lost and reason not in BAD_STEPS and (sentence := self._hopeless(generation, cause)):
             raise EndedError(sentence)
-        value["reason"] = reason if lost else reign.reason
-        return value | ({"closing": self._closing} if self._closing else {})
+        return replace(record, reason=reason if lost else reign.reason, stopping=self._closing)
 
     async def _prepare(self, generation: int) -> None:
         """A mover that does not start is tried again, as often as any other loss."""
@@ -224,12 +224,12 @@ class Office:
         limit = self._it.config.cluster.max_restarts_without_progress
         return give_up(self._restarts, limit, cause or "not known")
 
-    async def _begin(self, generation: int, value: dict[str, Any]) -> dict[str, Any]:
+    async def _begin(self, generation: int, record: GenerationRecord) -> dict[str, Any]:
         assert self._lead is not None
-        self._stand_in.owing = value.get("came_from") is not None
+        self._stand_in.owing = record.came_from is not None
         self._told.skips = self._lead.doubting.skips
         try:
-            begun = await self._lead.begin(generation, value)
+            begun = await self._lead.begin(generation, record)
         except CheckpointError as error:
             raise EndedError(str(error), Over.STATELESS) from error
         except UserError as error:

@@ -26,7 +26,7 @@ from holdfast.elastic.membership.prevote import Search
 from holdfast.elastic.membership.reachability import Reaching
 from holdfast.elastic.membership.workload import Work
 from holdfast.elastic.protocol.coordinator_messages import BEAT, HANG, JOIN, JOIN_FIRST, REPLACED
-from holdfast.elastic.protocol.generation_record import Opened, read_opened
+from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
 from holdfast.elastic.protocol.hung_worker import Blame
 from holdfast.elastic.run_result import EndedError, Over, trains_alone
 from holdfast.errors import HoldfastError
@@ -77,13 +77,13 @@ class Follower:
         reign: Callable[[Term], Awaitable[Coordinator]], *, places: int = 1,
         told: Mapping[str, Any] | None = None, patience: Patience | None = None, beat: float = 2.0,
         complain: Callable[[str], None] = lambda sentence: None,
-        read: Callable[[int], Awaitable[Opened]] | None = None, own: Term | None = None,
+        read: Callable[[int], Awaitable[GenerationRecord]] | None = None, own: Term | None = None,
         check: Callable[[], Awaitable[None]] = _no_check,
     ) -> None:  # fmt: skip
         """address: where this agent's control listens. reign: makes the coordinator of a term that
         this agent has opened. told: what the coordinator is to know of this node. beat: seconds
         from one heartbeat to the next, when nothing happens. read: reads a generation's object, in
-        place of `read_opened`. own: a term that was opened for a run of this node alone: it follows
+        place of `read_record`. own: a term that was opened for a run of this node alone: it follows
         nobody else, and leaves when that term is over. check: raises HoldfastError where what the
         run store says is not this run's any more."""
         self.seat = Seat(name)
@@ -102,7 +102,7 @@ class Follower:
         self._address, self._store, self._secret, self._work = address, store, secret, work
         self._make_reign, self._places, self._own, self._check = reign, places, own, check
         self._patience, self._beat, self._complain = patience or Patience(), beat, complain
-        self._read = read or partial(read_opened, store)
+        self._read = read or partial(read_record, store)
         self._loop = asyncio.get_running_loop()
         self._doing: tuple[str, int] = (Order.WAIT.value, 0)
         self._talkers: dict[str, tuple[Talker, Talker]] = {}
@@ -331,12 +331,12 @@ class Follower:
         self._doing = (order, generation)
         match Order(order):
             case Order.START if generation > self._work.at:
-                opened = await self._read(generation)
+                record = await self._read(generation)
                 if generation <= self._work.at or term < self.seat.term:
                     return  # overtaken by a newer order meanwhile
-                self.agents = opened.agents
-                self._set(election.took(self.seat, term, generation, opened.members))
-                self._work.start(generation, opened.value, dict(answer["begin"]))
+                self.agents = record.addresses
+                self._set(election.took(self.seat, term, generation, tuple(self.agents)))
+                self._work.start(generation, record, dict(answer["begin"]))
                 self._doing = (Order.WORK.value, generation)  # what the order becomes, once begun
             case Order.HALT | Order.PAUSE as halt if generation == self._work.at:
                 reason = str(answer.get("reason", ""))

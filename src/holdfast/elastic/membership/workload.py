@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import Blame
 from holdfast.policy.membership.transitions import Stage
 
@@ -34,9 +35,9 @@ class Work(Protocol):
         """The others work without this node: told with every heartbeat."""
         ...
 
-    def start(self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]) -> None:
-        """Take part in a newer generation: what its object in the run store says, and what it
-        begins from. Returns at once, as the others do."""
+    def start(self, generation: int, record: GenerationRecord, begin: Mapping[str, Any]) -> None:
+        """Take part in a newer generation, and what it begins from. Returns at
+        once, as the others do."""
         ...
 
     def halt(self, generation: int, reason: str, *, gentle: bool) -> None: ...

@@ -33,6 +33,7 @@ from holdfast.elastic.node.process_manager import Host, Start
 from holdfast.elastic.node.worker_group import Generation
 from holdfast.elastic.protocol import exit_codes
 from holdfast.elastic.protocol.generation_outcome import Failed, Finished, Left, Lost, Verdict
+from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import Blame
 from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.layout import Topology
@@ -130,11 +131,11 @@ class Station:
         self.changed.set()
 
     # --- orders ---------------------------------------------------------------------------------
-    def start(self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]) -> None:
+    def start(self, generation: int, record: GenerationRecord, begin: Mapping[str, Any]) -> None:
         self.at, self._all_ready, self._counts = generation, False, True
         self._spared = -math.inf
         self._become(Stage.BUILDING)
-        self._replace_task(self._run(generation, value, begin))
+        self._replace_task(self._run(generation, record, begin))
 
     def halt(self, generation: int, reason: str, *, gentle: bool) -> None:
         if self.stage not in (Stage.BUILDING, Stage.WORKING, Stage.BROKEN):
@@ -203,20 +204,21 @@ class Station:
 
     # --- one generation -------------------------------------------------------------------------
     async def _run(
-        self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]
+        self, generation: int, record: GenerationRecord, begin: Mapping[str, Any]
     ) -> None:
-        topology = Topology.from_json(value["topology"])
+        topology = record.topology
+        assert topology is not None, "nobody trains without one"
         if self._telling is not None:
             self._telling.cancel()
         self._opened(generation)
         self._meet = str(begin["meet"])
-        self.closing = str(value.get("closing", ""))
+        self.closing = record.stopping
         ranks = [rank for rank, node in enumerate(topology.nodes) if node == self._around.node]
         self._all_here = len(ranks) == topology.world_size
         await self._host.prepare(len(ranks))
         newest = None if begin.get("newest") is None else Newest.from_json(begin["newest"])
         step = int(begin["step"])
-        came_from = value.get("came_from")
+        came_from = record.came_from
         stored = came_from is None and newest is not None and newest.durable
         tell_mover = partial(self._tell_mover, topology, step, newest, begin, stored)
         if came_from is None:  # the workers ask the mover for their state first
@@ -226,24 +228,24 @@ class Station:
             self._voices, self._around.node, self._watch,
         )  # fmt: skip
         self._began(current)
-        if self._done_before(value, newest, step):
+        if self._done_before(record, newest, step):
             assert newest is not None, "nobody holds a state"
             await self._judge(await self._nothing_to_do(generation, newest))
             return
         if not (self._live or self._mover.alive):
             current.decide(Lost("mover_lost", "the mover ended"))
-        processes = self._processes(value, ranks)
+        processes = self._processes(record, ranks)
         current.expect({rank: pid for rank, pid in zip(ranks, processes, strict=True) if pid})
         told = boots(
             self._around.config, topology, folder=self._around.folder,
             agent=self._around.control, mover_socket=self._mover.socket_path,
             cores=usable_cores(), restore_key=None if newest is None else newest.key,
             start_step=step, seen=self._around.seen, node=self._around.node, meet=self._meet,
-            told=value,
+            record=record,
         )  # fmt: skip
         beginning = self._host.begin(
-            Start(generation, tuple(told), tuple(processes),
-                  None if came_from is None else tuple(came_from), value.get("before"))
+            Start(generation, tuple(told), tuple(processes), came_from,
+                  None if record.previous is None else record.previous.to_json())
         )  # fmt: skip
         if came_from is not None:
             self._telling = asyncio.create_task(self._tell_behind(generation, tell_mover))
@@ -278,9 +280,9 @@ class Station:
                 self._say(f"the mover of {self._around.node} does not answer: {error}")
                 await asyncio.sleep(ASK_AGAIN_SECONDS)
 
-    def _done_before(self, value: Mapping[str, Any], newest: Newest | None, step: int) -> bool:
+    def _done_before(self, record: GenerationRecord, newest: Newest | None, step: int) -> bool:
         """Whether no step is left, and the state of the last one is this node's to look after."""
-        restored = value.get("came_from") is None and newest is not None
+        restored = record.came_from is None and newest is not None
         chosen = self._meet == self._around.control  # by this node's mover
         return restored and step >= self._around.config.train.steps and self._all_here and chosen
 
@@ -293,12 +295,13 @@ class Station:
             problem = await self._mover.damage(generation, newest.key)
         return Finished(newest.step, unsaved) if problem is None else Lost("rot", problem, problem)
 
-    def _processes(self, value: Mapping[str, Any], ranks: list[int]) -> list[int | None]:
+    def _processes(self, record: GenerationRecord, ranks: list[int]) -> list[int | None]:
         """Which process of this node takes which of its ranks; None: a newcomer. One that has died
         since is replaced by a newcomer, too, which the others do not count on: they notice."""
         living = {process.pid for process in self._host.workers}
-        seats = value.get("seats") or [None] * len(value["topology"]["nodes"])
-        return [pid if (pid := seats[rank]) in living else None for rank in ranks]
+        if not record.processes:
+            return [None] * len(ranks)
+        return [pid if (pid := record.processes[rank]) in living else None for rank in ranks]
 
     def _ready(self) -> None:
         self._all_ready = True
