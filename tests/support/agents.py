@@ -19,6 +19,7 @@ from holdfast.elastic.membership.role_loop import Follower
 from holdfast.elastic.protocol.coordinator_messages import Known
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.policy.membership.election import Patience
 from holdfast.policy.membership.transitions import Reign, Rules, Stage
 from holdfast.wire.http.auth import Verifier
@@ -47,7 +48,7 @@ class Switch:
         self.blamed: list[tuple[int, int]] = []
         self.ready: int | None = None
 
-    def start(self, generation: int, record: GenerationRecord, begin: Mapping[str, Any]) -> None:
+    def start(self, generation: int, record: GenerationRecord, begin: StartState) -> None:
         assert generation > self.at, "an older generation was begun"
         assert self.stage in (Stage.IDLE, Stage.HELD, Stage.DONE), "work in two generations at once"
         self.at = generation

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from holdfast.elastic.protocol.generation_record import GenerationRecord
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.events import from_json, to_json
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -173,6 +174,7 @@ Again = Callable[[Any], Any]
 
 MESSAGES: dict[str, Again] = {
     "generation_record": lambda value: GenerationRecord.from_json(value).to_json(),
+    "start_state": lambda value: StartState.from_json(value).to_json(),
 }
 """By the name of the file: those that have a type. Where a file holds pairs ({"asked": ...,
 "answer": ...}), the function takes the pair."""

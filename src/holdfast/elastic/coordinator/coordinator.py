@@ -17,15 +17,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Protocol
 
 from holdfast.elastic.coordinator.hang_detector import Comparing
 from holdfast.elastic.coordinator.liveness_probe import dead
 from holdfast.elastic.coordinator.stragglers import Pacing
-from holdfast.elastic.protocol.coordinator_messages import HANG, JOIN_FIRST, REPLACED, TAKEN, Known
+from holdfast.elastic.protocol.coordinator_messages import HANG, JOIN_FIRST, REPLACED, Known
 from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_result import EndedError
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy.detection.stragglers import Change
@@ -65,11 +66,20 @@ class ChangedError(HoldfastError):
     """What a generation was to be made of has changed while it was planned: it is planned anew."""
 
 
+@dataclass(frozen=True)
+class Made:
+    """A generation whose object has been made. taken: how many places of each node it uses; None:
+    all of all its nodes."""
+
+    start: StartState
+    taken: Mapping[str, int] | None
+
+
 class Make(Protocol):
     async def __call__(
         self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
-    ) -> dict[str, Any]:
-        """Make the object of a generation of these nodes; what they are told to begin from.
+    ) -> Made:
+        """Make the object of a generation of these nodes.
 
         Raises TakenError when somebody else has made it, or a newer term exists, and HoldfastError
         when the run store is out of reach: it is tried again. EndedError where there is to be none.
@@ -94,7 +104,7 @@ class Coordinator:
         self._rules, self._make, self._changed, self._complain = rules, make, changed, complain
         self._loop = asyncio.get_running_loop()
         self._ticked = self._loop.time()
-        self._begin: dict[str, Any] | None = None  # what the nodes begin from; see `_answer`
+        self._begin: StartState | None = None  # what the nodes begin from; see `_answer`
         self._complained = ""  # why no generation can be made, as it was said last
         self._inbox: list[Report] = []
         self._waiting: dict[str, tuple[asyncio.Future[None], Directive, bool]] = {}
@@ -212,8 +222,8 @@ class Coordinator:
             # were to begin from with it.
             self.halt("coordinator_lost")
             return {"term": term, "order": Order.WAIT.value, "generation": 0}
-        if due.order is Order.START:
-            answer["begin"] = self._begin
+        if due.order is Order.START and self._begin is not None:
+            answer["begin"] = self._begin.to_json()
         elif due.order in (Order.HALT, Order.PAUSE):
             answer["reason"] = self.reign.reason
         elif due.order is Order.LEAVE:
@@ -416,7 +426,7 @@ class Coordinator:
 
     async def _open(self, generation: int, names: frozenset[str]) -> None:
         try:
-            begin = await self._make(self.reign, generation, names, self.known)
+            made = await self._make(self.reign, generation, names, self.known)
         except TakenError as error:
             self._set(transitions.taken(self.reign, error.term, error.generation, self._now))
         except ChangedError:
@@ -432,8 +442,7 @@ class Coordinator:
             await within(self._news, RETRY_SECONDS)
         else:
             self._complained = ""
-            taken: dict[str, int] | None = begin.pop(TAKEN, None)
-            self._begin = begin
+            taken, self._begin = made.taken, made.start
             for one in self.known.values():
                 one.held = {}  # of the generation before
             used = names if taken is None else frozenset(taken)

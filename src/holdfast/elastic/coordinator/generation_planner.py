@@ -9,7 +9,6 @@ begins from. When there is to be one, and of which nodes, is `policy.membership.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +20,9 @@ from holdfast.elastic.coordinator.bad_steps import Doubting
 from holdfast.elastic.coordinator.coordinator import ChangedError
 from holdfast.elastic.coordinator.survivors import Aftermath, Survivors
 from holdfast.elastic.node.mover_supervisor import MoverLink
-from holdfast.elastic.protocol.coordinator_messages import TAKEN, Known
+from holdfast.elastic.protocol.coordinator_messages import Known
 from holdfast.elastic.protocol.generation_record import GenerationRecord
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import LayoutError
 from holdfast.events import Event, GenerationStarted, RestorePointFound, WorkerLost
 from holdfast.layout import Topology
@@ -203,7 +203,7 @@ class Lead:
         planned = self._it.planner(config, self._places(nodes), generation, present)
         return planned.topology, self._survivors.plan(planned.topology, held, where, durable)
 
-    async def begin(self, generation: int, record: GenerationRecord) -> dict[str, Any]:
+    async def begin(self, generation: int, record: GenerationRecord) -> StartState:
         """What its nodes begin from."""
         topology, after = self._plans[generation]
         self._it.opened(generation)
@@ -223,12 +223,8 @@ class Lead:
         self._tell(topology, record, newest, step, rung)
         self._survivors.opened(topology)
         self._before = topology
-        return {
-            TAKEN: dict(Counter(topology.nodes)),
-            "step": step, "newest": None if newest is None else newest.to_json(),
-            "machines": None if self._it.alone else [peer.to_json() for peer in machines],
-            "sources": [peer.to_json() for peer in sources], "meet": self._it.meet,
-        }  # fmt: skip
+        peers = None if self._it.alone else tuple(machines)
+        return StartState(step, newest, peers, tuple(sources), self._it.meet)
 
     def _tell(
         self, topology: Topology, record: GenerationRecord, newest: Newest | None, step: int,

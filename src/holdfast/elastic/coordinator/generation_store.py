@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
-from holdfast.elastic.coordinator.coordinator import Coordinator, TakenError
+from holdfast.elastic.coordinator.coordinator import Coordinator, Made, TakenError
 from holdfast.elastic.protocol.coordinator_messages import Known
 from holdfast.elastic.protocol.generation_record import (
     AgentEntry,
     GenerationRecord,
     read_record,
 )
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import CorruptError, FencedError, UserError
 from holdfast.policy.membership import transitions
 from holdfast.policy.membership.transitions import Node, Reign, Rules
@@ -34,7 +35,7 @@ from holdfast.wire.term import (
 
 Plan = Callable[[Reign, int, frozenset[str], Mapping[str, Known]], Awaitable[GenerationRecord]]
 """The record of a generation, without a term and agents. What it raises is tried again."""
-Begin = Callable[[int, GenerationRecord], Awaitable[dict[str, Any]]]
+Begin = Callable[[int, GenerationRecord], Awaitable[StartState]]
 """Once the object is made, which fences all older ones: what the nodes begin from."""
 
 
@@ -43,8 +44,8 @@ COLLECTS = (20_000, 20, 100)
 no garbage, and to look through them again and again took a third of the time of a decision."""
 
 
-async def nothing(generation: int, record: GenerationRecord) -> dict[str, Any]:
-    return {}
+async def nothing(generation: int, record: GenerationRecord) -> StartState:
+    return StartState()
 
 
 async def reign_over(
@@ -89,7 +90,7 @@ class Maker:
 
     async def __call__(
         self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
-    ) -> dict[str, Any]:
+    ) -> Made:
         record = await self._plan(reign, generation, names, known)
         used = names if record.topology is None else names & set(record.topology.nodes)
         nodes = [node for name in sorted(used) if (node := reign.node(name)) is not None]
@@ -107,7 +108,8 @@ class Maker:
         except UserError as error:
             self._refused(error)
             raise
-        return await self._begin(generation, record)
+        taken = None if record.topology is None else Counter(record.topology.nodes)
+        return Made(await self._begin(generation, record), taken)
 
     def _create(self, generation: int, record: GenerationRecord) -> None:
         """In this order: whoever opens a newer term in between opens this number, too, and one of

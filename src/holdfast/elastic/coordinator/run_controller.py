@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from holdfast.checkpoint.mover.client import Newest
 from holdfast.checkpoint.restore.catalog import listing, step_of
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.generation_planner import Lead, Leading
@@ -28,6 +27,7 @@ from holdfast.elastic.node.mover_supervisor import MoverLink
 from holdfast.elastic.protocol import exit_codes
 from holdfast.elastic.protocol.coordinator_messages import Known
 from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_context import Joining
 from holdfast.elastic.run_result import End, EndedError, Last, Over, end_of
 from holdfast.errors import (
@@ -224,7 +224,7 @@ class Office:
         limit = self._it.config.cluster.max_restarts_without_progress
         return give_up(self._restarts, limit, cause or "not known")
 
-    async def _begin(self, generation: int, record: GenerationRecord) -> dict[str, Any]:
+    async def _begin(self, generation: int, record: GenerationRecord) -> StartState:
         assert self._lead is not None
         self._stand_in.owing = record.came_from is not None
         self._told.skips = self._lead.doubting.skips
@@ -236,9 +236,9 @@ class Office:
             if self._it.alone is None:
                 raise
             raise EndedError(str(error), Over.MEND) from error
-        newest = begun["newest"]
-        if newest is not None and Newest.from_json(newest).durable:
-            self.restored = int(begun["step"])
+        newest = begun.restore_point
+        if newest is not None and newest.durable:
+            self.restored = begun.step
         await self._board.flush()
         return begun
 

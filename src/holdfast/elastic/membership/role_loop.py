@@ -28,6 +28,7 @@ from holdfast.elastic.membership.workload import Work
 from holdfast.elastic.protocol.coordinator_messages import BEAT, HANG, JOIN, JOIN_FIRST, REPLACED
 from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
 from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_result import EndedError, Over, trains_alone
 from holdfast.errors import HoldfastError
 from holdfast.policy.membership import election
@@ -336,7 +337,7 @@ class Follower:
                     return  # overtaken by a newer order meanwhile
                 self.agents = record.addresses
                 self._set(election.took(self.seat, term, generation, tuple(self.agents)))
-                self._work.start(generation, record, dict(answer["begin"]))
+                self._work.start(generation, record, StartState.from_json(answer["begin"]))
                 self._doing = (Order.WORK.value, generation)  # what the order becomes, once begun
             case Order.HALT | Order.PAUSE as halt if generation == self._work.at:
                 reason = str(answer.get("reason", ""))

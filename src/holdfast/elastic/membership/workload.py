@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.policy.membership.transitions import Stage
 
 
@@ -35,7 +36,7 @@ class Work(Protocol):
         """The others work without this node: told with every heartbeat."""
         ...
 
-    def start(self, generation: int, record: GenerationRecord, begin: Mapping[str, Any]) -> None:
+    def start(self, generation: int, record: GenerationRecord, begin: StartState) -> None:
         """Take part in a newer generation, and what it begins from. Returns at
         once, as the others do."""
         ...

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.mover.client import Newest
-from holdfast.checkpoint.peers.config import Peer
 from holdfast.config.run import RunConfig
 from holdfast.elastic.event_log import Board, Say
 from holdfast.elastic.node.hang_monitor import Watch
@@ -35,6 +34,7 @@ from holdfast.elastic.protocol import exit_codes
 from holdfast.elastic.protocol.generation_outcome import Failed, Finished, Left, Lost, Verdict
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.layout import Topology
 from holdfast.plan.hardware import usable_cores
@@ -131,7 +131,7 @@ class Station:
         self.changed.set()
 
     # --- orders ---------------------------------------------------------------------------------
-    def start(self, generation: int, record: GenerationRecord, begin: Mapping[str, Any]) -> None:
+    def start(self, generation: int, record: GenerationRecord, begin: StartState) -> None:
         self.at, self._all_ready, self._counts = generation, False, True
         self._spared = -math.inf
         self._become(Stage.BUILDING)
@@ -203,21 +203,18 @@ class Station:
             self._say(f"a fault of this node's agent, which told its mover: {error!r}")
 
     # --- one generation -------------------------------------------------------------------------
-    async def _run(
-        self, generation: int, record: GenerationRecord, begin: Mapping[str, Any]
-    ) -> None:
+    async def _run(self, generation: int, record: GenerationRecord, begin: StartState) -> None:
         topology = record.topology
         assert topology is not None, "nobody trains without one"
         if self._telling is not None:
             self._telling.cancel()
         self._opened(generation)
-        self._meet = str(begin["meet"])
+        self._meet = begin.rendezvous
         self.closing = record.stopping
         ranks = [rank for rank, node in enumerate(topology.nodes) if node == self._around.node]
         self._all_here = len(ranks) == topology.world_size
         await self._host.prepare(len(ranks))
-        newest = None if begin.get("newest") is None else Newest.from_json(begin["newest"])
-        step = int(begin["step"])
+        newest, step = begin.restore_point, begin.step
         came_from = record.came_from
         stored = came_from is None and newest is not None and newest.durable
         tell_mover = partial(self._tell_mover, topology, step, newest, begin, stored)
@@ -257,15 +254,13 @@ class Station:
         await self._judge(await current.verdict)
 
     async def _tell_mover(
-        self, topology: Topology, step: int, newest: Newest | None, begin: Mapping[str, Any],
+        self, topology: Topology, step: int, newest: Newest | None, begin: StartState,
         stored: bool,
     ) -> None:  # fmt: skip
-        if begin["machines"] is None:  # this node is the run's only one
+        if begin.peers is None:  # this node is the run's only one
             await self._mover.expect(topology, step, stored=stored)
             return
-        machines = [Peer.from_json(row) for row in begin["machines"]]
-        sources = [Peer.from_json(row) for row in begin["sources"]]
-        await self._mover.expect(topology, step, newest, machines, sources, stored)
+        await self._mover.expect(topology, step, newest, begin.peers, begin.extra_sources, stored)
 
     async def _tell_behind(self, generation: int, tell: Callable[[], Awaitable[None]]) -> None:
         """Workers that have their state train without a mover that stands still; one that is

@@ -17,10 +17,6 @@ HANG = "hang"
 """Why a generation is ended in which all wait."""
 
 
-TAKEN = "taken"
-"""Of what a generation begins from: how many places of each node it uses. That is not told."""
-
-
 @dataclass
 class Known:
     """What an agent said of itself, beyond what the decisions need. told: when it joined. held:
