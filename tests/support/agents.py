@@ -17,6 +17,7 @@ from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.generation_store import reign_over
 from holdfast.elastic.membership.role_loop import Follower
 from holdfast.elastic.protocol.coordinator_messages import Known
+from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import Blame
 from holdfast.elastic.protocol.start_state import StartState
@@ -40,7 +41,7 @@ class Switch:
     def __init__(self) -> None:
         self.changed = asyncio.Event()
         self.at, self.stage = 0, Stage.IDLE
-        self.held: dict[str, Any] = {}
+        self.held = NodeOutcome()
         self.history: list[tuple[str, int]] = []
         self.slow = False  # stays in `building`
         self.still: dict[str, Any] = {}

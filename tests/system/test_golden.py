@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.events import from_json, to_json
+from holdfast.policy.recovery.survivors import Held
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 STEPS = 12
@@ -175,6 +177,8 @@ Again = Callable[[Any], Any]
 MESSAGES: dict[str, Again] = {
     "generation_record": lambda value: GenerationRecord.from_json(value).to_json(),
     "start_state": lambda value: StartState.from_json(value).to_json(),
+    "node_outcome": lambda value: NodeOutcome.from_json(value).to_json(),
+    "held_state": lambda value: Held.from_json(value).to_json(),
 }
 """By the name of the file: those that have a type. Where a file holds pairs ({"asked": ...,
 "answer": ...}), the function takes the pair."""
@@ -197,6 +201,17 @@ def holds(new: Any, old: Any, at: str = "") -> None:
         assert (type(new), new) == (type(old), old), at
 
 
+def as_read(value: Any) -> Any:
+    """A worker that says it holds no state is read as one whose state is torn, so a node that tells
+    of it has read it like that."""
+    if isinstance(value, list):
+        return [as_read(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    read = {key: as_read(one) for key, one in value.items()}
+    return read | {"torn": True} if "torn" in read and read["state"] is None else read
+
+
 @pytest.mark.parametrize("name", sorted(MESSAGES))
 def test_a_message_is_read_and_written_the_same(name: str) -> None:
     entries = json.loads((GOLDEN / "messages" / f"{name}.json").read_text())
@@ -206,5 +221,5 @@ def test_a_message_is_read_and_written_the_same(name: str) -> None:
     again = MESSAGES[name]
     for entry in entries:
         value = json.loads(json.dumps(again(entry["json"])))
-        holds(value, entry["json"])
+        holds(value, as_read(entry["json"]))
         assert json.loads(json.dumps(again(value))) == value

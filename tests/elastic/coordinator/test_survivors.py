@@ -11,6 +11,7 @@ from holdfast.config.run import RunConfig
 from holdfast.elastic.coordinator.generation_planner import Lead, Leading
 from holdfast.elastic.coordinator.survivors import Survivors
 from holdfast.elastic.protocol.coordinator_messages import Known
+from holdfast.elastic.protocol.generation_outcome import Lost, NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord, PreviousState
 from holdfast.errors import LayoutError
 from holdfast.events import Event, WorkerLost
@@ -132,9 +133,10 @@ def test_how_an_older_generation_ended_is_not_said_of_the_last_one() -> None:
     lead = Lead(Leading(CONFIG, unused, unused, "", unused, unused))
     lead.found(GenerationRecord(place(Layout(dp_replicate=2), 5, ("a", "b"))))
     of = {
-        name: Known({}, {"rotten": f"as {name} says"}, at) for name, at in {"a": 4, "b": 5}.items()
+        name: Known({}, NodeOutcome({}, Lost("rot", "it is not whole", f"as {name} says")), at)
+        for name, at in {"a": 4, "b": 5}.items()
     }
-    assert lead.outcomes(of) == [{"rotten": "as b says"}]
+    assert lead.outcomes(of) == [of["b"].held]
     lead._key = "commits/5"
     assert lead.rotten({"a": of["a"]}) is None
     assert lead.tried == {}

@@ -25,6 +25,7 @@ from holdfast.elastic.coordinator.hang_detector import Comparing
 from holdfast.elastic.coordinator.liveness_probe import dead
 from holdfast.elastic.coordinator.stragglers import Pacing
 from holdfast.elastic.protocol.coordinator_messages import HANG, JOIN_FIRST, REPLACED, Known
+from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.hung_worker import Blame
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_result import EndedError
@@ -159,7 +160,7 @@ class Coordinator:
             name, mark, int(body["places"]), now, now, int(body["at"]), Stage(body["stage"]),
             ready=_ready(body),
         )  # fmt: skip
-        self.known[name] = Known(dict(body["told"]), dict(body.get("held", {})), new.at)
+        self.known[name] = Known(dict(body["told"]), _held(body), new.at)
         for one, missed in self._misses.items():  # of another process maybe
             self._misses[one] = missed - {name} if one != name else frozenset()
         self._set(transitions.came(self.reign, new, now, self._rules))
@@ -178,8 +179,8 @@ class Coordinator:
         doing = Directive(Order(order), int(generation))
         wait = min(max(0.0, float(body["wait"])), LONGEST_WAIT)
         known = self.known.get(name)
-        if known is not None and body.get("held"):
-            known.held, known.at = dict(body["held"]), report.at
+        if known is not None and (held := _held(body)) is not None:
+            known.held, known.at = held, report.at
         if body.get("leaving"):
             self.warned(name, float(body["leaving"]))
         self._miss(name, mark, body.get("misses", ()))
@@ -444,7 +445,7 @@ class Coordinator:
             self._complained = ""
             taken, self._begin = made.taken, made.start
             for one in self.known.values():
-                one.held = {}  # of the generation before
+                one.held = None  # of the generation before
             used = names if taken is None else frozenset(taken)
             self._set(
                 transitions.opened(self.reign, generation, used, self._now, self._rules, taken)
@@ -457,6 +458,10 @@ async def within(event: asyncio.Event, seconds: float | None) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
+
+
+def _held(body: Mapping[str, Any]) -> NodeOutcome | None:
+    return NodeOutcome.from_json(body["held"]) if body.get("held") else None
 
 
 def _ready(body: Mapping[str, Any]) -> int | None:

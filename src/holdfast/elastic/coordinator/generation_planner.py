@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from holdfast.checkpoint.mover.client import Newest
 from holdfast.checkpoint.peers.config import Peer
@@ -21,6 +20,7 @@ from holdfast.elastic.coordinator.coordinator import ChangedError
 from holdfast.elastic.coordinator.survivors import Aftermath, Survivors
 from holdfast.elastic.node.mover_supervisor import MoverLink
 from holdfast.elastic.protocol.coordinator_messages import Known
+from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import LayoutError
@@ -115,19 +115,21 @@ class Lead:
         wanted = self._it.config.layout.workers
         return bool(wanted) and sum(node.places for node in nodes) >= wanted
 
-    def outcomes(self, known: Mapping[str, Known]) -> list[Mapping[str, Any]]:
+    def outcomes(self, known: Mapping[str, Known]) -> list[NodeOutcome]:
         """How the last generation ended, node by node. Who was not told to begin it before it was
         over still says how the one before ended."""
         last = None if self._before is None else self._before.generation
-        return [one.held for one in known.values() if last in (None, one.at)]
+        told = [one.held for one in known.values() if last in (None, one.at)]
+        return [outcome for outcome in told if outcome is not None]
 
     def rotten(self, known: Mapping[str, Known]) -> str | None:
         """Whether what the last generation began from proved rotten: it is passed over from now on,
         and this says so."""
-        said = next((one["rotten"] for one in self.outcomes(known) if one.get("rotten")), None)
+        lost = [outcome.lost for outcome in self.outcomes(known)]
+        said = next((one.rotten for one in lost if one is not None and one.rotten), None)
         if said is None or self._key is None:
             return None
-        self.tried[self._key] = str(said)
+        self.tried[self._key] = said
         return f"{self._key} is not whole ({said})"
 
     # --- one generation -------------------------------------------------------------------------
@@ -330,8 +332,9 @@ def _holdings(
     keys: dict[int, tuple[str, int]] = {}
     held: dict[int, Held] = {}
     for name in sorted(alive & known.keys()):
-        for pid, one in sorted(dict(known[name].held.get("processes", {})).items()):
+        outcome = known[name].held or NodeOutcome()
+        for pid, one in sorted(outcome.processes.items(), key=lambda item: str(item[0])):
             key = len(keys) + 1
-            keys[key] = (name, int(pid))
-            held[key] = Held.from_json(one)
+            keys[key] = (name, pid)
+            held[key] = one
     return keys, held

@@ -10,7 +10,7 @@ end           how the run ended, into the journal (`ending.py`)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +26,7 @@ from holdfast.elastic.event_log import Board, Say
 from holdfast.elastic.node.mover_supervisor import MoverLink
 from holdfast.elastic.protocol import exit_codes
 from holdfast.elastic.protocol.coordinator_messages import Known
+from holdfast.elastic.protocol.generation_outcome import Failed
 from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
 from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_context import Joining
@@ -178,9 +179,10 @@ class Office:
     ) -> GenerationRecord:
         """Raises EndedError where there is to be none."""
         assert self._lead is not None
-        _failed([one.held for one in known.values()])
-        held = self._lead.outcomes(known)
-        cause = next((str(each["cause"]) for each in held if each.get("cause")), "")
+        _failed(known.values())
+        ended = [outcome.lost for outcome in self._lead.outcomes(known)]
+        losses = [loss for loss in ended if loss is not None]
+        cause = next((loss.cause for loss in losses if loss.cause), "")
         why = self._desk.why()
         if not self._closing and transitions.leaving_all(reign, names):
             self._closing = LEAVE_ALL
@@ -189,7 +191,7 @@ class Office:
         await self._prepare(generation)
         tried = set(self._lead.tried)
         rotten = self._lead.rotten(known)
-        reason = next((str(each["reason"]) for each in held if each.get("reason")), reign.reason)
+        reason = next((loss.reason for loss in losses if loss.reason), reign.reason)
         lost = reign.reason in ("worker_lost", "halted")
         record = await self._lead.plan(reign, generation, names, known)
         if rotten is not None:  # each goes once: this ends
@@ -307,7 +309,8 @@ class Office:
         """How the run ended, by what the nodes said of it: this one may have had no part in it."""
         coordinator = self.coordinator
         known = () if coordinator is None else coordinator.known.values()
-        ends = [one.held for one in known if "kind" in one.held]
+        told = [one.held.done for one in known if one.held is not None]
+        ends = [done for done in told if done is not None]
         kind = "" if coordinator is None else coordinator.kind
         why = self._closing or self._desk.why() or "the workers left"
         return end_of(verdict, kind, ends, why, self._desk.committed())
@@ -325,7 +328,7 @@ class Office:
         coordinator, cluster = self.coordinator, self._it.config.cluster
         assert coordinator is not None, "nobody gathers before there is one"
         try:
-            _failed([one.held for one in coordinator.known.values()])
+            _failed(coordinator.known.values())
         except EndedError as error:
             coordinator.done(str(error), error.kind)
             return
@@ -359,9 +362,10 @@ class Office:
             coordinator.done(why, kind)
 
 
-def _failed(held: Sequence[Mapping[str, Any]]) -> None:
+def _failed(known: Iterable[Known]) -> None:
     """Raises EndedError where a node's workers failed in a way that a restart would not mend."""
-    for each in held:
-        if sentence := each.get("failed"):
+    for one in known:
+        ending = None if one.held is None else one.held.ending
+        if isinstance(ending, Failed) and ending.sentence:
             kinds = {exit_codes.USER: Over.MEND, exit_codes.FENCED: Over.FENCED}
-            raise EndedError(str(sentence), kinds.get(each.get("code", 1), Over.FAILED))
+            raise EndedError(ending.sentence, kinds.get(ending.exit_code, Over.FAILED))

@@ -209,7 +209,7 @@ class Follower:
         work, stage = self._work, self._work.stage
         if stage is Stage.HELD and self._reaching.looking:
             stage = Stage.WORKING  # the next generation is made of those who reach each other
-        held = work.held if stage in (Stage.HELD, Stage.DONE) else {}
+        held = work.held.to_json() if stage in (Stage.HELD, Stage.DONE) else {}
         return {"at": work.at, "stage": stage.value, "held": held, "ready": work.ready}
 
     # --- following ------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import Blame
 from holdfast.elastic.protocol.start_state import StartState
@@ -25,7 +26,7 @@ class Work(Protocol):
     def stage(self) -> Stage: ...
 
     @property
-    def held(self) -> dict[str, Any]: ...
+    def held(self) -> NodeOutcome: ...
 
     @property
     def ready(self) -> int | None:

@@ -31,7 +31,14 @@ from holdfast.elastic.node.mover_supervisor import MoverLink
 from holdfast.elastic.node.process_manager import Host, Start
 from holdfast.elastic.node.worker_group import Generation
 from holdfast.elastic.protocol import exit_codes
-from holdfast.elastic.protocol.generation_outcome import Failed, Finished, Left, Lost, Verdict
+from holdfast.elastic.protocol.generation_outcome import (
+    Failed,
+    Finished,
+    Left,
+    Lost,
+    NodeOutcome,
+    Verdict,
+)
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import Blame
 from holdfast.elastic.protocol.start_state import StartState
@@ -89,7 +96,7 @@ class Station:
         self._paced = 0.0
         compiles = around.config.train.compile
         self._watch = Watch(kill=host.kill, tell=self.changed.set, compiles=compiles)
-        self._outcome: dict[str, Any] = {}
+        self._outcome: Verdict | None = None
         self._task: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
         self._meet = ""
@@ -104,10 +111,9 @@ class Station:
 
     # --- what the coordinator hears -------------------------------------------------------------
     @property
-    def held(self) -> dict[str, Any]:
+    def held(self) -> NodeOutcome:
         """By process, what those who wait hold; and how the generation ended here."""
-        holding = {str(pid): one.to_json() for pid, one in self._host.holding().items()}
-        return {"processes": holding, **self._outcome}
+        return NodeOutcome(self._host.holding(), self._outcome)
 
     @property
     def ready(self) -> int | None:
@@ -125,7 +131,7 @@ class Station:
             self._told_ready = self.ready
             self.changed.set()
 
-    def _become(self, stage: Stage, **outcome: Any) -> None:
+    def _become(self, stage: Stage, outcome: Verdict | None = None) -> None:
         self.stage = stage
         self._outcome = outcome
         self.changed.set()
@@ -193,9 +199,9 @@ class Station:
         if not isinstance(error, HoldfastError):
             self._say(f"a fault of this node's agent: {error!r}")
         if isinstance(error, UserError) and self._all_here:
-            self._become(Stage.BROKEN, failed=str(error), code=exit_codes.USER)
+            self._become(Stage.BROKEN, Failed(str(error), exit_codes.USER))
             return
-        self._become(Stage.BROKEN, cause=str(error))
+        self._become(Stage.BROKEN, Lost("", str(error)))
 
     def _told(self, task: asyncio.Task[None]) -> None:
         """The workers train without what the mover could not be told."""
@@ -345,14 +351,8 @@ class Station:
 
     async def _judge(self, verdict: Verdict) -> None:
         verdict = await self._ended(verdict)
-        match verdict:
-            case Finished(step, unsaved, missing) | Left(step, unsaved, missing):
-                kind = "finished" if isinstance(verdict, Finished) else "left"
-                self._become(Stage.DONE, kind=kind, step=step, unsaved=unsaved, missing=missing)
-            case Failed(sentence, code):
-                self._become(Stage.BROKEN, failed=sentence, code=code)
-            case Lost(reason, cause, rotten):
-                self._become(Stage.BROKEN, reason=reason, cause=cause, rotten=rotten)
+        done = isinstance(verdict, Finished | Left)
+        self._become(Stage.DONE if done else Stage.BROKEN, verdict)
 
     def held_one(self, rank: int, held: Held) -> None:
         """A worker has stopped and waits. When all have for a pause, this node holds."""
@@ -381,7 +381,7 @@ class Station:
                 if lost & set(replica.ranks) or self._spans(current.topology, replica.ranks)
                 for rank in replica.ranks
             ]
-        if self._live and "failed" not in self._outcome:
+        if self._live and not isinstance(self._outcome, Failed):
             with suppress(FencedError):
                 await self._host.halt(generation, inside, seconds)
         else:
@@ -389,7 +389,7 @@ class Station:
         if self._all_here:  # the next generation fences what is being saved
             with suppress(HoldfastError):
                 await self._mover.settle(generation)
-        self._become(Stage.HELD, **self._outcome)
+        self._become(Stage.HELD, self._outcome)
 
     def _spans(self, topology: Topology, ranks: tuple[int, ...]) -> bool:
         return len({topology.nodes[rank] for rank in ranks}) > 1

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 
 JOIN, BEAT = "/join", "/beat"
 
@@ -20,8 +22,9 @@ HANG = "hang"
 @dataclass
 class Known:
     """What an agent said of itself, beyond what the decisions need. told: when it joined. held:
-    what its workers hold, once they have stopped, and how its last generation ended there: `at`."""
+    what its workers hold, once they have stopped, and how its last generation ended there: `at`;
+    None: nothing yet."""
 
     told: Mapping[str, Any]
-    held: Mapping[str, Any] = field(default_factory=dict)
+    held: NodeOutcome | None = None
     at: int = 0
