@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.elastic.protocol.coordinator_messages import Heartbeat, JoinRequest
 from holdfast.elastic.protocol.generation_outcome import NodeOutcome
 from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.start_state import StartState
@@ -178,6 +179,8 @@ MESSAGES: dict[str, Again] = {
     "generation_record": lambda value: GenerationRecord.from_json(value).to_json(),
     "start_state": lambda value: StartState.from_json(value).to_json(),
     "node_outcome": lambda value: NodeOutcome.from_json(value).to_json(),
+    "join_request": lambda value: JoinRequest.from_json(value).to_json(),
+    "heartbeat": lambda value: Heartbeat.from_json(value).to_json(),
     "held_state": lambda value: Held.from_json(value).to_json(),
 }
 """By the name of the file: those that have a type. Where a file holds pairs ({"asked": ...,
@@ -202,8 +205,8 @@ def holds(new: Any, old: Any, at: str = "") -> None:
 
 
 def as_read(value: Any) -> Any:
-    """A worker that says it holds no state is read as one whose state is torn, so a node that tells
-    of it has read it like that."""
+    """A worker without a state is read as one whose state is torn. Nodes send what they have
+    read."""
     if isinstance(value, list):
         return [as_read(one) for one in value]
     if not isinstance(value, dict):

@@ -95,8 +95,8 @@ class Doubting:
         return frozenset(worker for device in devices for worker in self._workers[device])
 
     def retry(self, topology: Topology, seated: Mapping[int, Worker]) -> Retry | None:
-        """What the object of a generation says, beside `skips`. seated: by rank, whoever keeps its
-        process."""
+        """The step that the next generation does again. seated: by rank, the process that takes
+        it."""
         if (decision := self._trials.pending) is None:
             return None
         avoid = {}

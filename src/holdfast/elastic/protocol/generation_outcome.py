@@ -56,7 +56,7 @@ Verdict = Finished | Left | Lost | Failed
 class NodeOutcome:
     """What a node tells the coordinator once its workers have stopped. processes: by the process,
     what those hold that wait. ending: how the generation ended on this node, without ranks; None:
-    it was halted, or goes on."""
+    it was halted, or still trains."""
 
     processes: Mapping[int, Held] = field(default_factory=dict)
     ending: Verdict | None = None

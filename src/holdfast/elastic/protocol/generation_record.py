@@ -1,7 +1,7 @@
 """The object in the run store that opens a generation: `generations/<ten digits>.json`.
 
-It is made once, by the coordinator, and never changed. Agents read in it what they are to do,
-whoever coordinates next whom to expect, and `train` whom to ask whether the run is at work.
+It is made once, by the coordinator, and never changed. Agents read their part in it. The next
+coordinator reads which agents to expect, and `train` which to ask whether the run is at work.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class GenerationRecord:
 
     topology     None only where agents coordinate nothing that trains
     processes    by rank, the process of its node that takes it; None: a newcomer. (): all are
-    came_from    by rank, which rank of `previous` its process was; None: a newcomer. None instead
-                 of the whole: all workers restore what the StartState names
+    came_from    by rank, which rank of `previous` its process was; None: a newcomer. None for
+                 all: the workers restore what the StartState names
     previous     what those with a rank in came_from hold; None just where came_from is None
     skips        all microbatches that the run leaves out, not only those of this generation
     retry        the step that is to be done again, if any
-    reason       why there is a new generation, in a word: `GenerationStarted.reason`
-    stopping     why the run stops after this generation's first step; "": it goes on
+    reason       why there is a new generation, as in `GenerationStarted.reason`
+    stopping     why the run stops after this generation's first step; "": it does not
     term         under which it was made
     agents       by node, exactly those that take part
     mark         random: tells apart two that were made alike; "" until it is made
@@ -87,7 +87,7 @@ class GenerationRecord:
 
     @cached_property
     def addresses(self) -> Mapping[str, str]:
-        """Where the agents listen, by name, in the order of their names."""
+        """Of the agents, by name, in the order of their names."""
         return {name: self.agents[name].address for name in sorted(self.agents)}
 
     def to_json(self) -> dict[str, Any]:

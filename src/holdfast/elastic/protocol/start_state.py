@@ -33,7 +33,7 @@ class StartState:
 
     @cached_property
     def _json(self) -> dict[str, Any]:
-        """Made once: it is told to every node, and names every node."""
+        """Made once: it is sent to every node, and names every node."""
         peers, newest = self.peers, self.restore_point
         return {
             "step": self.step,
