@@ -39,7 +39,7 @@ from tests.support.agents import SECRET, FleetAgent, Switch, until
 
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.membership.role_loop import Follower
-from holdfast.elastic.protocol.generation_record import Opened, read_opened
+from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
 from holdfast.policy.membership.election import Patience
 from holdfast.policy.membership.transitions import Phase, Reign
 from holdfast.wire.http.async_client import Talker
@@ -61,11 +61,11 @@ class Reading:
 
     def __init__(self, store: FolderStore) -> None:
         self._store = store
-        self._read: dict[int, asyncio.Task[Opened]] = {}
+        self._read: dict[int, asyncio.Task[GenerationRecord]] = {}
 
-    async def __call__(self, generation: int) -> Opened:
+    async def __call__(self, generation: int) -> GenerationRecord:
         if generation not in self._read:
-            self._read = {generation: asyncio.create_task(read_opened(self._store, generation))}
+            self._read = {generation: asyncio.create_task(read_record(self._store, generation))}
         return await self._read[generation]
 
 
@@ -246,7 +246,7 @@ async def _measure(
     own, theirs, _ = await measured.end()
     asked = PROCESSES * LINES * ASKED
     began = time.perf_counter()
-    await read_opened(leader.store, generation)
+    await read_record(leader.store, generation)
     return {
         "agents": count, "join": joined, "steady": steady, "lost": watch.decided(generation),
         "decided": [row[0] for row in rows], "cpu": [row[1] for row in rows],

@@ -17,7 +17,10 @@ from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.generation_store import reign_over
 from holdfast.elastic.membership.role_loop import Follower
 from holdfast.elastic.protocol.coordinator_messages import Known
+from holdfast.elastic.protocol.generation_outcome import NodeOutcome
+from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.policy.membership.election import Patience
 from holdfast.policy.membership.transitions import Reign, Rules, Stage
 from holdfast.wire.http.auth import Verifier
@@ -38,7 +41,7 @@ class Switch:
     def __init__(self) -> None:
         self.changed = asyncio.Event()
         self.at, self.stage = 0, Stage.IDLE
-        self.held: dict[str, Any] = {}
+        self.held = NodeOutcome()
         self.history: list[tuple[str, int]] = []
         self.slow = False  # stays in `building`
         self.still: dict[str, Any] = {}
@@ -46,7 +49,7 @@ class Switch:
         self.blamed: list[tuple[int, int]] = []
         self.ready: int | None = None
 
-    def start(self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]) -> None:
+    def start(self, generation: int, record: GenerationRecord, begin: StartState) -> None:
         assert generation > self.at, "an older generation was begun"
         assert self.stage in (Stage.IDLE, Stage.HELD, Stage.DONE), "work in two generations at once"
         self.at = generation
@@ -156,8 +159,8 @@ class FleetAgent:
 
 async def plan(
     reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
-) -> dict[str, Any]:
-    return {"topology": {}}
+) -> GenerationRecord:
+    return GenerationRecord()
 
 
 def working(agents: list[FleetAgent]) -> bool:

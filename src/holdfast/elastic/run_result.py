@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from holdfast.elastic.event_log import Board, Say
+from holdfast.elastic.protocol.generation_outcome import Finished, Left
 from holdfast.errors import CannotGoOnError, HoldfastError, RunFolderError, UserError
 from holdfast.events import Event, RunFailed, RunFinished, RunStopped
 
@@ -60,18 +61,18 @@ class End:
 
 
 def end_of(
-    verdict: str, kind: str, ends: Sequence[Mapping[str, Any]], why: str, committed: int
+    verdict: str, kind: str, ends: Sequence[Finished | Left], why: str, committed: int
 ) -> End:
     """verdict: why the run is over, "" where the workers ended as they should. ends: how, node by
-    node, as a `Work` tells it. why: the reason to stop. committed: the newest committed step."""
+    node. why: the reason to stop. committed: the newest committed step."""
     if verdict:
         return _cut_short(verdict, kind, committed)
     if not ends:
         said = "no node said how it ended"
         return End(RunFailed(said, step=committed), said, 1)
-    step, finished = int(ends[0]["step"]), ends[0]["kind"] == "finished"
-    unsaved = next((end["unsaved"] for end in ends if end.get("unsaved") is not None), None)
-    missing = next((end["missing"] for end in ends if end.get("missing") is not None), None)
+    step, finished = ends[0].step, isinstance(ends[0], Finished)
+    unsaved = next((end.unsaved for end in ends if end.unsaved is not None), None)
+    missing = next((end.missing for end in ends if end.missing is not None), None)
     if unsaved is not None:
         return _stopped(committed, f"the state after step {step} could not be saved: {unsaved}", 1)
     if not finished:

@@ -25,6 +25,7 @@ from typing import Any
 
 from holdfast.config.identity import config_hash, refuse_other_run
 from holdfast.config.load import Loaded
+from holdfast.elastic.protocol.generation_record import record_of
 from holdfast.elastic.run_result import trains_alone
 from holdfast.errors import CorruptError, OutOfSpaceError, RunFolderError
 from holdfast.launch.runs import (
@@ -41,7 +42,7 @@ from holdfast.plan.hardware import Machine
 from holdfast.wire.secret import VARIABLE, Secret
 from holdfast.wire.store.location import check
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError
-from holdfast.wire.term import GENERATIONS, TERMS, newest_generation, newest_term, object_of
+from holdfast.wire.term import GENERATIONS, TERMS, newest_generation, newest_term
 
 FIRST = frozenset({"run.yaml", "environment.json"})
 """What a start that was cut short may leave before `resolved.json` makes it a run folder."""
@@ -125,15 +126,15 @@ def _anybody(store: FolderStore, secrets: Sequence[Secret]) -> tuple[bool | None
     """Whether a node of the newest generation answers, as `answers`, and which."""
     newest = newest_generation(store)
     try:
-        said = dict(object_of(store, newest).get("agents", {})) if newest else {}
+        addresses = record_of(store, newest).addresses if newest else {}
     except (CorruptError, MissingKeyError):
         return False, ""
-    names = sorted(said)[:MOST_ASKED]
+    names = list(addresses)[:MOST_ASKED]
     if not names:
         return False, ""
 
     def ask(name: str) -> bool | None:
-        return answers(str(said[name].get("address", "")), secrets, FAR_SECONDS)
+        return answers(addresses[name], secrets, FAR_SECONDS)
 
     with ThreadPoolExecutor(len(names), "ask") as threads:
         found = {there: name for name, there in zip(names, threads.map(ask, names), strict=True)}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
 from holdfast.elastic.coordinator.bad_steps import Doubting
+from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.run_result import EndedError
 from holdfast.events import Blamed
 from holdfast.layout import Layout, Topology, place_replicas
@@ -46,22 +46,28 @@ AGAIN = ((0, 2), (1, 3), (4, 5), (6, 7))
 def test_suspects_are_to_be_computed_by_others_wherever_their_processes_sit_then() -> None:
     doubting = Doubting()
     doubting.hear(placed(1), held(1, 5, [1], FIRST), KEYS)
-    value = doubting.value(placed(2), seated(3, 1, 2, 4))
-    assert "skips" not in value
-    assert (value["again"]["step"], value["again"]["avoid"]) == (5, [[1, [1]]])
-    passed = value["again"]["if_passed"]
-    assert (passed["blame"], passed["devices"]) == ("device", ("process 11 on a",))
+    retry = doubting.retry(placed(2), seated(3, 1, 2, 4))
+    assert not len(doubting.skips)
+    assert retry is not None
+    assert (retry.step, retry.avoid) == (5, {1: (1,)})
+    passed = retry.if_passed
+    assert passed is not None
+    assert (passed.blame, passed.devices) == ("device", ("process 11 on a",))
     without = {2: KEYS[2], 3: KEYS[4]}  # who computed it does not take part
-    assert doubting.value(placed(2), without)["again"]["avoid"] == []
+    again = doubting.retry(placed(2), without)
+    assert again is not None
+    assert again.avoid == {}
     assert doubting.news() == []
 
 
 def test_the_ranks_of_a_replica_are_accused_together() -> None:
     doubting = Doubting()
     doubting.hear(placed(1, tp=2), held(1, 5, [1], ((0, 1), (2, 3))), KEYS)
-    again = doubting.value(placed(2, tp=2), seated(3, 4, 1, 2))["again"]
-    assert again["avoid"] == [[1, [1]]]
-    assert again["if_passed"]["devices"] == ("processes 11, 12 on a",)
+    retry = doubting.retry(placed(2, tp=2), seated(3, 4, 1, 2))
+    assert retry is not None
+    assert retry.avoid == {1: (1,)}
+    assert retry.if_passed is not None
+    assert retry.if_passed.devices == ("processes 11, 12 on a",)
 
 
 def test_what_is_bad_everywhere_is_left_out_of_every_generation_from_then_on() -> None:
@@ -73,12 +79,12 @@ def test_what_is_bad_everywhere_is_left_out_of_every_generation_from_then_on() -
     (event,) = doubting.news()
     assert isinstance(event, Blamed)
     assert (event.step, event.blame, event.microbatches) == (5, "data", [1])
-    value: dict[str, Any] = doubting.value(placed(3), seated(1, 2, 3, 4))
-    assert [(s["step"], s["microbatch"]) for s in value["skips"]] == [(5, 1)]
+    skips = doubting.skips
+    assert [(skip.step, skip.microbatch) for skip in skips] == [(5, 1)]
     later = Doubting()  # of another term
-    later.found(value)
-    assert later.value(placed(9), {}) == {"skips": value["skips"]}
-    assert later.skips.reason(5, 1) == value["skips"][0]["reason"]
+    later.found(GenerationRecord(placed(3), skips=skips))
+    assert later.retry(placed(9), {}) is None
+    assert later.skips == skips
 
 
 def test_who_is_wrong_with_any_data_is_not_to_be_used() -> None:
@@ -105,4 +111,5 @@ def test_a_step_of_an_older_generation_is_no_news() -> None:
     doubting = Doubting()
     doubting.hear(placed(2), held(1, 5, [1], FIRST), KEYS)
     doubting.hear(None, held(1, 5, [1], FIRST), KEYS)
-    assert doubting.value(placed(3), seated(1, 2, 3, 4)) == {}
+    assert not len(doubting.skips)
+    assert doubting.retry(placed(3), seated(1, 2, 3, 4)) is None

@@ -6,14 +6,14 @@ import asyncio
 import time
 from typing import Any
 
-from holdfast.elastic.coordinator.coordinator import Coordinator
+from holdfast.elastic.coordinator.coordinator import Coordinator, Made
 from holdfast.policy.membership import transitions
 from holdfast.policy.membership.transitions import Node, Rules
 
 LOST_AFTER = 1.5
 
 
-async def _no_generation(reign: Any, generation: int, names: Any, known: Any) -> dict[str, Any]:
+async def _no_generation(reign: Any, generation: int, names: Any, known: Any) -> Made:
     raise AssertionError("none is to be made")
 
 

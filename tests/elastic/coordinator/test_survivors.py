@@ -11,6 +11,8 @@ from holdfast.config.run import RunConfig
 from holdfast.elastic.coordinator.generation_planner import Lead, Leading
 from holdfast.elastic.coordinator.survivors import Survivors
 from holdfast.elastic.protocol.coordinator_messages import Known
+from holdfast.elastic.protocol.generation_outcome import Lost, NodeOutcome
+from holdfast.elastic.protocol.generation_record import GenerationRecord, PreviousState
 from holdfast.errors import LayoutError
 from holdfast.events import Event, WorkerLost
 from holdfast.layout import Layout, Topology, place
@@ -87,9 +89,7 @@ def test_a_replica_that_leaves_is_not_missed_where_another_stays() -> None:
 def test_a_new_coordinator_knows_the_state_that_nobody_has_taken_into_its_generation_yet() -> None:
     """The one before was lost between making generation 2 and anybody's beginning it."""
     before, after = place(Layout(dp_replicate=2), 1, ("a", "b")), place(Layout(), 2, ("b",))
-    value = {
-        "topology": after.to_json(), "before": {"topology": before.to_json(), "step": 5},
-    }  # fmt: skip
+    record = GenerationRecord(after, previous=PreviousState(before, 5))
 
     async def nothing(*_: object) -> object:
         raise AssertionError("nothing is planned here")
@@ -97,7 +97,7 @@ def test_a_new_coordinator_knows_the_state_that_nobody_has_taken_into_its_genera
     lead = Lead(Leading(
         CONFIG, cast(Any, nothing), cast(Any, nothing), "", lambda event: None, lambda number: None,
     ))  # fmt: skip
-    lead.found(value)
+    lead.found(record)
     assert lead._survivors.live({4: _held(1, 5)})
 
 
@@ -113,7 +113,7 @@ def test_whoever_comes_to_lead_tells_of_losses_in_the_generation_that_had_them()
     lead = Lead(Leading(
         CONFIG, unused, unused, "", lambda event: told.append((0, 0, event.kind)), unused, late=late
     ))  # fmt: skip
-    lead.found({"topology": place(Layout(dp_replicate=2), 5, ("a", "b")).to_json()})
+    lead.found(GenerationRecord(place(Layout(dp_replicate=2), 5, ("a", "b"))))
     old = [Node(name, "old", 1, 0.0, 0.0) for name in ("a", "b")]
     reign = transitions.begin(7, 0.0, 5, old, "resume")
     rules = Rules(lambda nodes: tuple(node.name for node in nodes))
@@ -131,11 +131,12 @@ def test_how_an_older_generation_ended_is_not_said_of_the_last_one() -> None:
     the checkpoint that the last one began from is not to blame for that."""
     unused = cast(Any, None)
     lead = Lead(Leading(CONFIG, unused, unused, "", unused, unused))
-    lead.found({"topology": place(Layout(dp_replicate=2), 5, ("a", "b")).to_json()})
+    lead.found(GenerationRecord(place(Layout(dp_replicate=2), 5, ("a", "b"))))
     of = {
-        name: Known({}, {"rotten": f"as {name} says"}, at) for name, at in {"a": 4, "b": 5}.items()
+        name: Known({}, NodeOutcome({}, Lost("rot", "it is not whole", f"as {name} says")), at)
+        for name, at in {"a": 4, "b": 5}.items()
     }
-    assert lead.outcomes(of) == [{"rotten": "as b says"}]
+    assert lead.outcomes(of) == [of["b"].held]
     lead._key = "commits/5"
     assert lead.rotten({"a": of["a"]}) is None
     assert lead.tried == {}
@@ -151,7 +152,7 @@ def test_a_session_begins_where_nobody_took_part_before(others: bool) -> None:
 
     unused = cast(Any, None)
     lead = Lead(Leading(CONFIG, planner, unused, "", unused, unused))
-    lead.found({"topology": place(Layout(dp_replicate=2), 5, ("a", "b")).to_json()})
+    lead.found(GenerationRecord(place(Layout(dp_replicate=2), 5, ("a", "b"))))
     old = [Node(name, "old", 1, 0.0, 0.0) for name in ("a", "b")]
     rules = Rules(lambda nodes: tuple(node.name for node in nodes))
     reign = transitions.came(

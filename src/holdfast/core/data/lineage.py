@@ -67,7 +67,8 @@ class Once:
         return [record for record in records if self.news(record.generation, record.event)]
 
     def news(self, generation: int, event: Event) -> bool:
-        """Return True if an event of `generation` is not a repetition; it counts as reported now."""
+        """Return True if an event of `generation` is not a repetition; it counts as reported
+        now."""
         if isinstance(event, GenerationStarted):
             self._starts[generation] = event.step
         if not isinstance(event, StepDone | Evaluated):

@@ -228,7 +228,8 @@ def _refined(box: Box, others: Iterable[Box]) -> Iterator[Box]:
 
 
 def _places(kind: Replica, cuts: Iterable[_Held], box: Box, zero_1: bool) -> tuple[_Place, ...]:
-    """Return the contributors to one box and its receivers in a replica of this kind, by mesh rank."""
+    """Return the contributors to one box and its receivers in a replica of this kind, by mesh
+    rank."""
     found: list[tuple[int, bool, bool]] = []
     for cut in cuts:
         if not cut.with_shards.contains(box):

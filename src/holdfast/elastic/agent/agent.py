@@ -349,10 +349,10 @@ class NodeAgent:
         if coordinator is not None:
             return self._office.end(over[0])
         why = self._station.closing or self._leaving.why or "the workers left"
-        held = self._station.held
-        if not over[0] and "kind" not in held:  # it had no part in it
+        done = self._station.held.done
+        if not over[0] and done is None:  # it had no part in it
             return End(None, "", 0)
-        return end_of(over[0], over[1], [held], why, self._saved)
+        return end_of(over[0], over[1], () if done is None else (done,), why, self._saved)
 
     # --- leading --------------------------------------------------------------------------------
     async def _reign(self, term: Term) -> Coordinator:

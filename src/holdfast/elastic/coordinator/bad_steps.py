@@ -13,13 +13,13 @@ decision becomes what the object of the next generation says:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from holdfast.core.data.skips import Skips
+from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.run_result import EndedError
 from holdfast.events import Blamed, Event
 from holdfast.layout import Topology
-from holdfast.policy.detection.bad_steps import Bad, Decision, Device, Do, Found, Retry, Trials
+from holdfast.policy.detection.bad_steps import Bad, Device, Do, Found, Retry, Trials
 from holdfast.policy.recovery.survivors import BadStep, Held
 
 Worker = tuple[str, int]
@@ -44,9 +44,9 @@ class Doubting:
     def skips(self) -> Skips:
         return self._trials.skips
 
-    def found(self, value: Mapping[str, Any]) -> None:
-        """The object of the newest generation, at the beginning of a term."""
-        self._trials = Trials(Skips.from_json(value.get("skips")))
+    def found(self, record: GenerationRecord) -> None:
+        """Of the newest generation, at the beginning of a term."""
+        self._trials = Trials(record.skips)
 
     def news(self) -> list[Event]:
         """What the journal is to be told, once."""
@@ -94,16 +94,11 @@ class Doubting:
         devices = () if decision is None else decision.leave_out
         return frozenset(worker for device in devices for worker in self._workers[device])
 
-    def value(self, topology: Topology, seated: Mapping[int, Worker]) -> dict[str, Any]:
-        """What the object of a generation says. seated: by rank, whoever keeps its process."""
-        out: dict[str, Any] = {}
-        if len(self.skips):
-            out["skips"] = self.skips.to_json()
-        if (decision := self._trials.pending) is not None:
-            out["again"] = self._retry(decision, topology, seated).to_json()
-        return out
-
-    def _retry(self, decision: Decision, topology: Topology, seated: Mapping[int, Worker]) -> Retry:
+    def retry(self, topology: Topology, seated: Mapping[int, Worker]) -> Retry | None:
+        """The step that the next generation does again. seated: by rank, the process that takes
+        it."""
+        if (decision := self._trials.pending) is None:
+            return None
         avoid = {}
         for leaf, device in decision.avoid.items():
             workers = self._workers[device]

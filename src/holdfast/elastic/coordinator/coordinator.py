@@ -16,15 +16,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Protocol
 
 from holdfast.elastic.coordinator.hang_detector import Comparing
 from holdfast.elastic.coordinator.liveness_probe import dead
 from holdfast.elastic.coordinator.stragglers import Pacing
-from holdfast.elastic.protocol.coordinator_messages import HANG, JOIN_FIRST, REPLACED, TAKEN, Known
+from holdfast.elastic.protocol.coordinator_messages import (
+    HANG,
+    JOIN_FIRST,
+    REPLACED,
+    Heartbeat,
+    JoinRequest,
+    Known,
+)
 from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_result import EndedError
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.policy.detection.stragglers import Change
@@ -38,7 +46,6 @@ from holdfast.policy.membership.transitions import (
     Reign,
     Report,
     Rules,
-    Stage,
     directive,
 )
 from holdfast.wire.waiting import wait_event
@@ -65,11 +72,20 @@ class ChangedError(HoldfastError):
     """What a generation was to be made of has changed while it was planned: it is planned anew."""
 
 
+@dataclass(frozen=True)
+class Made:
+    """A generation whose object has been made. taken: how many places of each node it uses; None:
+    all of all its nodes."""
+
+    start: StartState
+    taken: Mapping[str, int] | None
+
+
 class Make(Protocol):
     async def __call__(
         self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
-    ) -> dict[str, Any]:
-        """Make the object of a generation of these nodes; what they are told to begin from.
+    ) -> Made:
+        """Make the object of a generation of these nodes.
 
         Raises TakenError when somebody else has made it, or a newer term exists, and HoldfastError
         when the run store is out of reach: it is tried again. EndedError where there is to be none.
@@ -94,7 +110,7 @@ class Coordinator:
         self._rules, self._make, self._changed, self._complain = rules, make, changed, complain
         self._loop = asyncio.get_running_loop()
         self._ticked = self._loop.time()
-        self._begin: dict[str, Any] | None = None  # what the nodes begin from; see `_answer`
+        self._begin: StartState | None = None  # what the nodes begin from; see `_answer`
         self._complained = ""  # why no generation can be made, as it was said last
         self._inbox: list[Report] = []
         self._waiting: dict[str, tuple[asyncio.Future[None], Directive, bool]] = {}
@@ -139,17 +155,16 @@ class Coordinator:
 
     # --- requests -------------------------------------------------------------------------------
     async def join(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
-        """{"name", "mark", "places", "at", "stage", "told": {...}}. Of two agents of one name the
-        later one counts. Raises ValueError, KeyError for what is none."""
-        name, mark = str(body["name"]), str(body["mark"])
-        now = self._now
+        """A JoinRequest. Of two agents of one name the later one counts. Raises ValueError,
+        KeyError for what is none."""
+        asked = JoinRequest.from_json(body)
+        name, now = asked.name, self._now
         if not name:
             raise ValueError("a node without a name")
         new = Node(
-            name, mark, int(body["places"]), now, now, int(body["at"]), Stage(body["stage"]),
-            ready=_ready(body),
+            name, asked.mark, asked.places, now, now, asked.at, asked.stage, ready=asked.ready
         )  # fmt: skip
-        self.known[name] = Known(dict(body["told"]), dict(body.get("held", {})), new.at)
+        self.known[name] = Known(asked.told, asked.held, new.at)
         for one, missed in self._misses.items():  # of another process maybe
             self._misses[one] = missed - {name} if one != name else frozenset()
         self._set(transitions.came(self.reign, new, now, self._rules))
@@ -157,27 +172,25 @@ class Coordinator:
         return self._answer(name)
 
     async def beat(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
-        """{"name", "mark", "term", "at", "stage", "held", "doing": [order, generation], "wait"}:
-        the answer comes when there is something else to do than `doing`, or after `wait` seconds.
-        """
-        name, mark = str(body["name"]), str(body["mark"])
-        if int(body["term"]) > self.reign.term:
+        """A Heartbeat: the answer comes when there is something else to do than what it does, or
+        once it has waited for as long as it says."""
+        said = Heartbeat.from_json(body)
+        name, mark = said.name, said.mark
+        if said.term > self.reign.term:
             self.fence()
-        report = Report(name, mark, int(body["at"]), Stage(body["stage"]), _ready(body))
-        order, generation = body["doing"]
-        doing = Directive(Order(order), int(generation))
-        wait = min(max(0.0, float(body["wait"])), LONGEST_WAIT)
+        report = Report(name, mark, said.at, said.stage, said.ready)
+        wait = min(max(0.0, said.wait), LONGEST_WAIT)
         known = self.known.get(name)
-        if known is not None and body.get("held"):
-            known.held, known.at = dict(body["held"]), report.at
-        if body.get("leaving"):
-            self.warned(name, float(body["leaving"]))
-        self._miss(name, mark, body.get("misses", ()))
+        if known is not None and said.held is not None:
+            known.held, known.at = said.held, said.at
+        if said.leaving:
+            self.warned(name, said.leaving)
+        self._miss(name, mark, said.misses)
         self._let_go(name)
-        if self._compare(name, body):
+        if self._compare(said):
             wait = 0.0
         woken = self._loop.create_future()
-        self._waiting[name] = woken, doing, bool(body.get("leaving"))
+        self._waiting[name] = woken, said.doing, bool(said.leaving)
         self._hear(report)
         timer = self._loop.call_later(wait, _wake, woken)
         try:
@@ -212,8 +225,8 @@ class Coordinator:
             # were to begin from with it.
             self.halt("coordinator_lost")
             return {"term": term, "order": Order.WAIT.value, "generation": 0}
-        if due.order is Order.START:
-            answer["begin"] = self._begin
+        if due.order is Order.START and self._begin is not None:
+            answer["begin"] = self._begin.to_json()
         elif due.order in (Order.HALT, Order.PAUSE):
             answer["reason"] = self.reign.reason
         elif due.order is Order.LEAVE:
@@ -308,19 +321,19 @@ class Coordinator:
         node = self.reign.node(name)
         if node is None or node.mark != mark:
             return
-        self._misses[name] = frozenset(map(str, others))
+        self._misses[name] = frozenset(others)
         for other in [one for one, missed in self._misses.items() if name in missed]:
             now = self._now
             self._set(transitions.parted(self.reign, name, other, now, self._rules))
 
     # --- who stands still -----------------------------------------------------------------------
-    def _compare(self, name: str, body: Mapping[str, Any]) -> bool:
+    def _compare(self, said: Heartbeat) -> bool:
         """What a node says of those who stand still there; whether it is to give up somebody."""
-        at, still = int(body["at"]), dict(body.get("still", {}))
+        name, at, still = said.name, said.at, said.still
         if not self.reign.at_work or at != self.reign.generation or name not in self.reign.members:
             return False
         going = self.reign.phase is not Phase.HALTING  # else the next generation sees to the slow
-        if going and "paces" in body and (changes := self.pacing.hear(name, at, body["paces"])):
+        if going and said.paces and (changes := self.pacing.hear(name, at, said.paces)):
             self.paced(changes)
         nodes = [node for one in self.reign.members - {name} if (node := self.reign.node(one))]
         heard = min((-inf if node.expected else node.heard for node in nodes), default=inf)
@@ -416,7 +429,7 @@ class Coordinator:
 
     async def _open(self, generation: int, names: frozenset[str]) -> None:
         try:
-            begin = await self._make(self.reign, generation, names, self.known)
+            made = await self._make(self.reign, generation, names, self.known)
         except TakenError as error:
             self._set(transitions.taken(self.reign, error.term, error.generation, self._now))
         except ChangedError:
@@ -432,19 +445,13 @@ class Coordinator:
             await wait_event(self._news, RETRY_SECONDS)
         else:
             self._complained = ""
-            taken: dict[str, int] | None = begin.pop(TAKEN, None)
-            self._begin = begin
+            taken, self._begin = made.taken, made.start
             for one in self.known.values():
-                one.held = {}  # of the generation before
+                one.held = None  # of the generation before
             used = names if taken is None else frozenset(taken)
             self._set(
                 transitions.opened(self.reign, generation, used, self._now, self._rules, taken)
             )
-
-
-def _ready(body: Mapping[str, Any]) -> int | None:
-    """What it says of its places; an older agent does not."""
-    return None if body.get("ready") is None else int(body["ready"])
 
 
 def _wake(future: asyncio.Future[None]) -> None:

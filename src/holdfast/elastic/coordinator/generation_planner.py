@@ -9,10 +9,8 @@ begins from. When there is to be one, and of which nodes, is `policy.membership.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from holdfast.checkpoint.mover.client import Newest
 from holdfast.checkpoint.peers.config import Peer
@@ -21,7 +19,10 @@ from holdfast.elastic.coordinator.bad_steps import Doubting
 from holdfast.elastic.coordinator.coordinator import ChangedError
 from holdfast.elastic.coordinator.survivors import Aftermath, Survivors
 from holdfast.elastic.node.mover_supervisor import MoverLink
-from holdfast.elastic.protocol.coordinator_messages import TAKEN, Known
+from holdfast.elastic.protocol.coordinator_messages import Known
+from holdfast.elastic.protocol.generation_outcome import NodeOutcome
+from holdfast.elastic.protocol.generation_record import GenerationRecord
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import LayoutError
 from holdfast.events import Event, GenerationStarted, RestorePointFound, WorkerLost
 from holdfast.layout import Topology
@@ -74,14 +75,14 @@ class Lead:
         self.tried: dict[str, str] = {}
         """Keys of checkpoints that proved rotten, and why."""
 
-    def found(self, value: Mapping[str, Any], alone: bool = False) -> None:
-        """The object of the newest generation, at the beginning of a term. alone: of this node,
-        which has nobody of it left."""
-        self.doubting.found(value)
-        if value.get("topology") and not alone:
-            if before := value.get("before"):  # as long as nobody has taken the new one up
-                self._survivors.opened(Topology.from_json(before["topology"]))
-            self._before = Topology.from_json(value["topology"])
+    def found(self, record: GenerationRecord, alone: bool = False) -> None:
+        """The newest generation, at the beginning of a term. alone: of this node, which has nobody
+        of it left."""
+        self.doubting.found(record)
+        if record.topology is not None and not alone:
+            if record.previous is not None:  # as long as nobody has taken the new one up
+                self._survivors.opened(record.previous.topology)
+            self._before = record.topology
             self._survivors.opened(self._before)
 
     def fits(self, nodes: Sequence[Node]) -> tuple[str, ...]:
@@ -114,26 +115,28 @@ class Lead:
         wanted = self._it.config.layout.workers
         return bool(wanted) and sum(node.places for node in nodes) >= wanted
 
-    def outcomes(self, known: Mapping[str, Known]) -> list[Mapping[str, Any]]:
+    def outcomes(self, known: Mapping[str, Known]) -> list[NodeOutcome]:
         """How the last generation ended, node by node. Who was not told to begin it before it was
         over still says how the one before ended."""
         last = None if self._before is None else self._before.generation
-        return [one.held for one in known.values() if last in (None, one.at)]
+        told = [one.held for one in known.values() if last in (None, one.at)]
+        return [outcome for outcome in told if outcome is not None]
 
     def rotten(self, known: Mapping[str, Known]) -> str | None:
         """Whether what the last generation began from proved rotten: it is passed over from now on,
         and this says so."""
-        said = next((one["rotten"] for one in self.outcomes(known) if one.get("rotten")), None)
+        lost = [outcome.lost for outcome in self.outcomes(known)]
+        said = next((one.rotten for one in lost if one is not None and one.rotten), None)
         if said is None or self._key is None:
             return None
-        self.tried[self._key] = str(said)
+        self.tried[self._key] = said
         return f"{self._key} is not whole ({said})"
 
     # --- one generation -------------------------------------------------------------------------
     async def plan(
         self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
-    ) -> dict[str, Any]:
-        """What its object says. Raises HoldfastError where no plan is possible."""
+    ) -> GenerationRecord:
+        """Without a term, a reason and agents. Raises HoldfastError where no plan is possible."""
         nodes = [node for name in sorted(names) if (node := reign.node(name)) is not None]
         self.begins = self._before is None or not _goes_on(reign)
         self._peers = {
@@ -151,14 +154,13 @@ class Lead:
         if speeds := self._speeds_of(after, keys):
             topology = weighted(topology, speeds)
         self._plans = {generation: (topology, after)}
-        seats = [None if key is None else keys[key][1] for key in after.seats.processes]
-        came_from = None if after.came_from is None else list(after.came_from)
+        seats = tuple(None if key is None else keys[key][1] for key in after.seats.processes)
         processes = enumerate(after.seats.processes)
         seated = {rank: keys[key] for rank, key in processes if key is not None}
-        return {
-            "topology": topology.to_json(), "seats": seats, "came_from": came_from,
-            "before": after.told_before(), **self.doubting.value(topology, seated),
-        }  # fmt: skip
+        return GenerationRecord(
+            topology, seats, after.came_from, after.told_before(),
+            self.doubting.skips, self.doubting.retry(topology, seated),
+        )  # fmt: skip
 
     def _without_sick(
         self, held: dict[int, Held], keys: Mapping[int, tuple[str, int]], names: set[str]
@@ -203,7 +205,7 @@ class Lead:
         planned = self._it.planner(config, self._places(nodes), generation, present)
         return planned.topology, self._survivors.plan(planned.topology, held, where, durable)
 
-    async def begin(self, generation: int, value: dict[str, Any]) -> dict[str, Any]:
+    async def begin(self, generation: int, record: GenerationRecord) -> StartState:
         """What its nodes begin from."""
         topology, after = self._plans[generation]
         self._it.opened(generation)
@@ -220,18 +222,14 @@ class Lead:
             step, self._key = newest.step, newest.key
         rung = _rung(self._before, topology, after, newest)
         self.reached = max(self.reached, step)
-        self._tell(topology, value, newest, step, rung)
+        self._tell(topology, record, newest, step, rung)
         self._survivors.opened(topology)
         self._before = topology
-        return {
-            TAKEN: dict(Counter(topology.nodes)),
-            "step": step, "newest": None if newest is None else newest.to_json(),
-            "machines": None if self._it.alone else [peer.to_json() for peer in machines],
-            "sources": [peer.to_json() for peer in sources], "meet": self._it.meet,
-        }  # fmt: skip
+        peers = None if self._it.alone else tuple(machines)
+        return StartState(step, newest, peers, tuple(sources), self._it.meet)
 
     def _tell(
-        self, topology: Topology, value: Mapping[str, Any], newest: Newest | None, step: int,
+        self, topology: Topology, record: GenerationRecord, newest: Newest | None, step: int,
         rung: int,
     ) -> None:  # fmt: skip
         if newest is not None and newest.key is not None:
@@ -241,10 +239,11 @@ class Lead:
             self._it.emit(event)
         first = topology.generation == 1 or self._before is None
         resumes = self.begins and self._before is not None
-        reason = "resume" if resumes else str(value["reason"])
+        reason = "resume" if resumes else record.reason
         self._it.emit(GenerationStarted(
             topology.to_json(), reason, None if newest is None else newest.key,
-            -1 if first else rung, value["came_from"], step=step,
+            -1 if first else rung,
+            None if record.came_from is None else list(record.came_from), step=step,
         ))  # fmt: skip
 
     def _speeds_of(
@@ -333,8 +332,9 @@ def _holdings(
     keys: dict[int, tuple[str, int]] = {}
     held: dict[int, Held] = {}
     for name in sorted(alive & known.keys()):
-        for pid, one in sorted(dict(known[name].held.get("processes", {})).items()):
+        outcome = known[name].held or NodeOutcome()
+        for pid, one in sorted(outcome.processes.items(), key=lambda item: str(item[0])):
             key = len(keys) + 1
-            keys[key] = (name, int(pid))
-            held[key] = Held.from_json(one)
+            keys[key] = (name, pid)
+            held[key] = one
     return keys, held

@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
 
-from holdfast.elastic.coordinator.coordinator import Coordinator, TakenError
+from holdfast.elastic.coordinator.coordinator import Coordinator, Made, TakenError
 from holdfast.elastic.protocol.coordinator_messages import Known
+from holdfast.elastic.protocol.generation_record import (
+    AgentEntry,
+    GenerationRecord,
+    read_record,
+)
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import CorruptError, FencedError, UserError
 from holdfast.policy.membership import transitions
 from holdfast.policy.membership.transitions import Node, Reign, Rules
@@ -23,13 +30,12 @@ from holdfast.wire.term import (
     Term,
     newest_generation,
     newest_term,
-    object_of,
     open_generation,
 )
 
-Plan = Callable[[Reign, int, frozenset[str], Mapping[str, Known]], Awaitable[dict[str, Any]]]
-"""What the object of a generation says, besides who takes part. What it raises is tried again."""
-Begin = Callable[[int, dict[str, Any]], Awaitable[dict[str, Any]]]
+Plan = Callable[[Reign, int, frozenset[str], Mapping[str, Known]], Awaitable[GenerationRecord]]
+"""The record of a generation, without a term and agents. What it raises is tried again."""
+Begin = Callable[[int, GenerationRecord], Awaitable[StartState]]
 """Once the object is made, which fences all older ones: what the nodes begin from."""
 
 
@@ -38,8 +44,8 @@ COLLECTS = (20_000, 20, 100)
 no garbage, and to look through them again and again took a third of the time of a decision."""
 
 
-async def nothing(generation: int, value: dict[str, Any]) -> dict[str, Any]:
-    return {}
+async def nothing(generation: int, record: GenerationRecord) -> StartState:
+    return StartState()
 
 
 async def reign_over(
@@ -55,21 +61,20 @@ async def reign_over(
     counts instead. Raises what the run store raises."""
     generation = await asyncio.to_thread(newest_generation, store)
     reason = "resume" if generation else "start"
-    value: dict[str, Any] = {}
+    record = GenerationRecord()
     if generation and expects:
         with suppress(CorruptError, MissingKeyError):  # then nobody is expected
-            value = await asyncio.to_thread(object_of, store, generation)
+            record = await read_record(store, generation)
     now = asyncio.get_running_loop().time()
     nodes = [
-        Node(str(name), str(said["mark"]), int(said["places"]), now, now)
-        for name, said in dict(value.get("agents", {})).items()
+        Node(name, agent.mark, agent.places, now, now) for name, agent in record.agents.items()
     ]
     make = Maker(term, store, plan, begin, refused)
     gc.set_threshold(*COLLECTS)
     reign = transitions.begin(term.number, now, max(generation, above), nodes, reason)
     coordinator = Coordinator(reign, rules, make, changed, complain)
-    for name, said in dict(value.get("agents", {})).items():  # where they were to be found
-        coordinator.known[str(name)] = Known({"address": str(said.get("address", ""))})
+    for name, agent in record.agents.items():  # where they were to be found
+        coordinator.known[name] = Known({"address": agent.address})
     return coordinator
 
 
@@ -85,33 +90,32 @@ class Maker:
 
     async def __call__(
         self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
-    ) -> dict[str, Any]:
-        value = await self._plan(reign, generation, names, known)
-        used = names & set(dict(value.get("topology", {})).get("nodes", names))
+    ) -> Made:
+        record = await self._plan(reign, generation, names, known)
+        used = names if record.topology is None else names & set(record.topology.nodes)
         nodes = [node for name in sorted(used) if (node := reign.node(name)) is not None]
-        value |= {
-            "term": self._term.number,
-            "reason": value.get("reason", reign.reason),
-            "agents": {
-                node.name: {
-                    "address": str(known[node.name].told.get("address", "")),
-                    "mark": node.mark, "places": node.places,
-                }
-                for node in nodes
-            },
-        }  # fmt: skip
+        agents = {
+            node.name: AgentEntry(
+                str(known[node.name].told.get("address", "")), node.mark, node.places
+            )
+            for node in nodes
+        }
+        record = replace(
+            record, term=self._term.number, reason=record.reason or reign.reason, agents=agents
+        )
         try:
-            await asyncio.to_thread(self._create, generation, value)
+            await asyncio.to_thread(self._create, generation, record)
         except UserError as error:
             self._refused(error)
             raise
-        return await self._begin(generation, value)
+        taken = None if record.topology is None else Counter(record.topology.nodes)
+        return Made(await self._begin(generation, record), taken)
 
-    def _create(self, generation: int, value: dict[str, Any]) -> None:
+    def _create(self, generation: int, record: GenerationRecord) -> None:
         """In this order: whoever opens a newer term in between opens this number, too, and one of
         the two comes too late."""
         self._term.check()
         try:
-            open_generation(self._store, generation, value)
+            open_generation(self._store, generation, record.to_json())
         except FencedError:
             raise TakenError(newest_term(self._store)[0], newest_generation(self._store)) from None

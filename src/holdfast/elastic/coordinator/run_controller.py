@@ -10,13 +10,12 @@ end           how the run ended, into the journal (`ending.py`)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from holdfast.checkpoint.mover.client import Newest
 from holdfast.checkpoint.restore.catalog import listing, step_of
 from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.generation_planner import Lead, Leading
@@ -27,6 +26,9 @@ from holdfast.elastic.event_log import Board, Say
 from holdfast.elastic.node.mover_supervisor import MoverLink
 from holdfast.elastic.protocol import exit_codes
 from holdfast.elastic.protocol.coordinator_messages import Known
+from holdfast.elastic.protocol.generation_outcome import Failed
+from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_context import Joining
 from holdfast.elastic.run_result import End, EndedError, Last, Over, end_of
 from holdfast.errors import (
@@ -44,7 +46,7 @@ from holdfast.policy.membership.restart_budget import Restarts, give_up
 from holdfast.policy.membership.transitions import Node, Phase, Reign, Rules
 from holdfast.wire.journal import Follower as JournalFollower
 from holdfast.wire.store.run_store import MissingKeyError
-from holdfast.wire.term import Term, newest_generation, object_of
+from holdfast.wire.term import Term, newest_generation
 
 MISSED_BEATS = 3
 APART_BEATS = 30
@@ -121,7 +123,7 @@ class Office:
         self._resumed = newest > 0
         if newest:
             with suppress(MissingKeyError, CorruptError):  # a store that is away is asked again
-                lead.found(await asyncio.to_thread(object_of, it.store, newest), alone)
+                lead.found(await read_record(it.store, newest), alone)
         self._told.skips = lead.doubting.skips
         if newest and not alone:
             self._say(f"{it.node} coordinates the run (term {term.number})")
@@ -174,12 +176,13 @@ class Office:
     # --- a generation ---------------------------------------------------------------------------
     async def _plan(
         self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
-    ) -> dict[str, Any]:
+    ) -> GenerationRecord:
         """Raises EndedError where there is to be none."""
         assert self._lead is not None
-        _failed([one.held for one in known.values()])
-        held = self._lead.outcomes(known)
-        cause = next((str(each["cause"]) for each in held if each.get("cause")), "")
+        _failed(known.values())
+        ended = [outcome.lost for outcome in self._lead.outcomes(known)]
+        losses = [loss for loss in ended if loss is not None]
+        cause = next((loss.cause for loss in losses if loss.cause), "")
         why = self._desk.why()
         if not self._closing and transitions.leaving_all(reign, names):
             self._closing = LEAVE_ALL
@@ -188,9 +191,9 @@ class Office:
         await self._prepare(generation)
         tried = set(self._lead.tried)
         rotten = self._lead.rotten(known)
-        reason = next((str(each["reason"]) for each in held if each.get("reason")), reign.reason)
+        reason = next((loss.reason for loss in losses if loss.reason), reign.reason)
         lost = reign.reason in ("worker_lost", "halted")
-        value = await self._lead.plan(reign, generation, names, known)
+        record = await self._lead.plan(reign, generation, names, known)
         if rotten is not None:  # each goes once: this ends
             for key in self._lead.tried.keys() - tried:  # else that was said in an attempt before
                 why = self._lead.tried[key]
@@ -198,8 +201,7 @@ class Office:
                 self._say(f"{rotten}; another state is taken up")
         elif lost and reason not in BAD_STEPS and (sentence := self._hopeless(generation, cause)):
             raise EndedError(sentence)
-        value["reason"] = reason if lost else reign.reason
-        return value | ({"closing": self._closing} if self._closing else {})
+        return replace(record, reason=reason if lost else reign.reason, stopping=self._closing)
 
     async def _prepare(self, generation: int) -> None:
         """A mover that does not start is tried again, as often as any other loss."""
@@ -224,21 +226,21 @@ class Office:
         limit = self._it.config.cluster.max_restarts_without_progress
         return give_up(self._restarts, limit, cause or "not known")
 
-    async def _begin(self, generation: int, value: dict[str, Any]) -> dict[str, Any]:
+    async def _begin(self, generation: int, record: GenerationRecord) -> StartState:
         assert self._lead is not None
-        self._stand_in.owing = value.get("came_from") is not None
+        self._stand_in.owing = record.came_from is not None
         self._told.skips = self._lead.doubting.skips
         try:
-            begun = await self._lead.begin(generation, value)
+            begun = await self._lead.begin(generation, record)
         except CheckpointError as error:
             raise EndedError(str(error), Over.STATELESS) from error
         except UserError as error:
             if self._it.alone is None:
                 raise
             raise EndedError(str(error), Over.MEND) from error
-        newest = begun["newest"]
-        if newest is not None and Newest.from_json(newest).durable:
-            self.restored = int(begun["step"])
+        newest = begun.restore_point
+        if newest is not None and newest.durable:
+            self.restored = begun.step
         await self._board.flush()
         return begun
 
@@ -307,7 +309,8 @@ class Office:
         """How the run ended, by what the nodes said of it: this one may have had no part in it."""
         coordinator = self.coordinator
         known = () if coordinator is None else coordinator.known.values()
-        ends = [one.held for one in known if "kind" in one.held]
+        told = [one.held.done for one in known if one.held is not None]
+        ends = [done for done in told if done is not None]
         kind = "" if coordinator is None else coordinator.kind
         why = self._closing or self._desk.why() or "the workers left"
         return end_of(verdict, kind, ends, why, self._desk.committed())
@@ -325,7 +328,7 @@ class Office:
         coordinator, cluster = self.coordinator, self._it.config.cluster
         assert coordinator is not None, "nobody gathers before there is one"
         try:
-            _failed([one.held for one in coordinator.known.values()])
+            _failed(coordinator.known.values())
         except EndedError as error:
             coordinator.done(str(error), error.kind)
             return
@@ -359,9 +362,10 @@ class Office:
             coordinator.done(why, kind)
 
 
-def _failed(held: Sequence[Mapping[str, Any]]) -> None:
+def _failed(known: Iterable[Known]) -> None:
     """Raises EndedError where a node's workers failed in a way that a restart would not mend."""
-    for each in held:
-        if sentence := each.get("failed"):
+    for one in known:
+        ending = None if one.held is None else one.held.ending
+        if isinstance(ending, Failed) and ending.sentence:
             kinds = {exit_codes.USER: Over.MEND, exit_codes.FENCED: Over.FENCED}
-            raise EndedError(str(sentence), kinds.get(each.get("code", 1), Over.FAILED))
+            raise EndedError(ending.sentence, kinds.get(ending.exit_code, Over.FAILED))

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast.config.run import RunConfig
 from holdfast.core.sharding.state_table import state_table
+from holdfast.elastic.protocol.generation_record import PreviousState
 from holdfast.layout import Topology
 from holdfast.policy.recovery.rank_assignment import Seats, seats
 from holdfast.policy.recovery.survivors import Held, Standpoint, standpoint, unheld
@@ -40,11 +40,11 @@ class Aftermath:
     def came_from(self) -> tuple[int | None, ...] | None:
         return self.seats.came_from if self.live is not None else None
 
-    def told_before(self) -> dict[str, Any] | None:
+    def told_before(self) -> PreviousState | None:
         """For the orders of those who join."""
         if self.live is None or self.before is None:
             return None
-        return {"topology": self.before.to_json(), "step": self.live.step}
+        return PreviousState(self.before, self.live.step)
 
 
 class Survivors:

@@ -25,14 +25,24 @@ from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.membership.prevote import Search
 from holdfast.elastic.membership.reachability import Reaching
 from holdfast.elastic.membership.workload import Work
-from holdfast.elastic.protocol.coordinator_messages import BEAT, HANG, JOIN, JOIN_FIRST, REPLACED
-from holdfast.elastic.protocol.generation_record import Opened, read_opened
+from holdfast.elastic.protocol.coordinator_messages import (
+    BEAT,
+    HANG,
+    JOIN,
+    JOIN_FIRST,
+    REPLACED,
+    Heartbeat,
+    JoinRequest,
+)
+from holdfast.elastic.protocol.generation_outcome import NodeOutcome
+from holdfast.elastic.protocol.generation_record import GenerationRecord, read_record
 from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.elastic.run_result import EndedError, Over, trains_alone
 from holdfast.errors import HoldfastError
 from holdfast.policy.membership import election
 from holdfast.policy.membership.election import Patience, Seat, Standing
-from holdfast.policy.membership.transitions import Order, Phase, Stage
+from holdfast.policy.membership.transitions import Directive, Order, Phase, Stage
 from holdfast.wire.http.async_client import DeadError, Talker
 from holdfast.wire.http.server import Handler
 from holdfast.wire.secret import Secret
@@ -78,13 +88,13 @@ class Follower:
         reign: Callable[[Term], Awaitable[Coordinator]], *, places: int = 1,
         told: Mapping[str, Any] | None = None, patience: Patience | None = None, beat: float = 2.0,
         complain: Callable[[str], None] = lambda sentence: None,
-        read: Callable[[int], Awaitable[Opened]] | None = None, own: Term | None = None,
+        read: Callable[[int], Awaitable[GenerationRecord]] | None = None, own: Term | None = None,
         check: Callable[[], Awaitable[None]] = _no_check,
     ) -> None:  # fmt: skip
         """address: where this agent's control listens. reign: makes the coordinator of a term that
         this agent has opened. told: what the coordinator is to know of this node. beat: seconds
         from one heartbeat to the next, when nothing happens. read: reads a generation's object, in
-        place of `read_opened`. own: a term that was opened for a run of this node alone: it follows
+        place of `read_record`. own: a term that was opened for a run of this node alone: it follows
         nobody else, and leaves when that term is over. check: raises HoldfastError where what the
         run store says is not this run's any more."""
         self.seat = Seat(name)
@@ -103,9 +113,9 @@ class Follower:
         self._address, self._store, self._secret, self._work = address, store, secret, work
         self._make_reign, self._places, self._own, self._check = reign, places, own, check
         self._patience, self._beat, self._complain = patience or Patience(), beat, complain
-        self._read = read or partial(read_opened, store)
+        self._read = read or partial(read_record, store)
         self._loop = asyncio.get_running_loop()
-        self._doing: tuple[str, int] = (Order.WAIT.value, 0)
+        self._doing = Directive(Order.WAIT, 0)
         self._talkers: dict[str, tuple[Talker, Talker]] = {}
         self._question: asyncio.Task[None] | None = None
         self._older: set[asyncio.Task[None]] = set()
@@ -199,18 +209,18 @@ class Follower:
         if await asyncio.to_thread(asks(self._secret), address):
             raise EndedError(str(trains_alone(holder, "cluster.node")), Over.MEND)
 
-    def _joining(self) -> dict[str, Any]:
-        return {
-            "name": self.seat.name, "mark": self.mark, "places": self._places, "told": self.told,
-            **self._state(),
-        }  # fmt: skip
+    def _joining(self) -> JoinRequest:
+        stage, held = self._state()
+        return JoinRequest(
+            self.seat.name, self.mark, self._places, self.told, self._work.at, stage, held,
+            self._work.ready,
+        )  # fmt: skip
 
-    def _state(self) -> dict[str, Any]:
-        work, stage = self._work, self._work.stage
+    def _state(self) -> tuple[Stage, NodeOutcome | None]:
+        stage = self._work.stage
         if stage is Stage.HELD and self._reaching.looking:
             stage = Stage.WORKING  # the next generation is made of those who reach each other
-        held = work.held if stage in (Stage.HELD, Stage.DONE) else {}
-        return {"at": work.at, "stage": stage.value, "held": held, "ready": work.ready}
+        return stage, self._work.held if stage in (Stage.HELD, Stage.DONE) else None
 
     # --- following ------------------------------------------------------------------------------
     async def _follow(self) -> None:
@@ -223,7 +233,7 @@ class Follower:
             # Once a beat has gone by without an answer, one is wanted at once.
             late = self.coordinator is None and self._now - self.seat.since > self._beat
             wait = 0.0 if late else self._beat
-            self._question = asyncio.create_task(self._ask(BEAT, self._beating(), wait))
+            self._question = asyncio.create_task(self._ask(BEAT, self._beating(wait)))
         question = self._question
         change = asyncio.create_task(self._work.changed.wait())
         try:
@@ -238,18 +248,17 @@ class Follower:
         question.add_done_callback(self._older.discard)
         await asyncio.sleep(0)  # what changes in one go is told in one question
 
-    def _beating(self) -> dict[str, Any]:
-        return {
-            "name": self.seat.name, "mark": self.mark, "term": self.seat.term,
-            "doing": list(self._doing), "leaving": self.leaving, **self._state(),
-            **({"misses": list(missed)} if (missed := self._reaching.missed) else {}),
-            **({"still": still} if (still := self._work.still) else {}),
-            **({"paces": paces} if (paces := self._work.paces) else {}),
-        }  # fmt: skip
+    def _beating(self, wait: float) -> Heartbeat:
+        stage, held = self._state()
+        work = self._work
+        return Heartbeat(
+            self.seat.name, self.mark, self.seat.term, self._doing, work.at, stage, self.leaving,
+            held, work.ready, tuple(self._reaching.missed), work.still, work.paces, wait,
+        )  # fmt: skip
 
-    async def _ask(self, path: str, body: dict[str, Any], wait: float = 0.0) -> None:
+    async def _ask(self, path: str, request: JoinRequest | Heartbeat) -> None:
         """Ask the coordinator, and take its answer in, or that there was none."""
-        body = {**body, "wait": wait}
+        body, wait = request.to_json(), request.wait
         try:
             if self.coordinator is not None:
                 answer = await self._ask_own(path, body)
@@ -329,16 +338,16 @@ class Follower:
             at, rows = answer["blamed"]
             self._work.blame(int(at), [Blame.from_json(row) for row in rows])
         generation = int(answer["generation"])
-        self._doing = (order, generation)
-        match Order(order):
+        self._doing = Directive(Order(order), generation)
+        match self._doing.order:
             case Order.START if generation > self._work.at:
-                opened = await self._read(generation)
+                record = await self._read(generation)
                 if generation <= self._work.at or term < self.seat.term:
                     return  # overtaken by a newer order meanwhile
-                self.agents = opened.agents
-                self._set(election.took(self.seat, term, generation, opened.members))
-                self._work.start(generation, opened.value, dict(answer["begin"]))
-                self._doing = (Order.WORK.value, generation)  # what the order becomes, once begun
+                self.agents = record.addresses
+                self._set(election.took(self.seat, term, generation, tuple(self.agents)))
+                self._work.start(generation, record, StartState.from_json(answer["begin"]))
+                self._doing = Directive(Order.WORK, generation)  # as the order is, once begun
             case Order.HALT | Order.PAUSE as halt if generation == self._work.at:
                 reason = str(answer.get("reason", ""))
                 self._work.halt(generation, reason, gentle=halt is Order.PAUSE)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+from holdfast.elastic.protocol.generation_outcome import NodeOutcome
+from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.policy.membership.transitions import Stage
 
 
@@ -23,7 +26,7 @@ class Work(Protocol):
     def stage(self) -> Stage: ...
 
     @property
-    def held(self) -> dict[str, Any]: ...
+    def held(self) -> NodeOutcome: ...
 
     @property
     def ready(self) -> int | None:
@@ -34,9 +37,9 @@ class Work(Protocol):
         """The others work without this node: told with every heartbeat."""
         ...
 
-    def start(self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]) -> None:
-        """Take part in a newer generation: what its object in the run store says, and what it
-        begins from. Returns at once, as the others do."""
+    def start(self, generation: int, record: GenerationRecord, begin: StartState) -> None:
+        """Take part in a newer generation, and what it begins from. Returns at
+        once, as the others do."""
         ...
 
     def halt(self, generation: int, reason: str, *, gentle: bool) -> None: ...

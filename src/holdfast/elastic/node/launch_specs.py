@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from holdfast.checkpoint.mover.service import Settings
 from holdfast.config.run import RunConfig
+from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.worker_spec import WorkerBoot
 from holdfast.layout import Topology, place_replicas
 from holdfast.plan.interface import NodePlaces, Plan, Present
@@ -102,11 +102,11 @@ def boots(
     seen: Seen | None = None,
     node: str = "",
     meet: str = "",
-    told: Mapping[str, Any] | None = None,
+    record: GenerationRecord | None = None,
 ) -> list[WorkerBoot]:
     """One WorkerBoot a rank (of `node`, where one is named); makes the folder of their logs. meet:
-    where they find each other, if not at their agent's. told: the generation's object, of which
-    they are to know what is left out and what is done again. Raises RunFolderError."""
+    where they find each other, if not at their agent's. record: the generation's, of which they
+    are to know what is left out and what is done again. Raises RunFolderError."""
     logs = worker_log(folder, topology.generation, 0).parent
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -133,8 +133,8 @@ def boots(
             orders=config.cluster.recovery == "live",
             hazard=None if seen is None else seen.hazard.to_json(),
             classes=None if seen is None else list(seen.classes.counts),
-            skips=(told or {}).get("skips"),
-            again=(told or {}).get("again"),
+            skips=None if record is None or not len(record.skips) else record.skips.to_json(),
+            again=None if record is None or record.retry is None else record.retry.to_json(),
             meet=meet,
         )
         for rank in range(topology.world_size)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.mover.client import Newest
-from holdfast.checkpoint.peers.config import Peer
 from holdfast.config.run import RunConfig
 from holdfast.elastic.event_log import Board, Say
 from holdfast.elastic.node.hang_monitor import Watch
@@ -32,8 +31,17 @@ from holdfast.elastic.node.mover_supervisor import MoverLink
 from holdfast.elastic.node.process_manager import Host, Start
 from holdfast.elastic.node.worker_group import Generation
 from holdfast.elastic.protocol import exit_codes
-from holdfast.elastic.protocol.generation_outcome import Failed, Finished, Left, Lost, Verdict
+from holdfast.elastic.protocol.generation_outcome import (
+    Failed,
+    Finished,
+    Left,
+    Lost,
+    NodeOutcome,
+    Verdict,
+)
+from holdfast.elastic.protocol.generation_record import GenerationRecord
 from holdfast.elastic.protocol.hung_worker import Blame
+from holdfast.elastic.protocol.start_state import StartState
 from holdfast.errors import FencedError, HoldfastError, UserError
 from holdfast.layout import Topology
 from holdfast.plan.hardware import usable_cores
@@ -88,7 +96,7 @@ class Station:
         self._paced = 0.0
         compiles = around.config.train.compile
         self._watch = Watch(kill=host.kill, tell=self.changed.set, compiles=compiles)
-        self._outcome: dict[str, Any] = {}
+        self._outcome: Verdict | None = None
         self._task: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
         self._meet = ""
@@ -103,10 +111,9 @@ class Station:
 
     # --- what the coordinator hears -------------------------------------------------------------
     @property
-    def held(self) -> dict[str, Any]:
+    def held(self) -> NodeOutcome:
         """By process, what those who wait hold; and how the generation ended here."""
-        holding = {str(pid): one.to_json() for pid, one in self._host.holding().items()}
-        return {"processes": holding, **self._outcome}
+        return NodeOutcome(self._host.holding(), self._outcome)
 
     @property
     def ready(self) -> int | None:
@@ -124,17 +131,17 @@ class Station:
             self._told_ready = self.ready
             self.changed.set()
 
-    def _become(self, stage: Stage, **outcome: Any) -> None:
+    def _become(self, stage: Stage, outcome: Verdict | None = None) -> None:
         self.stage = stage
         self._outcome = outcome
         self.changed.set()
 
     # --- orders ---------------------------------------------------------------------------------
-    def start(self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]) -> None:
+    def start(self, generation: int, record: GenerationRecord, begin: StartState) -> None:
         self.at, self._all_ready, self._counts = generation, False, True
         self._spared = -math.inf
         self._become(Stage.BUILDING)
-        self._replace_task(self._run(generation, value, begin))
+        self._replace_task(self._run(generation, record, begin))
 
     def halt(self, generation: int, reason: str, *, gentle: bool) -> None:
         if self.stage not in (Stage.BUILDING, Stage.WORKING, Stage.BROKEN):
@@ -192,9 +199,9 @@ class Station:
         if not isinstance(error, HoldfastError):
             self._say(f"a fault of this node's agent: {error!r}")
         if isinstance(error, UserError) and self._all_here:
-            self._become(Stage.BROKEN, failed=str(error), code=exit_codes.USER)
+            self._become(Stage.BROKEN, Failed(str(error), exit_codes.USER))
             return
-        self._become(Stage.BROKEN, cause=str(error))
+        self._become(Stage.BROKEN, Lost("", str(error)))
 
     def _told(self, task: asyncio.Task[None]) -> None:
         """The workers train without what the mover could not be told."""
@@ -202,21 +209,19 @@ class Station:
             self._say(f"a fault of this node's agent, which told its mover: {error!r}")
 
     # --- one generation -------------------------------------------------------------------------
-    async def _run(
-        self, generation: int, value: Mapping[str, Any], begin: Mapping[str, Any]
-    ) -> None:
-        topology = Topology.from_json(value["topology"])
+    async def _run(self, generation: int, record: GenerationRecord, begin: StartState) -> None:
+        topology = record.topology
+        assert topology is not None, "nobody trains without one"
         if self._telling is not None:
             self._telling.cancel()
         self._opened(generation)
-        self._meet = str(begin["meet"])
-        self.closing = str(value.get("closing", ""))
+        self._meet = begin.rendezvous
+        self.closing = record.stopping
         ranks = [rank for rank, node in enumerate(topology.nodes) if node == self._around.node]
         self._all_here = len(ranks) == topology.world_size
         await self._host.prepare(len(ranks))
-        newest = None if begin.get("newest") is None else Newest.from_json(begin["newest"])
-        step = int(begin["step"])
-        came_from = value.get("came_from")
+        newest, step = begin.restore_point, begin.step
+        came_from = record.came_from
         stored = came_from is None and newest is not None and newest.durable
         tell_mover = partial(self._tell_mover, topology, step, newest, begin, stored)
         if came_from is None:  # the workers ask the mover for their state first
@@ -226,24 +231,24 @@ class Station:
             self._voices, self._around.node, self._watch,
         )  # fmt: skip
         self._began(current)
-        if self._done_before(value, newest, step):
+        if self._done_before(record, newest, step):
             assert newest is not None, "nobody holds a state"
             await self._judge(await self._nothing_to_do(generation, newest))
             return
         if not (self._live or self._mover.alive):
             current.decide(Lost("mover_lost", "the mover ended"))
-        processes = self._processes(value, ranks)
+        processes = self._processes(record, ranks)
         current.expect({rank: pid for rank, pid in zip(ranks, processes, strict=True) if pid})
         told = boots(
             self._around.config, topology, folder=self._around.folder,
             agent=self._around.control, mover_socket=self._mover.socket_path,
             cores=usable_cores(), restore_key=None if newest is None else newest.key,
             start_step=step, seen=self._around.seen, node=self._around.node, meet=self._meet,
-            told=value,
+            record=record,
         )  # fmt: skip
         beginning = self._host.begin(
-            Start(generation, tuple(told), tuple(processes),
-                  None if came_from is None else tuple(came_from), value.get("before"))
+            Start(generation, tuple(told), tuple(processes), came_from,
+                  None if record.previous is None else record.previous.to_json())
         )  # fmt: skip
         if came_from is not None:
             self._telling = asyncio.create_task(self._tell_behind(generation, tell_mover))
@@ -255,15 +260,13 @@ class Station:
         await self._judge(await current.verdict)
 
     async def _tell_mover(
-        self, topology: Topology, step: int, newest: Newest | None, begin: Mapping[str, Any],
+        self, topology: Topology, step: int, newest: Newest | None, begin: StartState,
         stored: bool,
     ) -> None:  # fmt: skip
-        if begin["machines"] is None:  # this node is the run's only one
+        if begin.peers is None:  # this node is the run's only one
             await self._mover.expect(topology, step, stored=stored)
             return
-        machines = [Peer.from_json(row) for row in begin["machines"]]
-        sources = [Peer.from_json(row) for row in begin["sources"]]
-        await self._mover.expect(topology, step, newest, machines, sources, stored)
+        await self._mover.expect(topology, step, newest, begin.peers, begin.extra_sources, stored)
 
     async def _tell_behind(self, generation: int, tell: Callable[[], Awaitable[None]]) -> None:
         """Workers that have their state train without a mover that stands still; one that is
@@ -278,9 +281,9 @@ class Station:
                 self._say(f"the mover of {self._around.node} does not answer: {error}")
                 await asyncio.sleep(ASK_AGAIN_SECONDS)
 
-    def _done_before(self, value: Mapping[str, Any], newest: Newest | None, step: int) -> bool:
+    def _done_before(self, record: GenerationRecord, newest: Newest | None, step: int) -> bool:
         """Whether no step is left, and the state of the last one is this node's to look after."""
-        restored = value.get("came_from") is None and newest is not None
+        restored = record.came_from is None and newest is not None
         chosen = self._meet == self._around.control  # by this node's mover
         return restored and step >= self._around.config.train.steps and self._all_here and chosen
 
@@ -293,12 +296,13 @@ class Station:
             problem = await self._mover.damage(generation, newest.key)
         return Finished(newest.step, unsaved) if problem is None else Lost("rot", problem, problem)
 
-    def _processes(self, value: Mapping[str, Any], ranks: list[int]) -> list[int | None]:
+    def _processes(self, record: GenerationRecord, ranks: list[int]) -> list[int | None]:
         """Which process of this node takes which of its ranks; None: a newcomer. One that has died
         since is replaced by a newcomer, too, which the others do not count on: they notice."""
         living = {process.pid for process in self._host.workers}
-        seats = value.get("seats") or [None] * len(value["topology"]["nodes"])
-        return [pid if (pid := seats[rank]) in living else None for rank in ranks]
+        if not record.processes:
+            return [None] * len(ranks)
+        return [pid if (pid := record.processes[rank]) in living else None for rank in ranks]
 
     def _ready(self) -> None:
         self._all_ready = True
@@ -354,14 +358,8 @@ class Station:
 
     async def _judge(self, verdict: Verdict) -> None:
         verdict = await self._ended(verdict)
-        match verdict:
-            case Finished(step, unsaved, missing) | Left(step, unsaved, missing):
-                kind = "finished" if isinstance(verdict, Finished) else "left"
-                self._become(Stage.DONE, kind=kind, step=step, unsaved=unsaved, missing=missing)
-            case Failed(sentence, code):
-                self._become(Stage.BROKEN, failed=sentence, code=code)
-            case Lost(reason, cause, rotten):
-                self._become(Stage.BROKEN, reason=reason, cause=cause, rotten=rotten)
+        done = isinstance(verdict, Finished | Left)
+        self._become(Stage.DONE if done else Stage.BROKEN, verdict)
 
     def held_one(self, rank: int, held: Held) -> None:
         """A worker has stopped and waits. When all have for a pause, this node holds."""
@@ -390,7 +388,7 @@ class Station:
                 if lost & set(replica.ranks) or self._spans(current.topology, replica.ranks)
                 for rank in replica.ranks
             ]
-        if self._live and "failed" not in self._outcome:
+        if self._live and not isinstance(self._outcome, Failed):
             with suppress(FencedError):
                 await self._host.halt(generation, inside, seconds)
         else:
@@ -398,7 +396,7 @@ class Station:
         if self._all_here:  # the next generation fences what is being saved
             with suppress(HoldfastError):
                 await self._mover.settle(generation)
-        self._become(Stage.HELD, **self._outcome)
+        self._become(Stage.HELD, self._outcome)
 
     def _spans(self, topology: Topology, ranks: tuple[int, ...]) -> bool:
         return len({topology.nodes[rank] for rank in ranks}) > 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from holdfast.elastic.protocol.generation_outcome import NodeOutcome
+from holdfast.policy.membership.transitions import Directive, Order, Stage
 
 JOIN, BEAT = "/join", "/beat"
 
@@ -17,15 +20,119 @@ HANG = "hang"
 """Why a generation is ended in which all wait."""
 
 
-TAKEN = "taken"
-"""Of what a generation begins from: how many places of each node it uses. That is not told."""
-
-
 @dataclass
 class Known:
     """What an agent said of itself, beyond what the decisions need. told: when it joined. held:
-    what its workers hold, once they have stopped, and how its last generation ended there: `at`."""
+    what its workers hold, once they have stopped, and how its last generation ended there: `at`;
+    None: nothing yet."""
 
     told: Mapping[str, Any]
-    held: Mapping[str, Any] = field(default_factory=dict)
+    held: NodeOutcome | None = None
     at: int = 0
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """An agent says who it is.
+
+    mark     random: which of the agents that have had this name
+    places   how many workers its node has room for
+    told     "address": where it listens; "peer": its mover, where it has one
+    at       the newest generation that it has begun; 0: none
+    stage    what its workers do there
+    held     what those hold, told in the stages HELD and DONE only
+    ready    places with a process that works or could at once; None: it cannot say
+    wait     seconds; always 0: a join is answered at once
+    """
+
+    name: str
+    mark: str
+    places: int
+    told: Mapping[str, Any]
+    at: int
+    stage: Stage
+    held: NodeOutcome | None = None
+    ready: int | None = None
+    wait: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name, "mark": self.mark, "places": self.places, "told": dict(self.told),
+            "at": self.at, "stage": self.stage.value, "held": _held_json(self.held),
+            "ready": self.ready, "wait": self.wait,
+        }  # fmt: skip
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> JoinRequest:
+        """Raises KeyError, TypeError and ValueError for what is none."""
+        return JoinRequest(
+            str(value["name"]), str(value["mark"]), int(value["places"]), dict(value["told"]),
+            int(value["at"]), Stage(value["stage"]), _held(value), _ready(value),
+            float(value.get("wait", 0.0)),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """An agent's report and question: it is answered once there is something else to do.
+
+    term      the newest that it knows
+    doing     the directive that it follows
+    leaving   seconds until its node ends; 0: it stays
+    at, stage, held, ready, mark: as in JoinRequest
+    misses    nodes whose agents it does not reach
+    still     workers without progress, as the hang monitor reports them; {}: none
+    paces     what workers took for their microbatches; (): nothing to tell now
+    wait      seconds after which it is to be answered in any case
+    """
+
+    name: str
+    mark: str
+    term: int
+    doing: Directive
+    at: int
+    stage: Stage
+    leaving: float = 0.0
+    held: NodeOutcome | None = None
+    ready: int | None = None
+    misses: tuple[str, ...] = ()
+    still: Mapping[str, Any] = field(default_factory=dict)
+    paces: Sequence[Sequence[Any]] = ()
+    wait: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name, "mark": self.mark, "term": self.term,
+            "doing": [self.doing.order.value, self.doing.generation], "leaving": self.leaving,
+            "at": self.at, "stage": self.stage.value, "held": _held_json(self.held),
+            "ready": self.ready,
+            **({"misses": list(self.misses)} if self.misses else {}),
+            **({"still": self.still} if self.still else {}),
+            **({"paces": self.paces} if self.paces else {}),
+            "wait": self.wait,
+        }  # fmt: skip
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> Heartbeat:
+        """Raises KeyError, TypeError and ValueError for what is none."""
+        order, generation = value["doing"]
+        return Heartbeat(
+            str(value["name"]), str(value["mark"]), int(value["term"]),
+            Directive(Order(order), int(generation)), int(value["at"]), Stage(value["stage"]),
+            float(value.get("leaving", 0.0)), _held(value), _ready(value),
+            tuple(map(str, value.get("misses", ()))), dict(value.get("still", {})),
+            value.get("paces", ()), float(value["wait"]),
+        )  # fmt: skip
+
+
+def _held_json(held: NodeOutcome | None) -> dict[str, Any]:
+    return {} if held is None else held.to_json()
+
+
+def _held(value: Mapping[str, Any]) -> NodeOutcome | None:
+    return NodeOutcome.from_json(value["held"]) if value.get("held") else None
+
+
+def _ready(value: Mapping[str, Any]) -> int | None:
+    """An older agent does not say it."""
+    return None if value.get("ready") is None else int(value["ready"])

@@ -1,8 +1,12 @@
-"""How a generation ended."""
+"""How a generation ended, and what a node tells of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.policy.recovery.survivors import Held
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Lost:
     """Something died, hung or failed that another generation may mend."""
 
     # Of the next GenerationStarted: worker_lost, error, peer_lost, hang, mover_lost,
-    # template_lost, rot.
+    # template_lost, rot; "": not told.
     reason: str
     cause: str  # a phrase for people
     rotten: str | None = None  # what is wrong with the checkpoint that the generation began from
@@ -46,3 +50,57 @@ class Failed:
 
 
 Verdict = Finished | Left | Lost | Failed
+
+
+@dataclass(frozen=True)
+class NodeOutcome:
+    """What a node tells the coordinator once its workers have stopped. processes: by the process,
+    what those hold that wait. ending: how the generation ended on this node, without ranks; None:
+    it was halted, or still trains."""
+
+    processes: Mapping[int, Held] = field(default_factory=dict)
+    ending: Verdict | None = None
+
+    @property
+    def lost(self) -> Lost | None:
+        return self.ending if isinstance(self.ending, Lost) else None
+
+    @property
+    def done(self) -> Finished | Left | None:
+        return self.ending if isinstance(self.ending, Finished | Left) else None
+
+    def to_json(self) -> dict[str, Any]:
+        processes = {str(pid): held.to_json() for pid, held in self.processes.items()}
+        return {"processes": processes, **_ending_json(self.ending)}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> NodeOutcome:
+        """Raises KeyError, TypeError and ValueError for what is none."""
+        processes = dict(value.get("processes", {}))
+        held = {int(pid): Held.from_json(one) for pid, one in processes.items()}
+        return NodeOutcome(held, _ending(value))
+
+
+def _ending_json(ending: Verdict | None) -> dict[str, Any]:
+    match ending:
+        case Finished(step, unsaved, missing) | Left(step, unsaved, missing):
+            kind = "finished" if isinstance(ending, Finished) else "left"
+            return {"kind": kind, "step": step, "unsaved": unsaved, "missing": missing}
+        case Failed(sentence, code):
+            return {"failed": sentence, "code": code}
+        case Lost("", cause, None):
+            return {"cause": cause}
+        case Lost(reason, cause, rotten):
+            return {"reason": reason, "cause": cause, "rotten": rotten}
+    return {}
+
+
+def _ending(value: Mapping[str, Any]) -> Verdict | None:
+    if "kind" in value:
+        ended = Finished if value["kind"] == "finished" else Left
+        return ended(int(value["step"]), value.get("unsaved"), value.get("missing"))
+    if "failed" in value:
+        return Failed(str(value["failed"]), int(value.get("code", 1)))
+    if "cause" in value:
+        return Lost(str(value.get("reason", "")), str(value["cause"]), value.get("rotten"))
+    return None

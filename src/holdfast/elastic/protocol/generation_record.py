@@ -1,34 +1,143 @@
-"""The object in the run store that opens a generation."""
+"""The object in the run store that opens a generation: `generations/<ten digits>.json`.
+
+It is made once, by the coordinator, and never changed. Agents read their part in it. The next
+coordinator reads which agents to expect, and `train` which to ask whether the run is at work.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from holdfast.core.data.skips import Skips
+from holdfast.errors import CorruptError
+from holdfast.layout import Topology
+from holdfast.policy.detection.bad_steps import Retry
 from holdfast.wire.store.run_store import RunStore
-from holdfast.wire.term import (
-    object_of,
-)
+from holdfast.wire.term import generation_key, object_of
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A generation's object in the run store. agents: name -> address of all who take part."""
+class PreviousState:
+    """The state that the processes of a generation hold: laid out by the topology of an older one,
+    and that after `step`."""
 
-    value: Mapping[str, Any]
-    agents: Mapping[str, str]
-    members: tuple[str, ...]
+    topology: Topology
+    step: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"topology": self.topology.to_json(), "step": self.step}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> PreviousState:
+        return PreviousState(Topology.from_json(value["topology"]), int(value["step"]))
 
 
-async def read_opened(store: RunStore, generation: int) -> Opened:
-    """Raises what the run store raises."""
+@dataclass(frozen=True)
+class AgentEntry:
+    """An agent whose node takes part. address: "host:port", where it listens. mark: which of the
+    agents that have had its name. places: how many workers its node has room for."""
 
-    def read() -> Opened:
-        value = object_of(store, generation)
-        said = dict(value["agents"])
-        agents = {str(name): str(said[name]["address"]) for name in sorted(said)}
-        return Opened(value, agents, tuple(agents))
+    address: str
+    mark: str = ""
+    places: int = 1
 
-    return await asyncio.to_thread(read)
+    def to_json(self) -> dict[str, Any]:
+        return {"address": self.address, "mark": self.mark, "places": self.places}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> AgentEntry:
+        return AgentEntry(
+            str(value.get("address", "")), str(value.get("mark", "")), int(value.get("places", 1))
+        )
+
+
+@dataclass(frozen=True)
+class GenerationRecord:
+    """What a generation is.
+
+    topology     None only where agents coordinate nothing that trains
+    processes    by rank, the process of its node that takes it; None: a newcomer. (): all are
+    came_from    by rank, which rank of `previous` its process was; None: a newcomer. None for
+                 all: the workers restore what the StartState names
+    previous     what those with a rank in came_from hold; None just where came_from is None
+    skips        all microbatches that the run leaves out, not only those of this generation
+    retry        the step that is to be done again, if any
+    reason       why there is a new generation, as in `GenerationStarted.reason`
+    stopping     why the run stops after this generation's first step; "": it does not
+    term         under which it was made
+    agents       by node, exactly those that take part
+    mark         random: tells apart two that were made alike; "" until it is made
+    """
+
+    topology: Topology | None = None
+    processes: tuple[int | None, ...] = ()
+    came_from: tuple[int | None, ...] | None = None
+    previous: PreviousState | None = None
+    skips: Skips = field(default_factory=Skips)
+    retry: Retry | None = None
+    reason: str = ""
+    stopping: str = ""
+    term: int = 0
+    agents: Mapping[str, AgentEntry] = field(default_factory=dict)
+    mark: str = ""
+
+    @cached_property
+    def addresses(self) -> Mapping[str, str]:
+        """Of the agents, by name, in the order of their names."""
+        return {name: self.agents[name].address for name in sorted(self.agents)}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "topology": {} if self.topology is None else self.topology.to_json(),
+            "seats": list(self.processes),
+            "came_from": None if self.came_from is None else list(self.came_from),
+            "before": None if self.previous is None else self.previous.to_json(),
+            **({"skips": self.skips.to_json()} if len(self.skips) else {}),
+            **({} if self.retry is None else {"again": self.retry.to_json()}),
+            "reason": self.reason,
+            **({"closing": self.stopping} if self.stopping else {}),
+            "term": self.term,
+            "agents": {name: agent.to_json() for name, agent in self.agents.items()},
+            **({"mark": self.mark} if self.mark else {}),
+        }
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> GenerationRecord:
+        """What is not said is as by default. Raises KeyError, TypeError and ValueError for what is
+        none."""
+        topology, came_from = value.get("topology"), value.get("came_from")
+        previous, retry = value.get("before"), value.get("again")
+        return GenerationRecord(
+            topology=Topology.from_json(topology) if topology else None,
+            processes=tuple(value.get("seats") or ()),
+            came_from=None if came_from is None else tuple(came_from),
+            previous=PreviousState.from_json(previous) if previous else None,
+            skips=Skips.from_json(value.get("skips")),
+            retry=None if retry is None else Retry.from_json(retry),
+            reason=str(value.get("reason", "")),
+            stopping=str(value.get("closing", "")),
+            term=int(value.get("term", 0)),
+            agents={
+                str(name): AgentEntry.from_json(said)
+                for name, said in dict(value.get("agents", {})).items()
+            },
+            mark=str(value.get("mark", "")),
+        )
+
+
+def record_of(store: RunStore, generation: int) -> GenerationRecord:
+    """Raises MissingKeyError, CorruptError, and what the run store raises."""
+    value = object_of(store, generation)
+    try:
+        return GenerationRecord.from_json(value)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptError(f"{generation_key(generation)}: {error!r}") from error
+
+
+async def read_record(store: RunStore, generation: int) -> GenerationRecord:
+    """As `record_of`, without holding up the event loop."""
+    return await asyncio.to_thread(record_of, store, generation)
