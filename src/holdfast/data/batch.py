@@ -1,6 +1,6 @@
 """The batch of step N as a pure function of (dataset version, seed, N). numpy only.
 
-A *sample* is a window of S+1 tokens of one source's packed stream; windows stand S apart, so
+A *sample* is a window of S+1 tokens of one source's packed stream. Windows stand S apart, so
 each token but the stream's first is a target exactly once. Inputs are the window's first S
 tokens and targets its last S:
 
@@ -13,7 +13,7 @@ The last window of a stream is padded with the end token and masked there. Which
 at which position of the run is `core/data/sample_order.py`'s to say.
 
 A microbatch that is skipped (`core/data/skips.py`) keeps its positions, but is not read, as it may
-be what cannot be read: end tokens are fed in its place, and every target is masked. So its loss and
+be unreadable. End tokens are fed in its place, and every target is masked. So its loss and
 its gradient are exactly zero, whatever it would have done.
 """
 
@@ -41,8 +41,8 @@ MASKED = -100  # torch's cross entropy leaves such targets out
 class Microbatch:
     """Samples as the model takes them, and what the ledger says of them.
 
-    inputs, targets: int64 [B, S]; documents: int32 [B, S], numbered from 0 in each sample, or
-    None where attention does not stop at documents; tokens: targets that carry loss; entries:
+    inputs, targets: int64 [B, S]. documents: int32 [B, S], numbered from 0 in each sample, or
+    None if attention does not stop at documents. tokens: targets that carry loss. entries:
     ledger entries as in `events.BatchFed`.
     """
 
@@ -63,7 +63,7 @@ class Validation:
 
     @property
     def bytes(self) -> float:
-        """Bytes of text that the targets stand for, at the whole split's bytes per token."""
+        """Bytes of text that the targets stand for, at the bytes per token of all the split."""
         return self.tokens / self.tokens_per_byte
 
     def bits_per_byte(self, nats: float) -> float:
@@ -149,9 +149,9 @@ class Batches:
         return self._gather(self._streams, source, sample)
 
     def validation(self, samples: int) -> Validation:
-        """The same `samples` windows of the validation split each time, evenly spread over it
-        (all of it when it has fewer), in microbatches of `microbatch_size`; the last may be
-        smaller. Empty without a validation split."""
+        """Return the same `samples` windows of the validation split each time, evenly spread over
+        it; all of it if it has fewer. They come in microbatches of `microbatch_size`; the last may
+        be smaller. Empty without a validation split."""
         if "validation" not in self.dataset.splits:
             return Validation([], 0, 1.0)
         streams = self.dataset.streams("validation")
@@ -172,7 +172,7 @@ class Batches:
 
     def validation_baselines(self, samples: int) -> dict[str, float] | None:
         """Bits per byte of unigram and bigram counts on just the targets of
-        `validation(samples)`, to draw beside a curve; None without a validation split. Counts
+        `validation(samples)`, to draw next to a curve; None without a validation split. Counts
         the training text: about a second for ten million tokens."""
         found = self.validation(samples)
         if not found.tokens:

@@ -6,10 +6,10 @@
     tokenise   every unit, in parallel                                .prepare/tokens/<unit>
     join       unit results into shards; baselines; the manifest      shards/, manifest.json
 
-Each arrow ends in files that are whole or absent, so a preparation that was killed goes on with
-what is missing. The manifest is written last: without it there is no dataset. Texts are read
-twice (tokenising costs fifty times as much as reading), and the unit results need as much disk
-as the shards until the end.
+Each stage ends in files that are complete or absent. A preparation that was killed therefore does
+only what is missing. The manifest is written last: without it there is no dataset. Texts are read
+twice, because tokenising costs fifty times as much as reading. Until the end, the unit results
+need as much disk as the shards.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def _quiet(what: str, done: int, total: int) -> None:
 def prepare(
     config: DataConfig, say: Say = print, progress: Progress | None = None, *, wait: bool = False
 ) -> Dataset:  # fmt: skip
-    """The dataset of `config.folder`, prepared if it is not there yet. `wait`: for whoever is
-    preparing it already, as the nodes of one run do that begin together.
+    """Return the dataset of `config.folder`, and prepare it if it does not exist. `wait`: if
+    another process prepares it already, wait, as the nodes of one run do that begin together.
 
     The result depends on the sources and the settings alone: not on the number of processes,
-    not on interruptions. Raises DataError for sources or a tokenizer that will not do, for a
-    folder that holds another dataset or is being prepared by someone else, and OutOfSpaceError
-    when the disk is full (finished units stay; the same call goes on).
+    not on interruptions. Raises DataError for unusable sources or an unusable tokenizer. Raises it
+    also for a folder that holds another dataset or that another process is preparing. Raises
+    OutOfSpaceError when the disk is full; finished units stay, and the same call resumes.
     """
     folder = Path(config.folder)
     with explained(folder):
@@ -170,8 +170,8 @@ def _make_folder(folder: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path, wait: Say | None = None) -> Iterator[None]:
-    """Hold a folder for one preparation; the kernel lets go when its process ends. `wait` is told
-    that somebody else has it, who is then waited for."""
+    """Hold a folder for one preparation; the kernel releases it when its process ends. If another
+    process holds it, call `wait` with a message and wait for that process."""
     with (folder / WORK / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -223,7 +223,7 @@ class _Preparation:
         return plans
 
     def _begin(self) -> None:
-        """Go on with the unit results that are there, unless they are of something else."""
+        """Keep the unit results that exist, unless they are of other sources or settings."""
         plan = {"format": FORMAT, "settings": self.wanted, "stamps": [p.stamp for p in self.plans]}
         path = self.folder / WORK / "plan.json"
         if path.exists() and path.read_bytes() != canonical(plan):
@@ -236,7 +236,7 @@ class _Preparation:
         write_atomic(path, [canonical(plan)])
 
     def _processes(self) -> int:
-        """0 (right here) for a single unit, else one process per core that may be used."""
+        """Return 0 (right here) for a single unit, otherwise one process per usable core."""
         cores = self.config.processes or usable_cores()
         return 0 if len(self.units) == 1 else min(cores, len(self.units))
 
@@ -346,8 +346,8 @@ class _Preparation:
         self.say(f"dataset {manifest['version']}: {total:,} training tokens in {self.folder}")
 
     def _lineage(self, rows: list[Rows], choice: Choice) -> list[dict[str, Any]]:
-        """Where the tokens came from: each source with a hash of its documents' hashes and sizes,
-        in order, which does not know how the source was cut into units."""
+        """Return the origin of the tokens: each source with a hash of its documents' hashes and
+        sizes, in order. The hash does not depend on how the source was cut into units."""
         out = []
         sources = zip(self.plans, self.wanted["sources"], choice.counts, strict=True)
         for plan, wanted, count in sources:

@@ -1,12 +1,12 @@
-"""Where documents come from, and how they are cut into units of work.
+"""The sources of documents, and how they are cut into units of work.
 
-A *unit* is a piece of a source that one process reads from end to end: some text files, a range
-of bytes of a JSONL file, row groups of a Parquet file, rows of a Hugging Face dataset. Units are
-cut by the sources' sizes alone, so they, and with them the order of the documents, do not know
-how many processes there are.
+A *unit* is a piece of a source that one process reads from end to end. It is some text files, a
+range of bytes of a JSONL file, row groups of a Parquet file, or rows of a Hugging Face dataset.
+Units are cut by the sources' sizes alone. So the units and the order of the documents do not
+depend on the number of processes.
 
 Every document is put into its normal form: UTF-8 without a byte order mark, lines that end in
-a line feed. Documents of nothing but white space are yielded as they are; whoever reads counts
+a line feed. Documents of nothing but white space are yielded as they are; the reader counts
 and skips them.
 """
 
@@ -42,7 +42,7 @@ STDLIB_SKIP = frozenset({
 
 @dataclass(frozen=True)
 class Unit:
-    """Piece `index` of the whole preparation; `parts` are (path, start, stop) of its kind.
+    """Piece `index` of the full preparation; `parts` are (path, start, stop) of its kind.
 
     start and stop are bytes for text and JSONL, row groups for Parquet, rows for Hugging Face.
     """
@@ -262,7 +262,7 @@ def _jsonl(
         if start:
             file.seek(start - 1)
             while (piece := file.readline(1 << 20)) and not piece.endswith(b"\n"):
-                pass  # the rest of a line that an earlier unit owns, never held as a whole
+                pass  # the rest of a line that an earlier unit owns, never held in full
             at = file.tell()
         while at < stop:
             line = file.readline(limit + 2)  # with its line ending

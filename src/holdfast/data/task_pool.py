@@ -1,7 +1,7 @@
 """Processes that do tasks: JSON lines in, JSON lines out.
 
-A process is started by module name (no fork of a parent that may hold threads or torch, nothing
-pickled) and ends when its standard input does, so none outlives the preparation, however that
+A process is started by module name: no fork of a parent that may hold threads or torch, nothing
+pickled. It ends when its standard input does, so none outlives the preparation, however that
 ends. Each tokenises with one thread: the cores are divided by processes.
 """
 
@@ -56,9 +56,9 @@ class Pool:
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         for process in self._processes:
             if kind is not None:
-                process.kill()  # results are whole or absent, so nothing can be torn
+                process.kill()  # results are complete or absent, so nothing can be torn
             assert process.stdin is not None
-            with suppress(BrokenPipeError):  # it is gone, with the task that was being written
+            with suppress(BrokenPipeError):  # it exited, with the task that was being written
                 process.stdin.close()  # which ends it
             with process:  # waits
                 pass
@@ -137,7 +137,7 @@ def _ask(process: subprocess.Popen[str], task: Task) -> None:
         process.stdin.write(json.dumps(task) + "\n")
         process.stdin.flush()
     except BrokenPipeError:
-        pass  # it is gone; the empty answer below says so
+        pass  # it exited; the empty answer below says so
     line = process.stdout.readline()
     if not line:
         raise HoldfastError(f"a preparing process ended with {process.wait()}")

@@ -1,9 +1,9 @@
 """Writing a folder of `torch.distributed.checkpoint`: DCP itself writes, we hand it the tensors.
 
-A planner is DCP's own way to say what is saved: this one lists every tensor in pieces of at most
+A planner is DCP's own way to say what is saved. This one lists every tensor in pieces of at most
 `PIECE_BYTES` and reads a piece from the checkpoint when DCP's writer asks for it. The writer keeps
-a reference to every tensor that it has written (FileSystemWriter, 2.13), so all pieces live in one
-buffer that is filled anew: memory is one piece, whatever the model. That needs the writer to ask
+a reference to every tensor that it has written (FileSystemWriter, 2.13). So all pieces live in one
+buffer that is refilled: memory is one piece, whatever the model. That needs the writer to ask
 for one piece at a time, which `per_thread_copy_ahead=0` makes sure of on every device.
 """
 
@@ -199,8 +199,8 @@ def _object_item(row: Plain) -> WriteItem:
 def optimizer_settings(
     rate: float, peak: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> Mapping[str, Any]:
-    """What torch's AdamW keeps of a parameter group beside its parameters, and its scheduler's
-    `initial_lr`."""
+    """Return what torch's AdamW keeps of a parameter group in addition to its parameters, and its
+    scheduler's `initial_lr`."""
     optimizer = torch.optim.AdamW(
         [torch.zeros(1)], lr=rate, betas=betas, eps=eps, weight_decay=weight_decay
     )

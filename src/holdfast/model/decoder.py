@@ -127,7 +127,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """The blocks that are here, by their position in the whole decoder.
+    """The blocks that are here, by their position in the full decoder.
 
     A pipeline stage holds some of them only, so positions may begin above 0; parameters are named
     `layers.<position>.` wherever they are. Iterates over blocks in order, like a list.
@@ -178,8 +178,8 @@ class Decoder(nn.Module):
     """Tokens to logits. Build it under `torch.device("meta")`, give it memory with `to_empty`,
     fill it with `init.initialise` or from a checkpoint: nothing here draws random numbers.
 
-    It runs in parts, `embed`, `sight`, `blocks`, `norm` and `unembed`, so that a pipeline stage
-    (see `stage.py`) can run those that it has; the others are None there, or dropped.
+    It runs in parts, `embed`, `sight`, `blocks`, `norm` and `unembed`. So a pipeline stage
+    (see `stage.py`) can run the parts that it has; the rest are None there, or dropped.
     """
 
     def __init__(self, model: ModelConfig):
@@ -199,7 +199,7 @@ class Decoder(nn.Module):
         caches: Sequence[LayerCache] | None = None,
         mask: Tensor | None = None,
     ) -> Tensor:
-        """tokens: [B, S] -> logits: [B, S, V]. See `hidden` and `sight` for the others."""
+        """tokens: [B, S] -> logits: [B, S, V]. See `hidden` and `sight` for the rest."""
         return self.unembed(self.hidden(tokens, documents, positions, caches, mask))
 
     def hidden(

@@ -49,11 +49,11 @@ def export_folder(
 ) -> None:
     """Write a folder for `AutoModelForCausalLM` and `AutoTokenizer`.
 
-    `tensors` maps our parameter names to whole tensors, of which one is held at a time, or reads
-    them in part, of which a few megabytes are. `dtype` casts, by default each keeps its own. The
-    folder appears whole or not at all: it is written beside its place, as `<name>.partial`.
+    `tensors` maps our parameter names to full tensors, of which one is held at a time. If it reads
+    them in part, a few megabytes are held. `dtype` casts; by default each keeps its own. The
+    folder appears atomically: it is written as `<name>.partial` in the same parent folder.
     Raises ModelFolderError if the folder is not empty or cannot be written, or if no architecture
-    of theirs has this shape, and OutOfSpaceError when the disk is full.
+    of Hugging Face has this shape. Raises OutOfSpaceError when the disk is full.
     """
     config = to_their_config(model)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -126,7 +126,7 @@ class FolderTensors(Mapping[str, Tensor]):
         return len(self._places)
 
     def __getitem__(self, name: str) -> Tensor:
-        """The whole tensor, in the dtype of the file."""
+        """The complete tensor, in the dtype of the file."""
         entry, piece = self._places[name]
         return extract(self._slice(entry.theirs), piece)
 

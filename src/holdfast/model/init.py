@@ -1,8 +1,8 @@
 """Initial weights: a function of (seed, parameter name), and of nothing else.
 
 Each parameter is drawn in full, on the CPU, in float32, from a generator of its own, and only
-then cast, sliced or moved. So it does not matter which ranks exist, which shard they hold, on
-which device, or in which order parameters are filled; and a float64 run, used to check a float32
+then cast, sliced or moved. So the values do not depend on the ranks, the shard they hold, the
+device, or the order in which parameters are filled. A float64 run, used to check a float32
 one, starts from the same numbers.
 
 The draws are NumPy's, in float64 and rounded once: a processor's vector units do not enter.
@@ -26,7 +26,7 @@ _CHUNK = 2**20  # float64 draws held at a time
 
 
 def initial_tensor(parameter: Parameter, seed: int) -> Tensor:
-    """The whole initial value: float32, on the CPU, of the parameter's global shape.
+    """The full initial value: float32, on the CPU, of the parameter's global shape.
 
     Padding rows come last and are zero, so the other rows' numbers do not depend on them.
     """
@@ -53,8 +53,8 @@ def initial_box(
 ) -> Tensor:
     """The part of `initial_tensor` in a box: [offsets[d], offsets[d] + lengths[d]) of each dim d.
 
-    The whole is drawn and sliced, because element i of a stream cannot be had without those
-    before it; it costs one parameter's memory for a moment. Raises ValueError outside the shape.
+    All of it is drawn and sliced, because element i of a stream needs those before it. That costs
+    one parameter's memory for a moment. Raises ValueError outside the shape.
     """
     for offset, length, size in zip(offsets, lengths, parameter.shape, strict=True):
         if offset < 0 or length < 0 or offset + length > size:

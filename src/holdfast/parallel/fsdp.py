@@ -1,17 +1,17 @@
 """The `dp_shard` axis: FSDP2 inside a replica, its units summed over replicas by the reducer.
 
-Each block is one FSDP2 unit, the root takes what is left: on a pipeline stage the embedding, or
-the last norm and the head, or nothing. A unit's reduce-scatter adds up the parts of a logical
-microbatch over the shards; the flat result, which the all-reduce hook is given, is this shard's
-gradient of the unit. Replicas of one sharding therefore sum the same buckets in the same tree
-and are bit-equal for any number of them.
+Each block is one FSDP2 unit, and the root takes the rest. On a pipeline stage that is the
+embedding, or the last norm and the head, or nothing. A unit's reduce-scatter adds up the parts of
+a logical microbatch over the shards. The flat result, which the all-reduce hook is given, is this
+shard's gradient of the unit. Replicas of one sharding therefore sum the same buckets in the same
+tree and are bit-equal for any number of them.
 
 The reduce-scatter is our own: an all-to-all and a sum in shard order. gloo's moves twice the
-bytes; and where a leaf replaces what its slot holds, and the unit lies in one cell as FSDP2
-packs it, the sum is written straight into the slot.
+bytes. If a leaf replaces what its slot holds, and the unit lies in one cell as FSDP2 packs it,
+the sum is written straight into the slot.
 
 Gradients are sums, so FSDP2's own division is switched off. Its sharded `.grad` is dropped after
-each microbatch, or FSDP2 would go on adding in sequence; the optimizer reads the reducer's
+each microbatch, because FSDP2 would continue to add in sequence. The optimizer reads the reducer's
 buffer instead, through the same offsets.
 """
 
@@ -69,8 +69,8 @@ class Unit:
     """What FSDP2 reduces together: a flat output of `size` elements.
 
     places: (index of the parameter, its first element) in the output's order. run: (cell, first
-    element) where all of it lies in one cell's buffer just as FSDP2 packs it; None: it is copied
-    box by box, because it is padded, or unaligned, or because another replica is cut otherwise.
+    element) if all of it lies in one cell's buffer just as FSDP2 packs it. None: it is copied box
+    by box, because it is padded, or unaligned, or another replica is cut differently.
     """
 
     size: int
@@ -132,8 +132,8 @@ class ShardedGradients(Feeder):
         return Unit(at, tuple(places), starts.pop() if len(starts) == 1 else None)
 
     def _start(self, index: int, at: int, flat_size: int) -> tuple[int, int] | None:
-        """(cell, place) at which a unit begins if this member of it, `at` elements further on,
-        lies in that cell's buffer whole and unpadded."""
+        """Return (cell, place) at which a unit begins, if this member of it, `at` elements further
+        on, lies in that cell's buffer complete and unpadded."""
         patches = self.patches[index]
         if len(patches) != 1 or patches[0].region is not None:
             return None
@@ -149,7 +149,7 @@ class ShardedGradients(Feeder):
             module.set_custom_all_gather(CountedGather(traffic))
 
     def _run(self, unit: Unit) -> Tensor | None:
-        """Where FSDP2 may write a unit's sum itself: its place in the slot, if that is replaced."""
+        """Return the slot's place that FSDP2 may write a unit's sum to, if that is replaced."""
         if self._slot is None or self.accumulate:
             return None
         return self._place(unit)

@@ -1,22 +1,22 @@
 """Execute a pipeline schedule over direct messages between the ranks of one pipeline.
 
-The table (`core/schedule/table.py`) says which actions a rank runs, in order. What travels follows
-from it: the activation of a forward goes to the rank of the next stage, the gradient of a
-backward to the rank of the stage before; between stages of one rank it is handed over.
+The table (`core/schedule/table.py`) says which actions a rank runs, in order. The messages follow
+from it. The activation of a forward goes to the rank of the next stage, the gradient of a
+backward to the rank of the stage before. Between stages of one rank a value is handed over.
 
-Nothing can wait forever that the table did not make wait: a send is started and never waited
-for, and the receive of every message that is needed next, in each of the two directions, is
-posted one ahead of its use. So a message finds its buffer ready while the action before it still
-computes, and a rank holds at most one activation and one gradient more than the table keeps.
+Nothing can wait forever that the table did not make wait. A send is started and never waited for.
+In each of the two directions, the receive of the next message is posted one ahead of its use.
+So a message finds its buffer ready while the action before it still computes. A rank holds at
+most one activation and one gradient more than the table keeps.
 
 When may the buffer of a send be dropped? Gloo moves data only once its receiver has posted, and a
-send that is dropped earlier is lost. A send has arrived once anything comes back that its
-receiver sent after it had used it: for an activation the gradient of the same microbatch at the
-latest, for most gradients of 1F1B a later activation. Which message proves which follows from
-the table alone. Messages that nothing proves (a forward-only run, the last gradients) are closed
-by a receipt of eight bytes when the last of them has been used; it is waited for where it costs
-nothing, before the next run begins. Hence between two runs nothing of the first is under way, and
-every tag can be used again.
+send that is dropped earlier is lost. A send has arrived once its receiver has sent back anything
+that it computed after using it. For an activation that is the gradient of the same microbatch at
+the latest; for most gradients of 1F1B it is a later activation. Which message proves which follows
+from the table alone. Some messages are proved by nothing: a forward-only run, the last gradients.
+A receipt of eight bytes closes them when the last of them has been used. The sender waits for it
+where that costs nothing, before the next run begins. Hence between two runs nothing of the first
+is under way, and every tag can be used again.
 
 The receipt's own send is kept until its receiver sends again, which it does only after it.
 """
@@ -63,7 +63,7 @@ class StageWork(Protocol):
         ...
 
     def backward(self, stage: int, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """The whole backward. `gradient` is of what forward returned, None for the last stage.
+        """Run the full backward. `gradient`: of what forward returned, None for the last stage.
 
         Returns the gradient of what came in; None for stage 0."""
         ...
@@ -102,7 +102,7 @@ class Step:
     taken, given: the value that enters or leaves by a message, None where none does.
     here, stays: the value that a stage of this same rank has given, or will take.
     proves: own sends that have arrived once `taken` is here.
-    receipt: the peer that is told, once `taken` is here, that all it sent has been used.
+    receipt: the peer that gets a receipt, once `taken` is here, that all it sent has been used.
     """
 
     action: Action
@@ -130,8 +130,8 @@ class Plan:
 class Interpreter:
     """Runs schedules over `line`: the bare peers of one pipeline, numbered by index on `pp`.
 
-    A run that fails closes every connection of the line, so that its peers stop too; then the
-    line and this interpreter are of no more use, and nothing of it can reach a line built later.
+    A run that fails closes every connection of the line, so that its peers stop too. The line and
+    this interpreter are then of no more use, and nothing of them can reach a line built later.
     It keeps what was sent until it has arrived, so it must live as long as its line is used.
     Only one thread may call.
     """
@@ -151,7 +151,7 @@ class Interpreter:
         """Execute this rank's row of `schedule`; every rank of the line runs the same table.
 
         On return all actions have run; what they sent may still be on its way (`settle`).
-        Raises PeerLostError when a peer is gone, and whatever the work raises. Raises
+        Raises PeerLostError when a peer is lost, and whatever the work raises. Raises
         LayoutError, before anything starts, for a table that cannot be executed here.
         """
         plan = self.plan(schedule)
@@ -391,8 +391,8 @@ class _Traffic:
     def answers(self, sender: int, receiver: int) -> dict[Value, Value | None]:
         """Of all that `sender` sends to `receiver`: the first to come back that proves arrival.
 
-        That is, in the order in which `sender` uses what comes back, the first value that
-        `receiver` gave at or after the place where it took what was sent.
+        Values that come back are taken in the order in which `sender` uses them. The proof is the
+        first that `receiver` gave at or after the place where it took what was sent.
         """
         back = sorted(self._between(receiver, sender), key=lambda value: self._taker[value])
         newest = list(accumulate((self._giver[value][1] for value in back), max))

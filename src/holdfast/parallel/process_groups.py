@@ -1,11 +1,11 @@
 """How the ranks of a generation are connected.
 
-Two kinds of groups. Bare ones (`transport.Peers`) carry what must survive the loss of others, or
-must not wait in a collective's order. Those *between* replicas are made anew in each generation:
-`control` joins all ranks, and each reduction cell (`core/sharding/reduction_cells.py`) the ranks
-that sum a gradient together. What lies *inside* a replica (`inside.py`) torch's own registry may
-know: the loss of another replica touches nothing of it, so a generation can keep it. Every name
-carries the generation in which it was made, so nothing of an older one can be met.
+Two kinds of groups. Bare ones (`transport.Peers`) carry what must survive the loss of other ranks,
+or must not wait in a collective's order. Those *between* replicas are made again in each
+generation: `control` joins all ranks, and each reduction cell (`core/sharding/reduction_cells.py`)
+the ranks that sum a gradient together. Torch's own registry may know the groups *inside* a replica
+(`replica_groups.py`). The loss of another replica does not touch them, so a generation can keep
+them. Every name carries its generation, so it cannot meet a group of an older one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Groups:
 
     control: all ranks, numbered by `positions`: replica by replica, in mesh order inside each.
     inside: what joins the ranks of my replica.
-    recorder: notes when what happens, where somebody asked for it.
+    recorder: notes when what happens, if the run file asks for it.
     """
 
     topology: Topology
@@ -53,7 +53,7 @@ class Groups:
 
     @property
     def traffic(self) -> Traffic | None:
-        """Counts the bytes that leave this rank, where somebody asked for it."""
+        """Counts the bytes that leave this rank, if it was asked for."""
         return self.joining.traffic
 
     @property
@@ -96,8 +96,8 @@ class Groups:
 
     @property
     def lockstep(self) -> bool:
-        """Whether other ranks compute together with this one, beside replicas that do not: none
-        of them may stop alone for what happens between replicas."""
+        """Return True if other ranks compute together with this one, and other replicas do not.
+        Then none of them may stop alone for what happens between replicas."""
         return len(self.replica.ranks) > 1 and self.replicas > 1
 
     def axis(self, name: str) -> dist.ProcessGroup:
@@ -111,7 +111,7 @@ class Groups:
     def teams(self, cells: Sequence[Cell]) -> tuple[Team, ...]:
         """A team for each of this rank's reduction cells; collective over their members.
 
-        Groups are joined in one order of their ranks on every rank, so nobody waits in a circle.
+        Groups are joined in one order of their ranks on every rank, so no cycle of waits arises.
         """
         for ranks in sorted({cell.ranks for cell in cells}):
             self._join(ranks)
@@ -141,19 +141,19 @@ class Groups:
 
     # --- the end --------------------------------------------------------------------------
     def abort_between(self) -> None:
-        """Wake whoever waits for this rank in what joins replicas; of no use afterwards. What
-        lies inside a replica stays."""
+        """Wake the ranks that wait for this one between replicas; those groups are of no use
+        afterwards. The groups inside a replica stay."""
         for peers in self._between():
             peers.abort()
 
     def abort(self) -> None:
-        """Wake whoever waits for this rank, inside its replica as well; the groups are of no use
-        afterwards."""
+        """Wake the ranks that wait for this one, inside its replica as well; the groups are of no
+        use afterwards."""
         self.abort_between()
         self.inside.abort()
 
     def close_between(self) -> None:
-        """Leave what joins replicas; the inside is somebody else's now."""
+        """Leave the groups between replicas; another `Groups` owns the inside now."""
         for peers in self._between():
             peers.close()
         self._joined.clear()
@@ -199,8 +199,9 @@ def complete(
     joining: Joining, topology: Topology, rank: int, device: torch.device, control: Peers,
     recorder: Recorder | None, inside: Inside | None = None,
 ) -> Groups:  # fmt: skip
-    """All groups of a rank that has met the others in `control`. inside: of an older generation,
-    kept: its replica has the same ranks in the same places. Collective over each replica.
+    """Make all groups of a rank that has met the other ranks in `control`. inside: kept from an
+    older generation: its replica has the same ranks in the same places. Collective over each
+    replica.
 
     Raises PeerLostError when one of its ranks does not come.
     """
@@ -212,7 +213,7 @@ def complete(
         elif not alone:
             join_meeting(inside, joining, generation, replica, at)
     except PeerLostError:
-        control.abort()  # the others need not wait for this one
+        control.abort()  # the other ranks need not wait for this one
         raise
     return Groups(topology, rank, at, control, inside, recorder, joining)
 

@@ -1,18 +1,18 @@
 """Moving live state to another layout: the plan of `core/sharding/reshard_plan.py`, carried out by
 real messages.
 
-Nothing passes through a disk or through one rank, and nothing is kept twice: what a process holds
-already is copied inside it, and every other piece comes straight from one who holds it.
+Nothing passes through a disk or through one rank, and nothing is kept twice. A process copies what
+it holds already; every other piece comes straight from a rank that holds it.
 
     agree    all ranks say the digest of their plan and the step of their state: both ends of a
              transfer are of one plan, and states of two steps are never mixed
     keep     copy what is in my old and my new box
     round    post the receives, start the sends, wait for what comes, unpack; then a small
-             exchange: who speaks in it has received everything of the round. So the buffers of
-             its sends may go, and the old tensors that no later round needs go with them
+             exchange: a rank that speaks in it has received all of the round. So the buffers of
+             its sends may go, and with them the old tensors that no later round needs
 
 A piece that is not contiguous in memory (columns of a matrix) is packed before it leaves and
-unpacked where it arrives; all others are sent from and received into the tensors themselves.
+unpacked where it arrives. All other pieces are sent from and received into the tensors themselves.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ def move(
 ) -> None:  # fmt: skip
     """Fill `new` with the state that the processes of `peers` hold in `old`. Collective.
 
-    old: by tensor name; nothing of a newcomer. It is emptied: a tensor is let go as soon as
-        nobody needs it any more, so that the peak is not always old + new.
+    old: by tensor name; nothing of a newcomer. It is emptied: a tensor is released as soon as no
+        rank needs it any more, so that the peak is not always old + new.
     new: memory of the new layout; every element is written.
     peers: joins all ranks of the new generation, and carries nothing else meanwhile.
     positions: positions[rank] is that rank's number in `peers`.
     step: the state is that after this step.
 
     Raises LayoutError, on every rank alike, when the ranks made their plans from different
-    topologies or come from different steps: `old` is whole then. RuntimeError when `old` or `new`
-    is not what the plan says. PeerLostError when a peer is gone: `new` is then of no use, and
+    topologies or come from different steps: `old` is intact then. RuntimeError when `old` or `new`
+    is not what the plan says. PeerLostError when a peer is lost: `new` is then of no use, and
     neither is what is left of `old`.
     """
     here = {held.name: held for held in new}
     try:
         _check(old, here, moves)
     except RuntimeError:
-        peers.abort()  # or the others would wait for this rank
+        peers.abort()  # the other ranks would wait for this one otherwise
         raise
     _agree(moves, peers, step)
     for box in moves.copies:

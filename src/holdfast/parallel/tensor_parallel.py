@@ -1,13 +1,13 @@
 """The `tp` axis: tensor parallelism, with sequence parallelism between its regions.
 
 A rank computes some heads of each attention and some inner units of each feed-forward (Shoeybi et
-al. 2019, section 3): their first matrices are cut by rows of the stored weight, their last ones
-by columns, so that one sum over ranks ends each. The modules see whole tokens and need no change:
-smaller weights are fewer heads. With sequence parallelism (Korthikanti et al. 2022, section
-4.2.2) the residual stream between them, and with it the norms and additions, is cut by tokens:
-the sum becomes a reduce-scatter, and an all-gather comes before the next region. As norms and
-additions act on single tokens, any cut of the tokens will do: rank i has the i-th contiguous part
-of all B*S tokens of a microbatch. Where n does not divide them, the last parts end in rows of
+al. 2019, section 3). The first matrices of both are cut by rows of the stored weight, the last
+ones by columns, so that one sum over ranks ends each. The modules see complete tokens and need no
+change: smaller weights are fewer heads. With sequence parallelism (Korthikanti et al. 2022,
+section 4.2.2) the residual stream between them is cut by tokens, and so are norms and additions.
+The sum becomes a reduce-scatter, and an all-gather comes before the next region. Norms and
+additions act on single tokens, so any cut of the tokens will do. Rank i has the i-th contiguous
+part of all B*S tokens of a microbatch. If n does not divide them, the last parts end in rows of
 zeros that belong to no token.
 
 What a rank sends for one microbatch of T = B*S tokens, in elements, forward and backward:
@@ -20,7 +20,7 @@ block has two regions, each with a sum forward and a sum backward: "two all-redu
 
 Parameters are plain tensors of local shape (`localise`), nothing is a DTensor. Gradients of what
 several ranks hold may be partial: `core/sharding/sharding_table.gradient_is_partial` says which,
-and whoever reduces gradients adds them.
+and the reducer adds them.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def _surround(region: nn.Module, tensor: TensorParallel) -> None:
 
 
 def _check_units(model: ModelConfig, tp: int) -> None:
-    """Each rank's query heads must be read with the key/value heads that it has, and no inner
-    unit may be held twice: the sum over ranks would count it twice."""
+    """Raise if `tp` does not fit. Each rank must have the key/value heads of its query heads. No
+    inner unit may be held twice: the sum over ranks would count it twice."""
     if model.heads % tp:
         good = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
         raise LayoutError(f"tp {tp} does not divide the {model.heads} query heads",

@@ -41,7 +41,7 @@ def check_version(version: str = torch.__version__) -> None:
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether an error from a collective means that a peer or its connection is gone.
+    """Return True if an error from a collective means that a peer or its connection is lost.
 
     torch raises plain RuntimeError with gloo's or NCCL's text; there is no type to ask for.
     """
@@ -89,9 +89,9 @@ def gloo_group(
 
 
 def count_groups_anew() -> None:
-    """After a default group that could not be made. torch numbers groups as it makes them, and all
-    ranks have to come to the same number to meet; it begins anew when the default group is
-    destroyed, but one that never was there counts on, in this process alone."""
+    """Reset torch's count of groups after a default group could not be made. All ranks have to
+    come to the same number to meet. Destroying the default group resets the count. If it was
+    never made, the count continues, in this process alone."""
     if not dist.is_initialized():
         dist.distributed_c10d._world.group_count = 0
 
@@ -111,7 +111,7 @@ def gather_parts(
 def scatter_sum(out: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
     """torch's reduce-scatter into equal parts, under the name it has.
 
-    whole: [ranks * t, ...] -> out: [t, ...]
+    `whole`: [ranks * t, ...] -> out: [t, ...]
     """
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(out, whole, group=group)
@@ -158,7 +158,7 @@ def local(tensor: Tensor) -> Tensor:
 def give_memory(module: nn.Module, device: torch.device) -> None:
     """Memory without values for a module of the meta device that holds plain tensors.
 
-    As `to_empty`, which asks for something *like* each of its tensors: on the meta device that is
+    As `to_empty`, which asks for something *like* each of its tensors. On the meta device that is
     worked out in Python, with sympy, which takes half a second to import.
     """
     apply: Any = module._apply
@@ -166,8 +166,8 @@ def give_memory(module: nn.Module, device: torch.device) -> None:
 
 
 def give_shards_memory(module: nn.Module, device: torch.device) -> None:
-    """The same for one whose parameters FSDP2 has made DTensors. What `to_empty` asks DTensor for
-    is worked out operation by operation, anew with each mesh; here the shards are asked alone."""
+    """The same for a module whose parameters FSDP2 has made DTensors. DTensor works out the calls
+    of `to_empty` operation by operation, again with each mesh; here only the shards are asked."""
     from torch.distributed.tensor import DTensor
 
     def given(tensor: Tensor) -> Tensor:
@@ -185,22 +185,22 @@ def give_shards_memory(module: nn.Module, device: torch.device) -> None:
 
 
 def forget_meshes() -> None:
-    """Clear what torch keeps by mesh. Call when the groups of a generation are gone.
+    """Clear what torch keeps by mesh. Call when the groups of a generation are closed.
 
     DTensor's caches outlive a process group, with two consequences:
 
-    - A new mesh that compares equal to an old one (equality ignores this process's rank) is given
-      what was worked out for the old: shards of another rank, without an error.
+    - A new mesh may compare equal to an old one, as equality ignores this process's rank. It is
+      then given what was worked out for the old: shards of another rank, without an error.
     - Every cached mesh keeps its process groups, each of which keeps three threads of gloo and
-      its sockets. These caches own what torch seems to leak after FSDP2. Where mesh axes are
-      named by generation each generation would stay; they are the sharding propagator's (one
-      in Python, one in C++), the redistribute planner's, the collective cost model's.
+      its sockets. These caches own what torch seems to leak after FSDP2. If mesh axes are
+      named by generation, each generation would stay. The caches are the sharding propagator's
+      (one in Python, one in C++), the redistribute planner's, the collective cost model's.
 
     Meshes are also in reference cycles with the modules that were sharded over them: their
     threads end when those have been dropped and collected.
     """
     if "torch.distributed.tensor" not in sys.modules:
-        return  # nobody has sharded anything
+        return  # nothing was sharded
     from torch.distributed.tensor import _redistribute, debug
 
     private: Any = debug

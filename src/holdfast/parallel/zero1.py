@@ -1,8 +1,9 @@
-"""ZeRO-1: parameters whole on every rank of the `dp_shard` axis, optimizer state a part on each.
+"""ZeRO-1: each rank of the `dp_shard` axis has all parameters and a part of the optimizer state.
 
-The three stages of ZeRO (Rajbhandari et al., 2020, section 5) are modes of `dp_shard`. What a
-rank keeps of P parameters over n shards, in mixed precision (2 bytes of bf16 copy, 4 of gradient
-sum, 12 of fp32 parameter and two moments, which the paper calls K = 12):
+The three stages of ZeRO (Rajbhandari et al., 2020, section 5) are modes of `dp_shard`. The table
+shows the bytes that a rank keeps of P parameters over n shards in mixed precision. Those are 2
+for the bf16 copy, 4 for the gradient sum, and 12 for the fp32 parameter and two moments. (The
+paper calls them K = 12.)
 
     stage   computed with   gradient sum   optimizer state   from
     1       2 P             4 P            12 P / n          this file and `replicate.py`
@@ -10,16 +11,16 @@ sum, 12 of fp32 parameter and two moments, which the paper calls K = 12):
     3       2 U             4 P / n        12 P / n          `shard.py`, gathered unit by unit
 
 counted between the forward and the backward of a leaf. U are the units that are gathered just
-then, of which the last one is always among them: FSDP2 keeps no bf16 copy of a shard, it casts
-while it gathers, so stage 3 holds less than the paper's 2 P / n until a unit is needed. Partial
-sums of several leaves (`core/sharding/reduction_tree.py`) and what others send come on top in every
+then; the last one is always among them. FSDP2 keeps no bf16 copy of a shard but casts while it
+gathers, so stage 3 holds less than the paper's 2 P / n until a unit is needed. Partial sums of
+several leaves (`core/sharding/reduction_tree.py`) and data from other ranks come on top in every
 stage.
 
-Here every rank contributes its whole gradient to the sum and receives its rows of it (the cells
-of `core/sharding/reduction_cells.py` say which); it updates these rows alone; then the rows are
-gathered. Bytes per step and rank with one leaf a replica, for one replica: (n - 1) / n of the
-model's gradients to their owners and as much of its parameters from them, in all what an all-reduce
-moves.
+Here every rank contributes its complete gradient to the sum and receives its rows of it. The cells
+of `core/sharding/reduction_cells.py` say which. The rank updates these rows alone; then the rows
+are gathered. Bytes per step and rank with one leaf a replica, for one replica: (n - 1) / n of the
+model's gradients to their owners, and as much of its parameters from them. In all, that is what an
+all-reduce moves.
 """
 
 from __future__ import annotations
@@ -57,12 +58,13 @@ class Pack:
 class OwnedRows:
     """What one rank trains of the parameters that its `dp_shard` group computes with.
 
-    named: the whole parameters by name (of what tp and pp left to this rank). boxes: this rank's
-        part of each in global coordinates, cut along dim 0 by torch.chunk's rule; may be empty.
-    whole: the boxes of `named`. group: the ranks of the dp_shard axis, in its order.
-    state: dtype of what is trained. Where the model computes in another, `held` are copies of
+    named: the complete parameters by name (of what tp and pp left to this rank). boxes: this
+        rank's part of each in global coordinates, cut along dim 0 by torch.chunk's rule; may be
+        empty.
+    `whole`: the boxes of `named`. group: the ranks of the dp_shard axis, in its order.
+    state: dtype of what is trained. If the model computes in another, `held` are copies of
         their own (the fp32 masters); otherwise views of the rows in place.
-    Raises ValueError where a box is not the part that this rank's place in the group has.
+    Raises ValueError if a box is not the part that this rank's place in the group has.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class OwnedRows:
     def gather(self) -> None:
         """Bring every rank's rows to all ranks; call after each change of `held`. Collective.
 
-        Raises PeerLostError when a rank of the group is gone: its rows are not there then.
+        Raises PeerLostError when a rank of the group is lost: its rows are missing then.
         """
         if self.held is not self._own:
             torch._foreach_copy_(self._own, self.held)
@@ -139,7 +141,7 @@ class OwnedRows:
         return -(-rows // self._size) * prod(rest)
 
     def _sort(self) -> tuple[list[int], list[int]]:
-        """Parameters gathered where they lie, and the others; those of no elements are neither."""
+        """Return the parameters gathered in place, and the rest; empty ones are in neither."""
         direct: list[int] = []
         packed: list[int] = []
         for index, tensor in enumerate(self._tensors):

@@ -1,4 +1,4 @@
-"""Work done behind somebody's back: handed over at once, done in order on a thread of its own."""
+"""Background work: handed over at once, done in order on a thread of its own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _CLOSE_SECONDS = 2.0
 
 
 class Behind(Generic[Item]):
-    """Calls `work` with what is `put`, in order. A slow terminal or disk holds up this thread and
-    nobody else; when more than `most` items wait, the oldest are dropped.
+    """Calls `work` with what is `put`, in order. A slow terminal or disk holds up only this
+    thread. If more than `most` items wait, the oldest are dropped.
 
-    The thread ends for good when `work` cannot go on (its file is closed, its reader left, the
-    disk is full): looking on is no reason to stop training.
+    The thread ends for good when `work` cannot continue: its file is closed, its reader left, the
+    disk is full. A failed view is no reason to stop training.
     """
 
     def __init__(self, name: str, work: Callable[[Item], None], most: int) -> None:

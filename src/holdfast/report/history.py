@@ -2,7 +2,7 @@
 
 `read(store)` gives one continuous curve (the steps that still count), what was done twice, what
 broke and for how long, and where every second went. It derives from the journal and from nothing
-else, so it can be made at any time, also while the run goes on.
+else, so it can be made at any time, also while the run continues.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Generation:
     first: int = 0
     last: int = 0
     nodes: tuple[str, ...] = ()
-    live: bool = False  # it went on with what processes held
+    live: bool = False  # it continued with what processes held
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Session:
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """A committed checkpoint. `blocked` is how long training stood still for it."""
+    """A committed checkpoint. `blocked`: seconds that training stalled for it."""
 
     step: int
     generation: int
@@ -295,7 +295,7 @@ class _Builder:
             self.checkpoints[event.key] = replace(self.checkpoints[event.key], removed=True)
 
     def _rows(self) -> tuple[CheckpointRow, ...]:
-        """What training was blocked for a save may be told after its commit."""
+        """Return the rows; the time that a save blocked training may be reported after it."""
         blocked = self.blocked
         rows = (
             replace(row, blocked=blocked.get((row.generation, row.step), 0.0))
@@ -326,7 +326,7 @@ class _Builder:
 
 
 def notice(event: Event) -> str:
-    """What a person should be told about this event, or nothing."""
+    """Return what a person should know about this event, or an empty string."""
     if isinstance(event, CheckpointFailed):
         return f"the checkpoint of step {event.step} failed: {event.reason}"
     if isinstance(event, CheckpointSkipped):

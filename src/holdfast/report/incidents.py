@@ -1,8 +1,9 @@
 """Incidents: what broke, what it cost, and when the run was itself again.
 
-An incident opens when a worker is lost or stops (or when a session ends without a word) and closes
-with the first step of a newer generation. Its length is the RTO: seconds from the loss, as the
-agent noticed it, to the first committed step after it; the steps done again are its RPO. Its parts:
+An incident opens when a worker is lost or stops, or when a session ends without a word. It closes
+with the first step of a newer generation. Its length is the RTO: seconds from the moment at which
+the agent noticed the loss to the first committed step after it. The repeated steps are its RPO.
+Its parts:
 
     before    from the last step to the start of the generation that broke, where that one did no
               step: an earlier incident took that time
@@ -13,11 +14,11 @@ agent noticed it, to the first committed step after it; the steps done again are
     step      until its first step was done
     replay    until a step was done that had not been done before; where none was lost, no part
 
-A planned change of membership (a node came, or left in time) stands still as well, and is kept in
-the same way; and so is a session that goes on from an older state than the one before it reached.
+A planned change of membership (a node came, or left in time) stalls training too, and is kept in
+the same way. So is a session that resumes from an older state than the one before it reached.
 
-A step is told by rank 0 alone. That it was done may come to be known before, or without it: whoever
-stops says which step it stands after.
+Only rank 0 reports a step. That it was done may be known before, or without it: a worker that
+stops reports the step of its state.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ _PLANNED = {
     "worker_joined": "joined",
     "slow_worker": "",
 }
-_PAUSED = "paused after step "  # what a worker says that has ended its step, as it was told to
-_RESUMED = "resumed"  # kind of an incident: a session went on from an older state
+_PAUSED = "paused after step "  # a worker's reason if it has ended its step, as ordered
+_RESUMED = "resumed"  # kind of an incident: a session continued from an older state
 
 RUNGS = {
     0: "the others went on",
@@ -75,7 +76,7 @@ class Loss:
 
     @property
     def words(self) -> str:
-        """Who was lost, for people."""
+        """The lost worker, for people."""
         if self.node and self.noticed_by == "heartbeat":
             return f"{self.node} lost"
         return f"rank {self.rank} of {self.node} lost" if self.node else f"rank {self.rank} lost"
@@ -146,7 +147,7 @@ class Incident:
 
     @property
     def source(self) -> str:
-        """Where the state came from and what that took, in one phrase; "" before it was read."""
+        """Sources of the state and the time it took, in one phrase; "" before it was read."""
         if self.state is None:
             return ""
         times = {"find": self.found, **self.state.phases}
@@ -165,7 +166,7 @@ class Incident:
         if self.kind == "slow_worker" and self.planned:
             return "a slow worker gets another share of the work"
         if self.kind == "notice" and self.planned and self.restarted is not None:
-            # Where all are to go, one last generation saves what they hold.
+            # If all nodes are to leave, one last generation saves what they hold.
             who = ", ".join(self.gone)
             return f"{who} {_PLANNED[self.kind]}" if who else "all nodes were told to go"
         if self.planned and (who := ", ".join(self.came) or _more_workers(self.grown)):
@@ -176,7 +177,7 @@ class Incident:
 
 
 def _more_workers(nodes: Iterable[str]) -> str:
-    """Who came, where no node did."""
+    """Return the workers that came, if no node did."""
     found = Counter(nodes)
     return ", ".join(
         f"a worker of {name}" if many == 1 else f"{many} workers of {name}"
@@ -259,10 +260,10 @@ class IncidentBook:
             self.incidents.append(self._open)
             self._note = ""
 
-    # --- somebody stops -------------------------------------------------------------------------
+    # --- a worker stops -------------------------------------------------------------------------
     def _lose(self, generation: int, event: WorkerLost, elapsed: float) -> None:
         if self._over or generation < 1:
-            return  # a session that was about to begin found nobody of the one before
+            return  # a session that was about to begin found no worker of the one before
         late = self._open is not None and self._open.generation == generation
         if generation < self._generation and not late:
             return  # a node that was cut off tells it now
@@ -274,7 +275,7 @@ class IncidentBook:
         self._update(kind="worker_lost", losses=(*self._open.losses, loss))
 
     def _hold(self, generation: int, event: WorkerHeld, elapsed: float) -> Incident | None:
-        """Somebody stopped, perhaps before it is known who is lost, if anybody is."""
+        """A worker stopped, perhaps before it is known whether a worker is lost, and which."""
         if self._over or generation < self._generation:
             return None  # a node that was cut off tells it now
         ended = self._recover(generation, event.applied, elapsed)
@@ -302,7 +303,7 @@ class IncidentBook:
         if self._over:  # a journal that lacks the session's beginning
             self._open_session(elapsed)
         ended = self._recover(self._generation, event.step, elapsed)
-        if ended is not None:  # the one before did a step, of which nobody has told yet
+        if ended is not None:  # the one before did a step that no rank has reported yet
             self._done(event.step, elapsed)
         if self._open is None and self._generation:
             self._why(event, elapsed)
@@ -324,7 +325,7 @@ class IncidentBook:
         return ended
 
     def _why(self, event: GenerationStarted, elapsed: float) -> None:
-        """Nobody has said yet that the generation before is over."""
+        """Open an incident if no event has said yet that the generation before is over."""
         if not self._fresh:
             if event.reason not in ("start", "resume"):
                 self._begin(event.reason, self._generation, elapsed)
@@ -345,8 +346,8 @@ class IncidentBook:
         return self._recover(generation, step, elapsed)
 
     def _late(self, generation: int, step: int) -> bool:
-        """Whether a step was done before the incident: told in its generation, or in the next one,
-        by somebody who lives on."""
+        """Return True if a step was done before the incident: reported in its generation, or in
+        the next one by a survivor."""
         assert self._open is not None
         again = self._open.restarted is not None and step <= (self._open.restart_step or 0)
         return generation == self._open.generation or again
@@ -374,8 +375,8 @@ class IncidentBook:
         return self._close(len(self.incidents) - 1, step, elapsed)
 
     def _recover_late(self, step: int) -> Incident | None:
-        """The generation that broke before it had told of a step had done one, by the time at which
-        it broke."""
+        """Close the incident late: the generation that broke had done a step before it broke, but
+        had not reported it."""
         cut = self._cut
         if cut is None or self._open is None or step <= (self.incidents[cut].restart_step or 0):
             return None

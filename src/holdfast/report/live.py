@@ -1,10 +1,10 @@
-"""The view of a run that goes on: a picture on a terminal, plain lines anywhere else.
+"""The view of a live run: a picture on a terminal, plain lines anywhere else.
 
     with View(total_steps=700) as view:
         view.replay(journal.read(store))
         Agent(..., observers=[view.observe], say=view.say).run()
 
-`observe` updates a few numbers and returns; drawing happens on another thread, four times a
+`observe` updates a few numbers and returns. Drawing happens on another thread, four times a
 second at most, so a slow terminal slows nothing but itself.
 """
 
@@ -86,7 +86,7 @@ class View:
             self._plain(record, happenings)
 
     def replay(self, records: Iterable[Record]) -> None:
-        """Take what older sessions wrote, so that the curve is whole, without a line about it."""
+        """Take the records of older sessions, to complete the curve, without a line about them."""
         with self._lock:
             for record in in_order(records):
                 self.progress.observe(record)
@@ -129,7 +129,7 @@ def step_line(progress: Progress) -> str:
 
 
 def picture(progress: Progress, width: int, height: int) -> RenderableType:
-    """The whole view for a terminal of that size; narrow and low ones get less of it."""
+    """The full view for a terminal of that size; narrow and low ones get less of it."""
     inner = max(20, min(width, 110) - 4)
     parts: list[RenderableType] = [_bar_line(progress, inner), _numbers(progress, inner)]
     rest = height - 12 - (len(progress.nodes) > 1)
@@ -186,7 +186,7 @@ def _numbers(progress: Progress, width: int) -> Text:
 
 
 def _curve(progress: Progress, width: int, height: int) -> list[Text]:
-    """The loss so far, its highest and lowest value beside it."""
+    """The loss so far, with its highest and lowest value next to it."""
     losses = [loss for _, loss in progress.curve]
     rows = braille(losses, max(8, width - 8), height)
     marks = {0: f"{max(losses):7.3f}", height - 1: f"{min(losses):7.3f}"}
@@ -209,7 +209,7 @@ def _workers(progress: Progress, width: int) -> Text:
 
 
 def _nodes(progress: Progress, width: int) -> Text:
-    """Who takes part, who did once, and the rung by which the generation came about."""
+    """Present and past members, and the rung by which the generation came about."""
     pieces: list[tuple[str, str] | str] = [("nodes    ", "dim")]
     for name, there in progress.nodes.items():
         pieces.append((f"● {name}   ", "green") if there else (f"✗ {name}   ", "dim red"))

@@ -1,7 +1,7 @@
 """Prometheus metrics, derived from the same records as everything else.
 
-Names begin with `holdfast_`, units are base units. Steps carry no label (one series a step would
-be too many): the pair (generation, step) is two gauges, and a step that is done again after a
+Names begin with `holdfast_`, units are base units. Steps carry no label, because one series a step
+would be too many: the pair (generation, step) is two gauges. A step that is repeated after a
 restart counts as replayed, so the sums over a resumed run are those of one continuous run.
 """
 
@@ -37,7 +37,7 @@ from holdfast.report.timeledger import TimeLedger
 
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 _BYTES = tuple(float(10**power) for power in range(5, 14))
-_PEERS, _DISK, _BUCKET = "1", "2", "3"  # tiers: others' memory; a folder on a disk; a bucket
+_PEERS, _DISK, _BUCKET = "1", "2", "3"  # tiers: peers' memory; a folder on a disk; a bucket
 _PHASES = {"compute": "forward_backward", "reduce": "comm", "apply": "optimizer",
            "capture": "checkpoint_block"}  # fmt: skip
 
@@ -78,7 +78,7 @@ class Metrics:
             self._take(record)
 
     def replay(self, records: Iterable[Record]) -> None:
-        """Take what older sessions wrote, so that totals and curves go on where they were."""
+        """Take the records of older sessions, so that totals and curves continue from them."""
         for record in in_order(records):
             self.observe(record)
 

@@ -1,12 +1,12 @@
 """The order in which a run happened, on one clock.
 
-Records merge by (generation, step, writer, sequence), which is the right order for a curve and the
+Records merge by (generation, step, writer, sequence). That is the right order for a curve and the
 wrong one for a story: a loss is noticed at no particular step. The agent stamps every record of a
-generation when it receives it, so inside a generation its clock gives the order; generations
+generation when it receives it, so inside a generation its clock gives the order. Generations
 follow each other whatever their clocks say.
 
-Of several nodes each has a clock. A node that was cut off has something to tell of a generation
-after the next one began without it: such a record stands at that beginning, where the steps of both
+Each of several nodes has a clock. A node that was cut off may report on a generation after the
+next one began without it. Such a record is placed at that beginning, where the steps of both
 generations say that the clocks agree.
 """
 
@@ -20,8 +20,8 @@ from holdfast.events import GenerationStarted, Record, StepDone
 
 
 def in_order(records: Iterable[Record]) -> list[Record]:
-    """Generation by generation, each by the agent's clock, and each writer's records always in
-    the order of their numbers, even where that clock was set back."""
+    """Return the records by generation, and each generation by the agent's clock. The records of
+    a writer stay in the order of their numbers, even if that clock was set back."""
     everything = list(records)
     limits = _limits(everything)
     newest: dict[tuple[int, str], float] = {}

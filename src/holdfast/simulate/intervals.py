@@ -26,7 +26,7 @@ from holdfast.simulate.traces import Trace
 @dataclass(frozen=True)
 class Spell:
     """The job ran for `seconds` on `nodes` nodes (the mean), after standing idle for `idle`; then
-    a node it used went (`failed`), or nobody knows. level: of the failure, where tiers differ."""
+    a node it used went (`failed`), or that is unknown. level: of the failure, if tiers differ."""
 
     seconds: float
     failed: bool
@@ -67,7 +67,7 @@ class Waste:
 def spells(trace: Trace, nodes: int, seed: int = 0) -> tuple[Spell, ...]:
     """What a job that wants `nodes` nodes lives through. Which of them it uses is drawn at random.
 
-    A sampled trace shows a departure at the end of the step in which it came; the moment is drawn
+    A sampled trace shows a departure at the end of the step in which it came. The moment is drawn
     from that step, one for all that go together. Without that, all spells would be multiples of
     the step, and an interval that divides it would look far better than it is.
     """
@@ -110,8 +110,8 @@ def spells(trace: Trace, nodes: int, seed: int = 0) -> tuple[Spell, ...]:
 
 
 def rotated(found: Sequence[Spell], share: float) -> tuple[Spell, ...]:
-    """The same history begun later, by that share of its running time, and closed to a ring: what
-    a job sees that started at another moment. Nothing fails where the ends meet."""
+    """Return the same history begun later, by that share of its running time, and closed to a
+    ring: a job that started at another moment. Nothing fails where the ends meet."""
     cut = share * sum(spell.seconds for spell in found)
     for index, spell in enumerate(found):
         if cut < spell.seconds:
@@ -124,7 +124,7 @@ def rotated(found: Sequence[Spell], share: float) -> tuple[Spell, ...]:
 
 
 def failure_rate(found: Sequence[Spell]) -> float:
-    """Failures a second of running time: what nobody knows beforehand."""
+    """Failures a second of running time: a number that is unknown beforehand."""
     return sum(spell.failed for spell in found) / sum(spell.seconds for spell in found)
 
 
@@ -199,7 +199,7 @@ def adaptive(
 def _piece(
     now: float, since: float, until: float, spell: Spell, seconds: float, cost: float
 ) -> tuple[float, float, Waste]:
-    """Go on at one interval until `until`, or a little longer, where a save is then being made."""
+        """Continue at one interval until `until`, or a little longer if a save is being made."""
     first = max(0.0, seconds - since)
     whole = max(seconds, since)  # work that the first save holds
     if until >= spell.seconds:  # to the end of the spell

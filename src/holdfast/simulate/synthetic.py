@@ -20,7 +20,7 @@ BURSTS = (39, 13, 15, 7, 1, 4)
 BATHTUB = (
     (1.0, 0.175), (3.0, 0.052), (6.0, 0.020), (23.0, 0.008), (24.0, 0.006),
 )  # fmt: skip
-"""(age in hours up to which, failures per machine and hour) of preemptible machines that all go at
+"""(age limit in hours, failures per machine and hour) of preemptible machines that all end at
 24 h (Kadupitiya, Jadhao and Sharma, arXiv 1911.05160, from 1,442 machines)."""
 
 
@@ -30,7 +30,7 @@ def spot_pool(
     """A pool of spot machines that loses them in bursts and gets them back one by one.
 
     between: mean seconds between bursts; the rate swings by `swing` between its lowest and its
-    highest, over six hours each. Times lie on whole minutes, as they are sampled.
+    highest, over six hours each. Times are full minutes, as they are sampled.
     """
     draw = random.Random(f"{seed}/spot pool")
     rows: list[tuple[float, int, int]] = [(0.0, wanted, 1)]
@@ -43,7 +43,7 @@ def spot_pool(
         lost = 0
         if draw.random() < 60 / between * factor:
             lost = min(count, draw.choices(range(1, len(BURSTS) + 1), BURSTS)[0])
-        # As many come as go on average: 2.1 a burst.
+        # On average as many join as leave: 2.1 a burst.
         joined = sum(draw.random() < 0.06 for _ in range(wanted - count))
         count += (0 if lost else joined) - lost
         rows.append((minute * 60.0, count, minute + 1))
@@ -54,8 +54,8 @@ def spot_pool(
 def gang_offers(
     seed: int, *, days: float = 12.0, wanted: int = 16, up: float = 5400.0, down: float = 7200.0
 ) -> Trace:
-    """Offers of a whole gang: all machines or nearly none, for runs of mean length `up` and `down`;
-    of the losses two in five take all. One probe in 300 s."""
+    """Offers of a full gang: all machines or nearly none, for runs of mean length `up` and `down`.
+    Two in five of the losses take all. One probe in 300 s."""
     draw = random.Random(f"{seed}/gang")
     rows: list[tuple[float, int, int]] = []
     at, count = 0.0, 0
@@ -86,8 +86,8 @@ def cluster_failures(
     seed: int, *, nodes: int = 512, days: float = 365.0, per_node_year: float = 1.2,
     lemons: float = 0.02, repeat: float = 0.35,
 ) -> Trace:  # fmt: skip
-    """A cluster whose failures cluster: some nodes are lemons (they have a quarter of all first
-    failures), and after a failure the same node often (`repeat`) fails again within hours. An
+    """A cluster whose failures cluster. Some nodes are lemons, which have a quarter of all first
+    failures. After a failure the same node often (`repeat`) fails again within hours. An
     outage lasts an hour in the median, and a tenth lasts over five hours."""
     draw = random.Random(f"{seed}/cluster")
     names = [f"n{number}" for number in range(nodes)]

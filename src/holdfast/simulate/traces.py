@@ -6,10 +6,10 @@ gives a Trace: changes sorted by time, in seconds from the start. What all loade
 - Times are sorted first; how many rows were out of order, and how many were exact duplicates and
   dropped, is in the trace.
 - What goes in one tick goes at one time: a burst stays a burst.
-- Who is there at the end has not left: the end of a file is no failure.
+- A node that is there at the end has not left: the end of a file is no failure.
 - A gap of more than ten usual steps is unknown, and named; the count before it is held.
-- Counts name nobody: who goes is drawn at random, from a seed. (In the one public trace with
-  names the age of those who go is close to uniform.)
+- Counts have no names: the nodes that go are drawn at random, from a seed. (In the one public
+  trace with names the age of the nodes that go is close to uniform.)
 - Keys that are not known are passed over; a row that cannot be is refused with file and line.
 """
 
@@ -34,7 +34,7 @@ UNKNOWN_STEPS = 10
 
 @dataclass(frozen=True, order=True)
 class Change:
-    """A node goes or comes at `seconds`. Of one instant, those who go come first."""
+    """A node goes or comes at `seconds`. At one instant, departures come first."""
 
     seconds: float
     kind: Literal["go", "join"]
@@ -179,8 +179,8 @@ def from_counts(
     rows: Sequence[tuple[float, int, int]], source: str, kind: str, text: str, *,
     seed: int = 0, started: str = "", regular: bool = True,
 ) -> Trace:  # fmt: skip
-    """Rows (seconds, count, line) as nodes: a rise brings new names, in a fall those who go are
-    drawn at random. regular: rows are samples; else each row is a change, and gaps mean nothing."""
+    """Turn rows (seconds, count, line) into nodes. A rise brings new names; a fall takes nodes
+    drawn at random. regular: rows are samples; otherwise changes, and gaps mean nothing."""
     ordered, disorder, duplicates = _ordered(rows)
     draw = random.Random(f"{seed}/{kind}")
     origin = ordered[0][0]
@@ -209,11 +209,11 @@ def from_counts(
 
 
 def lifetimes(text: str, source: str, seed: int = 0, nodes: int = 64, days: float = 14) -> Trace:
-    """A table with `lifetime_s` and `other_ops`, one machine a row: `nodes` machines over `days`,
-    each of which lives as long as the table's do and is replaced when it is taken.
+    """Read a table with `lifetime_s` and `other_ops`, one machine a row. Return a trace of `nodes`
+    machines over `days`. Each lives as long as the table's do, and is replaced when it is taken.
 
-    A machine was taken where `other_ops` names a preemption; else its owner stopped it, and it is
-    only known to have lived that long (Kaplan and Meier's estimate respects that).
+    A machine was taken if `other_ops` names a preemption. Otherwise its owner stopped it, and it
+    is only known to have lived that long (Kaplan and Meier's estimate respects that).
     """
     lives = []
     for line, row in _table(text, source, ("lifetime_s", "other_ops")):
@@ -238,8 +238,8 @@ def survival(lives: Iterable[tuple[float, bool]]) -> list[tuple[float, float]]:
 
 
 def renewed(curve: Sequence[tuple[float, float]], nodes: int, seconds: float, seed: int) -> Trace:
-    """`nodes` machines whose lives follow a survival curve; each is replaced as it goes. Who
-    outlives the curve goes at its end (the wall of machines with a longest life)."""
+    """`nodes` machines whose lives follow a survival curve; each is replaced as it goes. A machine
+    that outlives the curve goes at its end (the wall of machines with a longest life)."""
     draw = random.Random(f"{seed}/lives")
     changes = []
     for place in range(nodes):
@@ -256,9 +256,9 @@ def renewed(curve: Sequence[tuple[float, float]], nodes: int, seconds: float, se
 
 
 def outages(text: str, source: str, seed: int = 0, system: str | None = None) -> Trace:
-    """A table of outages with `System`, `nodenumz`, `Prob Started` and `Prob Fixed`, one a row; of
-    the system with most rows where none is named. A node goes when its outage starts and is back
-    when it is fixed; an outage of a node that is out already only prolongs it."""
+    """Read a table of outages with `System`, `nodenumz`, `Prob Started`, `Prob Fixed`, one a row.
+    If no system is named, take the one with most rows. A node goes when its outage starts and is
+    back when it is fixed. An outage of a node that is out already only prolongs it."""
     rows = []
     systems: dict[str, int] = {}
     for line, row in _table(text, source, ("System", "nodenumz", "Prob Started", "Prob Fixed")):

@@ -103,8 +103,8 @@ def build_engine(
 ) -> StepEngine:  # fmt: skip
     """Model, optimizer and reducer for one rank, without data.
 
-    The model is built whole on the meta device, cut down to this rank's stage and to its part of
-    each tensor, and only then given memory.
+    The model is built in full on the meta device. It is cut down to this rank's stage and to its
+    part of each tensor, and only then given memory.
     """
     if config.model.vocab_size < 1:
         raise ConfigError("the vocabulary size is not known yet", where="model.vocab_size",
@@ -202,7 +202,7 @@ def _sharded(
     precision: Precision,
 ) -> Made:  # fmt: skip
     """A shard of that by FSDP2 (ZeRO-2 or 3), which makes the bf16 copies itself."""
-    # Imported by whoever needs it: with FSDP2 come DTensor and sympy, a second of a process's start
+    # Imported only if needed: FSDP2 brings DTensor and sympy, a second of a process's start.
     # (`elastic.protocol.worker_spec.preloads` has the template import it where the run file
     # shards).
     from holdfast.parallel.fsdp import ShardedGradients, apply_fsdp

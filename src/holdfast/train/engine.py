@@ -9,9 +9,9 @@
 Nothing before `apply` changes a parameter, so a step that fails anywhere has not happened.
 A runner drives the calls; the engine knows nothing of clocks, journals or checkpoints.
 
-When a peer is lost the engine `held` what it holds, and `recover.py` finds out which step all go on
-from. Where other ranks compute in lockstep with this one, what breaks between replicas is stored
-until all of them come to the end of `reduce`, and raised on all of them or on none.
+When a peer is lost, `held` describes what the engine still has. `recover.py` then finds the step
+that all ranks resume from. If other ranks compute in lockstep with this one, a failure between
+replicas is stored until all of them reach the end of `reduce`. It is raised on all or on none.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Microbatch(Inputs, Protocol):
 
 
 class Gradients(Listener, Protocol):
-    """Sums gradients over whoever holds the same parameters: `ReplicatedGradients` and its kin."""
+    """Sums gradients over the ranks that hold the same parameters, as `ReplicatedGradients`."""
 
     patient: bool
 
@@ -82,13 +82,12 @@ class Gradients(Listener, Protocol):
 
 
 Feed = Callable[[Groups, Gradients | None], Gradients]
-"""What sums the gradients of a model over the groups of a generation: the one there is, if it may
-stay as it is, else a new one."""
+"""Returns the gradients' summation for the groups of a generation: the old one if it may stay."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A step that goes on: how it is dealt now, and what each replica has of it."""
+    """A step that continues: how it is dealt now, and what each replica has of it."""
 
     step: int
     shares: Shares
@@ -96,17 +95,17 @@ class Resumed:
 
 
 LATELY = 32
-"""Steps whose numbers every rank remembers, so that they can be told of without rank 0."""
+"""Steps whose numbers every rank remembers, so that any rank can report them without rank 0."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a process has when it has stopped, for those who decide how to go on.
+    """State of a stopped process, from which the next generation decides how to continue.
 
-    applied: its state is that after this step; None: as it was loaded. whole: the step after it,
-    if its whole reduced gradient is here. heard: every vote for that step was heard.
+    applied: its state is that after this step; None: as it was loaded. `whole`: the step after
+    it, if its complete reduced gradient is here. heard: every vote for that step has arrived.
     torn: an update was interrupted, so that there is no state any more.
-    intact: what lies inside the replica can still be used.
+    intact: the groups inside the replica can still be used.
     """
 
     applied: int | None
@@ -128,9 +127,9 @@ class StepEngine:
     cast: called when this rank's vote is on its way.
     judge: is shown the account of a step before this rank votes; whether it has jumped, on the one
     rank that knows. jump: what it found of the newest step.
-    voted: the last few steps that this process has applied, each with its verdict; a session that
-    is built anew takes them along. untold: a step that was applied and that nobody has told of yet.
-    validated: the newest step up to which every validation was computed, as far as this rank knows;
+    voted: the last few steps that this process has applied, each with its verdict; a rebuilt
+    session keeps them. untold: a step that was applied and that no rank has reported yet.
+    validated: the newest step up to which this rank knows that every validation was computed;
     None until it trains. validation: the newest one that it has computed itself.
     """
 
@@ -169,9 +168,9 @@ class StepEngine:
         self._shares: Shares = ()
         self.batches: list[Microbatch] = []  # of the step that is open, or was last
         self._accounts: Accounts | None = None
-        self._losses: dict[int, Tensor] = {}  # of my share, where this rank is told them
+        self._losses: dict[int, Tensor] = {}  # of my share, if this rank receives them
         self._resumed: Resumed | None = None
-        self._stopping = self._parting = False  # who parts waits for nobody inside its replica
+        self._stopping = self._parting = False  # a parting rank does not wait inside its replica
         self._placed()
 
     def _placed(self) -> None:
@@ -189,7 +188,7 @@ class StepEngine:
         return self._schedule.size(step)
 
     def shares(self, step: int) -> Shares:
-        """Who computes which microbatch of a step, replica by replica, each in rising order."""
+        """Return the microbatches that each replica computes in a step, each in rising order."""
         return self.dealing()(step)
 
     def dealing(self) -> Callable[[int], Shares]:
@@ -212,7 +211,7 @@ class StepEngine:
     def begin(self, step: int) -> tuple[int, ...]:
         """Open step `step` and return my share. Raises PeerLostError."""
         self.stage = advance(self.stage, Stage.COMPUTING)
-        if self.verdict_step == step:  # what was heard is of an attempt that nobody applied
+        if self.verdict_step == step:  # that verdict is of an attempt that no rank applied
             self.verdict, self.verdict_step = None, 0
         self._step, self._shares = step, self.shares(step)
         self.since = self.since or step
@@ -230,8 +229,8 @@ class StepEngine:
         return self._shares[self.groups.coordinate.replica]
 
     def compute(self, batches: Sequence[Microbatch]) -> None:
-        """Forward and backward of my share, in its order, but for what was computed of it before
-        the step went on. Raises PeerLostError."""
+        """Run forward and backward of my share, in its order. Skip the microbatches that were
+        computed before the step was resumed. Raises PeerLostError."""
         replica = self.groups.coordinate.replica
         share, computed = self._shares[replica], self._computed(self._step)
         self.batches = list(batches)
@@ -258,11 +257,11 @@ class StepEngine:
         self._accounts = Accounts(self.groups, self._shares, tokens, told)
 
     def reduce(self, wishes: Wishes | None = None) -> Verdict:
-        """Wait for the whole gradient and vote.
+        """Wait for the complete gradient and vote.
 
-        Raises PeerLostError, and NonFiniteError on every rank alike when a loss or a gradient
-        anywhere is NaN or infinite, JumpError when the loss has jumped; parameters are untouched
-        then.
+        Parameters are untouched if it raises. Raises PeerLostError; on every rank alike
+        NonFiniteError when any loss or gradient is NaN or infinite, and JumpError when the loss
+        has jumped.
         """
         verdict: Verdict | None = None
         lost = PeerLostError(f"another rank of this replica lost a peer in step {self._step}")
@@ -356,7 +355,7 @@ class StepEngine:
 
     @property
     def rejected(self) -> bool:
-        """Whether the open step was voted down, though its gradient is whole."""
+        """Return True if the open step was voted down, though its gradient is complete."""
         if self.verdict is None or self.verdict_step != self._step:
             return False
         return not self.verdict.finite or self.verdict.wishes.reject
@@ -377,14 +376,14 @@ class StepEngine:
         self._gradients.keep(self._shares[self.groups.coordinate.replica])
 
     def resume(self, step: int, shares: Shares, computed: Computed) -> None:
-        """When `step` begins it goes on: dealt so, with what the replicas have `computed`, which
-        those of this one have kept."""
+        """Let `step` continue when it begins. It is dealt as in `shares`; the replicas have
+        `computed` some of it, and those of this one have kept their part."""
         self._resumed = Resumed(step, shares, computed)
 
     def deal_elsewhere(self, step: int, avoid: Mapping[int, Collection[int]]) -> None:
-        """When `step` begins, no microbatch in `avoid` is computed by the replicas that stand
-        there, if others can; every rank must be told the same. A step that goes on is left as it
-        is."""
+        """Let `step` be computed without the pairs in `avoid` (place: microbatches), if other
+        replicas can compute those. Every rank must receive the same. A resumed step is not
+        changed."""
         if self._resumed is None:
             self._resumed = Resumed(step, elsewhere(self.shares(step), avoid), ())
 
@@ -393,25 +392,25 @@ class StepEngine:
         return resumed.computed if resumed is not None and resumed.step == step else ()
 
     def squares(self) -> float:
-        """Of the whole gradient, what this rank answers for."""
+        """Return this rank's sum of squares of the complete gradient."""
         return self._gradients.squares()
 
     def interrupt(self, inside: bool) -> None:
-        """End the step that another thread is in: what waits between replicas is woken, and with
-        `inside` also what waits inside this one. Where this rank computes alone it stops after
-        the microbatch that it is in; PeerLostError is raised there. Later steps end at once."""
+        """End the step that another thread is in: wake all waits between replicas, and with
+        `inside` also those inside this one. If this rank computes alone, it stops after its
+        present microbatch. PeerLostError is raised there. Later steps end at once."""
         self._stopping = True
         self._gradients.fail(_interrupted(self._step))
         inside = (inside or not self.groups.lockstep) and not self._parting
         self._give_up(inside=inside)
 
     def regroup(self, groups: Groups, dealer: Dealer) -> None:
-        """Go on among other replicas, with model, state and the inside of this one as they are.
+        """Continue among other replicas; model, state and the inside of this replica stay.
 
-        Collective over `groups`. The old ones between replicas must have been given up. Of a step
-        that was open only what was kept is left: how it was dealt and summed is of replicas that
-        there are no more, and all have agreed to go on from the state. Raises PeerLostError; this
-        engine can be regrouped again then.
+        Collective over `groups`. The old groups between replicas must have been given up. Only
+        what was kept of an open step is left. Its dealing and sums belong to replicas that no
+        longer exist, and all ranks have agreed to resume from the state. Raises PeerLostError;
+        this engine can be regrouped again then.
         """
         self._gradients = self._feed(groups, self._gradients)
         self.optimizer.read(self._gradients.gradients())
@@ -449,7 +448,7 @@ class StepEngine:
 
     # --- what can go wrong ----------------------------------------------------------------
     def _give_up(self, *, inside: bool) -> None:
-        """Nobody is to wait for this rank."""
+        """Abort the groups, so that no rank waits for this one."""
         if inside:
             self.groups.abort()
         else:

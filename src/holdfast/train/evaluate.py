@@ -1,8 +1,8 @@
 """Validation: mean loss and bits per byte, the same number for any number of ranks.
 
 Validation samples are fixed. Their microbatches are dealt over the replicas like those of a
-step; each gives a loss sum, and the sums are combined in float64 in tree order. Inside a replica
-each shard computes its rows of a microbatch, padded with masked rows to equal parts, because
+step. Each gives a loss sum, and the sums are combined in float64 in tree order. Inside a replica
+each shard computes its rows of a microbatch, padded with masked rows to equal parts. The reason:
 the shards of one replica must run the same forward together.
 """
 
@@ -79,7 +79,7 @@ class Evaluator:
         self._validation = validation
 
     def regroup(self, groups: Groups) -> None:
-        """Go on among other replicas."""
+        """Continue among other replicas."""
         self._groups = groups
 
     def run(self, alive: Callable[[], None] = lambda: None) -> Evaluation | None:

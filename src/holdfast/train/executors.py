@@ -1,13 +1,13 @@
-"""Who runs the forward and backward passes of a share, and in which order.
+"""The forward and backward passes of a share: what runs them, and in which order.
 
 A replica that is one stage runs microbatch after microbatch. A pipeline runs a schedule: a table
 of actions per stage (`core/schedule/table.py`), executed by `parallel/pipeline.py`; here stands
 what an action does to the model. In both, gradients reach the reducer in rising order of
 microbatches, because its tree counts on it, and losses are known on the last stage.
 
-Every rank of a replica is fed the tokens of its samples: the first stage embeds them, the last
-one reads their targets, all of them need the documents. So only activations and their gradients
-travel between stages, and their shapes follow from the tokens.
+Every rank of a replica is fed the tokens of its samples. The first stage embeds them, the last
+one reads their targets, and all of them need the documents. So only activations and their
+gradients travel between stages, and their shapes follow from the tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Inputs(Protocol):
 
 
 class Listener(Protocol):
-    """Who takes the gradients of a microbatch while its backward pass runs."""
+    """Receiver of the gradients of a microbatch while its backward pass runs."""
 
     def start_leaf(self, leaf: int) -> None: ...
 
@@ -118,8 +118,8 @@ class PipelinedExecutor:
         self._interpreter = Interpreter(groups.line, device, recorder=groups.recorder)
 
     def table(self, microbatches: int) -> Schedule:
-        """The schedule of a share. One with fewer microbatches than 1F1B needs to fill the
-        pipeline runs as GPipe: a plan refuses that, but a dealing may leave a replica little."""
+        """Return the schedule of a share. A share with too few microbatches for 1F1B to fill the
+        pipeline runs as GPipe. A plan refuses that, but a dealing may leave a replica little."""
         name = self._schedule if microbatches >= self._stages else "gpipe"
         return build(name, self._stages, microbatches)
 

@@ -1,10 +1,11 @@
-"""What the journal would miss of a step that was applied by the survivors of a loss.
+"""Events that the journal lacks of a step that the survivors of a loss applied.
 
-Who applies a step in a recovery had not reported it. Rank 0 may be gone before it told of the last
-few steps and of the newest validation: another rank that computed them, too, tells of them once
+A rank that applies a step in a recovery has not reported it. Rank 0 may be lost before it reports
+the last few steps and the newest validation. Another rank that computed them reports them once
 more, and readers count each once (`core.data.lineage.Once`).
-And whoever is gone may not have entered into the ledger what it fed: its entries are made again
-from the data, and marked, so that an audit does not count them twice if its own came after all.
+
+A lost rank may not have entered into the ledger what it fed. Its entries are made again from the
+data, and marked, so that an audit does not count them twice if its own came after all.
 Ledgers travel on a thread of their own and may lag behind, so the last few steps are covered.
 """
 
@@ -71,12 +72,12 @@ def missing_events(
 
 
 def _first(survivors: Sequence[int], found: Agreement) -> int:
-    """Who tells of the last steps when rank 0 did not live to: one that has applied them."""
+    """Return the rank that reports the last steps for a lost rank 0: one that applied them."""
     return next((r for r in survivors if r not in found.resolution.behind), survivors[0])
 
 
 def _steps(engine: StepEngine, found: Agreement, most: int) -> list[Event]:
-    """The last `most` steps that this rank knows of. Some may have been told before."""
+    """Return the last `most` steps that this rank knows of. Some may have been reported before."""
     step = found.resolution.step
     voted = dict(engine.voted)
     if found.verdict is not None:
@@ -93,8 +94,8 @@ def _steps(engine: StepEngine, found: Agreement, most: int) -> list[Event]:
 
 
 def _stand_ins(past: Past, found: Agreement, rank: int, batches: Batches) -> list[Event]:
-    """The ledger of those who are gone. In a generation that began no step they have fed nothing,
-    and what they fed before has had the time of an agreement to be handed over."""
+    """Return the ledger of the lost ranks. In a generation that began no step they fed nothing.
+    What they fed before could be handed over during the agreement."""
     if not past.since:
         return []
     here = {was for was in found.came_from if was is not None}

@@ -12,9 +12,9 @@ _LARGEST_MMAP_THRESHOLD = 32 * 1024 * 1024  # bytes; glibc refuses more
 def keep_freed_memory() -> bool:
     """Let the process keep what it frees, for the next step to use. Returns whether it will.
 
-    Every step asks for the same activations and gradients again. glibc may give the end of its
-    heap back to the kernel when they are freed (it depends on what lies there), and then the next
-    step pays for each page with a fault: up to 3 % of a step of a small pipeline. With this the
+    Every step asks for the same activations and gradients again. When they are freed, glibc may
+    give the end of its heap back to the kernel; it depends on what lies there. The next step then
+    pays for each page with a fault: up to 3 % of a step of a small pipeline. With this the
     process stays at its peak, which it reaches in every step anyway. Blocks of 32 MiB and more are
     mapped one by one and still go back.
     """

@@ -1,14 +1,18 @@
-"""Where a NaN or an infinity came from: the first microbatch, rank and parameter.
+"""The origin of a NaN or an infinity: the first microbatch, rank and parameter.
 
 A summed gradient only says that something is wrong. So every rank computes its own share once
-more without any reduction, looks at the outputs of modules in forward order and then at the
-gradients in backward order, and the ranks agree on the first finding: the lowest microbatch, in
-it the earliest moment (the forward passes of the stages in order, then their backward passes in
-reverse), in that the first parameter to be used, and the lowest rank for that. Nothing is
-changed: parameters keep the state before the step.
+more without any reduction. It looks at the outputs of modules in forward order and then at the
+gradients in backward order. The ranks agree on the first finding, in this order:
 
-What is not there once more was the device's, this time: then it counts whose own part of the sum
-was not finite, which every rank says too.
+- the lowest microbatch
+- in it the earliest moment: the forward passes of the stages in order, then their backward passes
+  in reverse
+- in that the first parameter to be used, and the lowest rank for that
+
+Nothing is changed: parameters keep the state before the step.
+
+A finding that does not recur was caused by the device. Then the rank is named whose own part of
+the sum was not finite, which every rank reports too.
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ def find_non_finite(
     """What is found over all ranks; collective. leaves: microbatches of the step. sound: all that
     this rank gave to the sum was finite.
 
-    Where every part is finite and only the sum overflowed, the parameter is called `SUM`.
+    If every part is finite and only the sum overflowed, the parameter is called `SUM`.
     Raises PeerLostError.
     """
     finding = [_NONE, 0, 0]  # leaf, moment, place of the parameter in it
@@ -70,7 +74,7 @@ def find_non_finite(
             stage, stages = groups.coordinate.pp, groups.degree("pp")
             moment = 2 * stages - 1 - stage if backward else stage
             finding, named = [leaf, moment, -index if backward else index], index
-        # go on: the ranks of a replica compute in lockstep
+        # no break here: the ranks of a replica compute in lockstep
     words = [mask >> at & (1 << _BITS) - 1 for at in range(0, leaves, _BITS)]
     said = [*finding, int(sound), *words, *_name_at(parameters.table, named)]
     control = groups.control
@@ -98,8 +102,8 @@ def _name_at(table: Sequence[Parameter], index: int) -> list[int]:
 
 
 def _nothing_compiled() -> AbstractContextManager[Any]:
-    """Compiled code does not call hooks that are newer than itself. Where the compiler has not been
-    imported there is none, and the others would wait for seconds until it is."""
+    """Turn compiled code off, which does not call hooks that are newer than itself. If the
+    compiler has not been imported, there is none; its import would delay the other ranks."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
@@ -127,7 +131,7 @@ def _first_bad(
     order = {id(p): i for i, p in enumerate(parameters)}
     bad: list[int] = []
 
-    # FSDP2 swaps whole parameters in for the forward, so their owners are looked up beforehand.
+    # FSDP2 swaps full parameters in for the forward, so their owners are looked up beforehand.
     owners = {
         id(module): [order[id(p)] for p in module.parameters(recurse=False)]
         for module in objective.modules()

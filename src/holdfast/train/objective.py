@@ -1,12 +1,12 @@
 """Next-token cross entropy as a sum over tokens, without a float32 copy of all logits.
 
-The loss of a microbatch is the *sum* over its tokens: sums of any split of the batch add up, and
+The loss of a microbatch is the *sum* over its tokens. Sums of any split of the batch add up, and
 the step divides once by the global token count. Targets of -100 carry no loss.
 
-Logits are the largest tensor of a small model and of a large vocabulary alike, so the head, the
-softmax and both of their gradients are computed chunk by chunk over tokens, in one go: for a
-chunk, d loss / d logits = softmax(logits) - onehot(target), from which the gradients of hidden
-states and head follow at once (the fusion of Liger Kernel, Hsu et al., 2024, section 3.2). It
+Logits are the largest tensor of a small model and of a large vocabulary alike. So the head, the
+softmax and both of their gradients are computed chunk by chunk over tokens, in one go. For a
+chunk, d loss / d logits = softmax(logits) - onehot(target). The gradients of hidden states and
+head follow from it at once (the fusion of Liger Kernel, Hsu et al., 2024, section 3.2). It
 costs the same three matrix products as the plain form and holds [chunk, V] instead of [B*S, V].
 """
 
@@ -54,8 +54,8 @@ class NextToken(nn.Module):
     ) -> Tensor:  # fmt: skip
         """tokens, targets, documents: [B, S] -> loss sum: float64 scalar
 
-        On a pipeline stage that is not the first, `incoming` [B, S, D] is the residual stream that
-        the stage before let go; one that is not the last returns its own instead of a loss. (Its
+        On a pipeline stage that is not the first, `incoming` [B, S, D] is the residual stream of
+        the stage before. A stage that is not the last returns its own instead of a loss. (Its
         shape over several tp ranks: `parallel.tensor_parallel.residual_shape`.)
         """
         decoder, tensor, x = self.decoder, self.tensor, incoming
@@ -77,9 +77,9 @@ class NextToken(nn.Module):
 
 
 def chunk_tokens(vocabulary: int, device: torch.device) -> int:
-    """Tokens whose logits are held at a time: a function of the model and the device kind, not
-    of any layout, because it decides the order of additions in the head's gradient. On an
-    accelerator a power of two: whole tiles of its matrix units, and no odd last chunk."""
+    """Return the tokens whose logits are held at a time. They depend on the model and the device
+    kind, not on any layout, because they decide the order of additions in the head's gradient.
+    An accelerator gets a power of two: full tiles of its matrix units, and no odd last chunk."""
     if device.type == "cpu":
         return max(64, _CHUNK_ELEMENTS["cpu"] // vocabulary)
     fitting = max(64, _CHUNK_ELEMENTS["cuda"] // vocabulary)
@@ -96,9 +96,9 @@ def linear_cross_entropy(
     hidden: [T, D], weight: [V, D], targets: [T] int64 -> scalar. The softmax is taken in at least
     float32. `chunk` tokens at a time; by default what `chunk_tokens` says.
 
-    vocabulary: number of tokens V, where a whole `weight` has padding rows after them.
-    part: where the vocabulary is cut over ranks; `weight` has this rank's rows, and each rank
-        gets the whole loss, the gradient of its rows, and a summand of the gradient of `hidden`.
+    vocabulary: number of tokens V, if a complete `weight` has padding rows after them.
+    part: given if the vocabulary is cut over ranks. `weight` then has this rank's rows. Each rank
+        gets the full loss, the gradient of its rows, and a summand of the gradient of `hidden`.
     """
     known = vocabulary or weight.shape[0] if part is None else part.part.vocabulary
     head = _Head(
@@ -203,7 +203,7 @@ def _losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def losses_of(log_p: Tensor, targets: Tensor) -> Tensor:
-    """-log p of each target that carries loss, else 0.  log_p: [c, V], targets: [c] -> [c]"""
+    """-log p of each target that carries loss, 0 otherwise. log_p: [c, V], targets: [c] -> [c]"""
     picked = log_p.gather(1, targets.clamp_min(0)[:, None])[:, 0]
     return -picked.masked_fill(targets == IGNORED, 0.0)
 

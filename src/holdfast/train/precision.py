@@ -1,7 +1,7 @@
 """Which dtype holds the state, and which one the model computes in.
 
-`bf16` is mixed precision as FSDP2 does it: parameters, moments and every sum of gradients are
-float32; a microbatch's forward and backward run in bfloat16 on a copy of the parameters that is
+`bf16` is mixed precision as FSDP2 does it. Parameters, moments and every sum of gradients are
+float32. A microbatch's forward and backward run in bfloat16 on a copy of the parameters that is
 refreshed once per step. No autocast: each operation runs in the dtype of its inputs.
 """
 
@@ -41,7 +41,7 @@ def same_products_on_any_threads() -> None:
     """Call in a worker before its first matrix product.
 
     MKL cuts a product differently for each number of threads, and a worker has cores / workers of
-    them: so on the same machine two workers would end with other bits than one. In its strict mode
+    them. So on the same machine two workers would end with other bits than one. In its strict mode
     (Conditional Numerical Reproducibility) it does not, at about 2 % of a CPU step. A value that
     the person has set stands. bfloat16 products on a CPU are oneDNN's, which has no such mode.
     """

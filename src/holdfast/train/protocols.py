@@ -17,7 +17,7 @@ from holdfast.train.vote import Wishes
 
 
 class Membership(Protocol):
-    """Who takes part. Asked once per step, just before the vote."""
+    """Source of a rank's wishes. Asked once per step, just before the vote."""
 
     def wishes(self, step: int) -> Wishes:
         """What this rank would like to happen at the end of `step`. Must return at once."""
@@ -25,7 +25,7 @@ class Membership(Protocol):
 
 
 class Reporter(Protocol):
-    """Where events go. Both calls return at once; events stay in order."""
+    """Destination of events. Both calls return at once; events stay in order."""
 
     def emit(self, event: Event) -> None: ...
 
@@ -37,10 +37,10 @@ class Reporter(Protocol):
 class Saver(Protocol):
     """How state becomes a snapshot, and a snapshot a checkpoint.
 
-    capture(N) right after the update of step N; the copy goes on while step N + 1 computes, and
-    fence() before its vote ends it: so whoever has voted holds the snapshot before whole. The loop
-    reports what the step did before it announces the snapshot: so nobody knows of a state whose
-    ledger is missing. Nothing here raises for a save that fails: training goes on.
+    capture(N) comes right after the update of step N. The copy is made while step N + 1 computes,
+    and fence() comes before its vote ends it. So a rank that has voted holds the complete snapshot
+    before. The loop reports what the step did before it announces the snapshot. So no state is
+    known whose ledger is missing. Nothing here raises for a save that fails: training continues.
     """
 
     def ready(self) -> bool:
@@ -49,8 +49,8 @@ class Saver(Protocol):
 
     def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
         """Begin to copy the state after `step`, which must not change before `fence` returns.
-        durable: it will be a checkpoint; else it stays in memory. False when there was no room
-        within `wait` seconds."""
+        durable: it will be a checkpoint; otherwise it stays in memory. False when there was no
+        room within `wait` seconds."""
         ...
 
     def fence(self) -> float:
@@ -58,13 +58,13 @@ class Saver(Protocol):
         ...
 
     def announce(self, step: int, meta: Mapping[str, Any], into: Into) -> None:
-        """Let the captured state of `step` be saved, or known of, once its copy is whole and
+        """Let the captured state of `step` be saved, or known of, once its copy is complete and
         after all events emitted so far. Returns at once."""
         ...
 
     def settle(self, step: int, seconds: float, durable: bool = True) -> str | None:
-        """Wait until `step` is durable, or without `durable` handed over. None when it is, else
-        why it is not."""
+        """Wait until `step` is durable, or without `durable` handed over. Returns None when it
+        is, otherwise the reason why it is not."""
         ...
 
 

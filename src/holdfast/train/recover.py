@@ -2,16 +2,17 @@
 
     control    all ranks of the new topology meet, newcomers too
     agree      they say what they hold, and find the step that all go on from (`agreement.py`)
-    apply      who lags behind applies that step with the gradient that it holds
+    apply      a rank that lags behind applies that step with the gradient that it holds
     groups     a replica that is as it was keeps everything inside it: model, mesh, FSDP's state,
-               buffers. New are the groups between replicas. Any other rank builds its engine anew
+               buffers. New are the groups between replicas. Any other rank rebuilds its engine
     next step  if nothing of it was summed anywhere, what was computed of it stays, and only the
-               lost ones' microbatches are dealt anew (`core/sharding/step_resume.py`)
-    move       what somebody lacks is sent by those who have it (`parallel/reshard.py`)
+               lost ranks' microbatches are dealt again (`core/sharding/step_resume.py`)
+    move       ranks that have a part of the state send it to those that lack it
+               (`parallel/reshard.py`)
 
-Nothing is taken from a session before the agreement, and where the inside stays nothing is taken
-from it at all: if a peer is lost meanwhile, it can be given to `recover` once more. Once its groups
-are new, only its state counts then: what was computed or summed of the step that was open is void.
+Nothing is taken from a session before the agreement, and nothing at all if the inside stays.
+If a peer is lost meanwhile, the session can therefore be given to `recover` once more. Once its
+groups are new, only its state counts: the computed and summed parts of the open step are void.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Recovered:
     """A process in its new generation.
 
     step: its state is that after this step. events: what the journal would otherwise miss of it.
-    resolution: what was decided, by new rank; verdict: of `step`, where anybody still knew it.
+    resolution: what was decided, by new rank; verdict: of `step`, if any rank still knew it.
     computed: microbatches of the next step that need not be computed again, by all replicas.
     kept_inside: the model and all that lies inside the replica were not touched.
     phases: seconds.
@@ -74,24 +75,24 @@ def recover(
     came_from: Sequence[int | None], *, step: int, before: Topology | None = None,
     dealer: Dealer = deal, seconds: float = 1800.0, met: Met = lambda control: None,
 ) -> Recovered:  # fmt: skip
-    """Go on as `rank` of `topology`, with all that `session` still holds.
+    """Continue as `rank` of `topology`, with all that `session` still holds.
 
     Collective over `topology`. Close the loader and end every capture first. came_from: see
     `core.sharding.reshard_plan.transfers`, in ranks of `before`; that is the session's own topology
     by default. A session of another generation than `before` counts as without state.
     step: of the state, where this session's engine has not applied any step itself.
-    met: told of the group of all, once they have come together: who gives that up ends all waits.
+    met: receives the group of all, once they have come together; aborting it ends all waits.
 
-    Raises PeerLostError when a peer is lost meanwhile, and LayoutError when part of the state is
-    lost or the layout cannot be run. The session is as good as before then, unless the replica was
-    to be built anew and the building had begun: then `session.engine` is gone, and the state too.
+    Raises PeerLostError when a peer is lost meanwhile. Raises LayoutError when part of the state
+    is lost or the layout cannot be run. The session is as good as before then, with one exception:
+    if the rebuild of the replica had begun, `session.engine` and the state are lost.
     """
     engine = session.engine
     old = engine.groups
     before = before or old.topology
     joining = _joining(session.config, store, seconds, old.traffic)
     entry = _Entry(session.config, session.device, topology, rank, joining, before, dealer, met)
-    old.abort_between()  # whoever still waits there waits for nobody
+    old.abort_between()  # a thread that still waits there would wait in vain
     entry.lap("abort")
     here = before.generation == old.topology.generation
     control, found = entry.meet(said_by(engine, step) if here else NOTHING, came_from)
@@ -123,7 +124,7 @@ def recover(
         entry.lap("groups" if kept else "build")
         entry.fill(engine, tensors, found, control, kept)
     except BaseException:
-        control.abort()  # nobody is to wait for this process
+        control.abort()  # no rank is to wait for this process
         _give_up(built)
         raise
     return entry.recovered(session, past, found, kept)
@@ -155,7 +156,7 @@ def _joining(config: RunConfig, store: Store, seconds: float, traffic: Traffic |
 
 
 def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:
-    """Apply the step that others have applied, or that all hold the whole gradient of."""
+    """Apply the step that another rank has applied, or whose complete gradient all ranks hold."""
     if found.verdict is None:
         raise RuntimeError(f"nobody knows the verdict of step {found.resolution.step}")
     if kept:
@@ -165,7 +166,7 @@ def _catch_up(engine: StepEngine, found: Agreement, kept: bool) -> None:
 
 
 def _give_up(engine: StepEngine | None) -> None:
-    """One that was built, and never got its state: its groups would be in the way of the next."""
+    """Close an engine that never got its state: its groups would be in the way of the next."""
     if engine is not None:
         engine.groups.abort()
         engine.close()
@@ -175,7 +176,7 @@ def _taken(session: Session, *, nothing: bool) -> dict[str, Held]:
     """The state out of a session that cannot stay; its callers' references do not keep memory."""
     engine = session.engine
     tensors: dict[str, Held] = {} if nothing else {held.name: held for held in engine.state()}
-    engine.groups.abort()  # nobody may wait for this process in a group that it leaves
+    engine.groups.abort()  # no rank may wait for this process in a group that it leaves
     engine.close()
     del session.engine, session.evaluator, session.groups
     return tensors
@@ -219,7 +220,7 @@ class _Entry:
         return control, found
 
     def build(self, config: RunConfig, control: Peers) -> StepEngine:
-        """Everything anew, on top of `control`."""
+        """Build a new engine and its groups, on top of `control`."""
         gc.collect()  # modules and their hooks refer to each other; the new ones need their room
         recorder = Recorder() if config.layout.trace_step else None
         groups = complete(self.joining, self.topology, self.rank, self.device, control, recorder)
@@ -233,7 +234,7 @@ class _Entry:
         self, engine: StepEngine, tensors: dict[str, Held], found: Agreement, control: Peers,
         kept: bool,
     ) -> None:  # fmt: skip
-        """The state after the step that was agreed on, wherever it has to come from."""
+        """Bring the state after the agreed step here, from whichever rank has it."""
         step, groups = found.resolution.step, engine.groups
         if self.moves is not None:
             positions = [groups.positions.index(r) for r in range(self.topology.world_size)]

@@ -1,9 +1,13 @@
-"""What the processes of a new generation tell each other before any state moves.
+"""The exchange between the processes of a new generation before any state moves.
 
-Each says in one small record what it holds: the step of its state, how far it is in the next one,
-and the numbers of that step. All then work out the same: which step everybody goes on from
-(`policy/recovery/step_resolution.py`), with which verdict, who has a state at all, and which
-replicas may keep what lies inside them. A newcomer takes part, and says that it has nothing.
+Each process sends one small record: the step of its state, its progress in the next one, and the
+numbers of that step. All then compute the same result:
+
+- the step that all resume from (`policy/recovery/step_resolution.py`), and its verdict
+- the processes that have a state at all
+- the replicas that may keep what lies inside them
+
+A newcomer takes part, and reports that it has nothing.
 """
 
 from __future__ import annotations
@@ -36,11 +40,11 @@ _SUMMED, _INTACT, _VERDICT, _COUNTED = 1, 2, 4, 8
 
 @dataclass(frozen=True)
 class Said:
-    """What one process says of itself.
+    """One process's statement about itself.
 
     intact: what lies inside its replica can be used. verdict: of step `verdict_step`, the newest
-    that it knows. validated: the newest step up to which every validation was computed, as far
-    as it knows. tokens, loss: of the step whose whole gradient it holds, if they are `counted`
+    that it knows. validated: the newest step up to which it knows that every validation was
+    computed. tokens, loss: of the step whose complete gradient it holds, if they are `counted`
     and finite; squares: of what it answers for in that gradient. computed: the microbatches that
     it has computed of a step of which it has not `summed` anything.
     """
@@ -83,13 +87,13 @@ def said_by(engine: StepEngine, step: int) -> Said:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all have found out alike.
+    """The conclusions that all processes reach alike.
 
-    verdict: of the step that all are at, where anybody knows it. came_from: as told, without those
-    who have no state after all. kept: the replicas of the new topology whose inside stays.
-    computed: what each of them has of the next step, which goes on; empty where it begins anew.
-    validated: the newest step up to which every validation was computed; validators: who knows of
-    that, by new rank.
+    verdict: of the step that all are at, if any rank knows it. came_from: as given, without the
+    ranks that turned out to have no state. kept: the replicas of the new topology whose inside
+    stays. computed: what each of them has of the next step, which continues; empty if it restarts.
+    validated: the newest step up to which every validation was computed; validators: the new
+    ranks that know of it.
     """
 
     resolution: Resolution
@@ -105,12 +109,11 @@ def agree(
     control: Peers, said: Said, topology: Topology, before: Topology, came_from: CameFrom,
     most: int,
 ) -> Agreement:  # fmt: skip
-    """Exchange what everybody says over `control`, and draw the conclusions.
+    """Exchange the statements of all ranks over `control`, and draw the conclusions.
 
-    most: microbatches that any step has. before: the topology that the state of all who have one
-    is spread by. came_from: see `core.sharding.reshard_plan.transfers`. Raises LayoutError, on
-    every rank alike, where they were told of different rebuilds or nobody has a state, and
-    PeerLostError.
+    most: microbatches that any step has. before: the topology that spreads the present state.
+    came_from: see `core.sharding.reshard_plan.transfers`. Raises PeerLostError. Raises
+    LayoutError, on every rank alike, if ranks were given different rebuilds or no rank has a state.
     """
     order = [rank for replica in topology.replicas for rank in replica.ranks]
     plan = _digest(topology, before, came_from)
@@ -129,7 +132,7 @@ def agree(
 def conclude(
     said: Sequence[Said], topology: Topology, before: Topology, came_from: CameFrom
 ) -> Agreement:
-    """What follows from what the ranks of the new topology say. Raises LayoutError."""
+    """Return what follows from the statements of the new topology's ranks. Raises LayoutError."""
     holdings = [
         s.holding if was is not None else Holding(None)
         for s, was in zip(said, came_from, strict=True)
@@ -160,8 +163,8 @@ def _computed(
     found: Resolution, kept: frozenset[int], topology: Topology, before: Topology,
     said: Sequence[Said],
 ) -> Computed:  # fmt: skip
-    """What stays of the step that is open. Where other kinds of replicas take part the cells are
-    cut otherwise, and buffers are made anew."""
+    """Return what stays of the open step. If other kinds of replicas take part, the cells are
+    cut differently and the buffers are made again, so nothing stays."""
     if not found.goes_on or set(before.kinds) != set(topology.kinds):
         return ()
     out: list[tuple[int, ...]] = []
@@ -174,7 +177,7 @@ def _computed(
 
 
 def _stays(replica: Replica, before: Topology, came_from: CameFrom, said: Sequence[Said]) -> bool:
-    """Whether a replica is made of just the ranks of an old one, in the same places, and nothing
+    """Return True if a replica has just the ranks of an old one, in the same places, and nothing
     inside it was given up."""
     origins = tuple(came_from[rank] for rank in replica.ranks)
     if origins[0] is None:
@@ -191,8 +194,8 @@ def _stays(replica: Replica, before: Topology, came_from: CameFrom, said: Sequen
 
 
 def _norm(said: Sequence[Said], before: Topology, came_from: CameFrom) -> float | None:
-    """The norm of the whole gradient, put together as in a vote from those who are left: by the
-    first replica of which each place is still answered for, there or in another of its kind."""
+    """Return the norm of the complete gradient, combined from the survivors as in a vote. The
+    first kind counts of whose every place a rank still answers, in any replica of that kind."""
     squares = {
         was: s.squares
         for s, was in zip(said, came_from, strict=True)

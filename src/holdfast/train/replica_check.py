@@ -1,7 +1,7 @@
-"""Do those who hold the same bytes hold the same bytes? A check of the state across ranks.
+"""A check of the state across ranks: ranks that should hold the same bytes must hold them.
 
-Replicas are bit-equal, so whoever holds the same box of a parameter or a moment must agree to the
-last bit: a bit that flipped in memory, or a device that computes wrongly, shows here long before
+Replicas are bit-equal, so all ranks with the same box of a parameter or a moment must agree to the
+last bit. A bit that flipped in memory, or a device that computes wrongly, shows here long before
 it shows in the loss. Boxes are the common refinement of what all ranks hold, as in
 `core/sharding/reduction_cells.py`, so replicas of unlike shapes are compared too. All boxes that
 the same ranks hold make one hash, and an exchange of a few words a rank tells all ranks the same:
@@ -80,7 +80,7 @@ class Checksums:
         return [_hash(held, self.shared[holders]) for holders in self._of[rank]]
 
     def differing(self, words: Mapping[int, Sequence[int]]) -> dict[Holders, Holders]:
-        """Who differs, by holders; of words[rank], every rank's."""
+        """Return the ranks that differ, by holders. words: of every rank."""
         said: dict[Holders, dict[int, int]] = {}
         for rank, own in words.items():
             for holders, word in zip(self._of[rank], own, strict=True):
@@ -89,16 +89,16 @@ class Checksums:
         return {holders: ranks for holders, ranks in odd.items() if ranks}
 
     def check(self, groups: Groups, state: Sequence[LocalTensor]) -> tuple[Finding, ...]:
-        """Compare the state of all ranks; all are told the same. Collective, between two steps.
+        """Compare the state of all ranks; all get the same result. Collective, between two steps.
 
-        Nobody is named where all agree. Raises PeerLostError.
+        Names no rank if all agree. Raises PeerLostError.
         """
         mine = self.words(groups.rank, state)
         lengths = {rank: len(self._of[rank]) for rank in groups.positions}
         odd = self.differing(self._exchange(groups, mine, lengths, _TAG))
         if not odd:
             return ()
-        # Everybody knows where it differs: once more, box by box.
+        # Every rank knows that the state differs. To know where, compare once more, box by box.
         boxes = {
             rank: [(h, box) for h in self._of[rank] if h in odd for box in self.shared[h]]
             for rank in groups.positions
@@ -127,7 +127,7 @@ class Checksums:
 
 
 def odd_ones(words: Mapping[int, int]) -> Holders:
-    """Who does not say what more than half say; all, where no word has so many."""
+    """Return the ranks without the word of more than half; all ranks if no word has so many."""
     counts = Counter(words.values())
     word, most = counts.most_common(1)[0]
     if most == len(words):
@@ -137,7 +137,7 @@ def odd_ones(words: Mapping[int, int]) -> Holders:
 
 
 def odd_ranks(findings: Iterable[Finding]) -> Holders:
-    """Who is odd beside a majority; if nobody is, all who differ."""
+    """Return the ranks that differ from a majority; if there are none, all that differ."""
     sure = {rank for f in findings if len(f.ranks) < len(f.holders) for rank in f.ranks}
     return tuple(sorted(sure or {rank for f in findings for rank in f.ranks}))
 

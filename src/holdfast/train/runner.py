@@ -82,14 +82,13 @@ def run(
     known: Known | None = None, durations: Callable[[], Mapping[int, float]] = dict,
     retry: Retry | None = None,
 ) -> Outcome:  # fmt: skip
-    """Train from the state after `start_step` to the last step, or until somebody wishes to stop
-    or to pause.
+    """Train from the state after `start_step` to the last step, or until a wish to stop or pause.
 
-    loader: this rank's shares, beginning with step `start_step` + 1. known: how often the run has
-    broken so far, where a cadence is to be decided; durations: asked at each step on rank 0, how
-    long each tier takes until it is done. retry: of a step that was bad, and is done again.
-    Raises PeerLostError when a rank is gone, and on every rank alike NonFiniteError, journalled
-    by rank 0, and JumpError; in all cases the step was not applied.
+    loader: this rank's shares, beginning with step `start_step` + 1. known: number of failures of
+    the run so far, needed if a cadence is to be decided. durations: asked at each step on rank 0
+    for the seconds that each tier takes until it is done. retry: of a bad step that is repeated.
+    Raises PeerLostError when a rank is lost. Raises on every rank alike JumpError and
+    NonFiniteError, which rank 0 journals. In all cases the step was not applied.
     """
     loop = _Loop(
         engine, membership, reporter, saver, evaluator, config, rank, start_step, clock,
@@ -177,8 +176,8 @@ class _Loop:
         return verdict.wishes.stop
 
     def _compare(self, step: int) -> None:
-        """Replicas are bit-equal: who is not has no state that anybody can use. Before anything of
-        it is captured. Raises HoldfastError there."""
+        """Compare replicas, which must be bit-equal, before a capture: the state of a rank that
+        differs is of no use. Raises HoldfastError there."""
         every = self.config.cluster.check_every_steps
         if not every or step % every:
             return
@@ -199,13 +198,13 @@ class _Loop:
             raise HoldfastError(f"the state after step {step} is not that of the other ranks")
 
     def _trace(self, step: int) -> None:
-        """Report the spans of the step that somebody wants to see."""
+        """Report the spans of the step that the run file asks for."""
         if self.recorder is not None and step == self.config.layout.trace_step:
             found = [[s.track, s.name, s.start, s.stop] for s in self.recorder.spans]
             self.reporter.emit(StepTraced(self.rank, found, step=step))
 
     def _reduce(self, step: int) -> Verdict:
-        """The vote comes after the fence: who has voted holds the snapshot before whole."""
+        """Vote after the fence: a rank that has voted holds the snapshot before it completely."""
         if self.saver.fence():
             self.watch.lap("capture")
         wishes = replace(self.membership.wishes(step), full=not self.saver.ready())
@@ -222,7 +221,7 @@ class _Loop:
             raise
 
     def _judge(self, step: int, account: Account) -> Jump | None:
-        """Beside the steps that this process has applied last."""
+        """Compare the loss with those of the steps that this process has applied last."""
         retry = self.retry
         if retry is not None and retry.accept and retry.step == step:
             return None
@@ -230,9 +229,9 @@ class _Loop:
         return jumped(before, account.losses, account.tokens)
 
     def _with_what_is_due(self, step: int, wishes: Wishes) -> Wishes:
-        """Seconds are one rank's to judge; its answer travels with the vote."""
+        """Add rank 0's wishes: it alone judges seconds, and its answer travels with the vote."""
         now, every = self.clock(), self.config.train.evaluate.every
-        # Stood still: from the capture's begin in the step before to the fence in this one.
+        # Length of the stall: from the capture's begin in the step before to this step's fence.
         stood = self.watch.before.get("capture", 0.0) + self.watch.phases.get("capture", 0.0)
         usual = not (every and (step - 1) % every == 0)
         for decided in self.cadence.tick(now, stood, usual, self.durations()):
@@ -257,8 +256,8 @@ class _Loop:
         return frozenset([DISK] * durable + [MEMORY] * remembered)
 
     def _capture(self, step: int, verdict: Verdict) -> Into | None:
-        """Begin to copy the state if the policy or somebody's wish says so, and unless some rank
-        has no room: the same on all ranks. Where it goes; None: nothing was captured."""
+        """Begin to copy the state if the policy or a rank's wish says so, unless some rank has no
+        room: the same on all ranks. Returns the destinations; None: nothing was captured."""
         rules, wishes, by_steps = self.config.checkpoint, verdict.wishes, self._by_steps(step)
         reason = due(
             step, self.config.train.steps, every_steps=rules.by_steps, stopping=wishes.stop,
@@ -287,7 +286,7 @@ class _Loop:
         return into if captured else None
 
     def _into(self, durable: bool, last: bool, wishes: Wishes) -> Into:
-        """Where what is captured now goes to. What is left behind goes everywhere."""
+        """Return the destinations of a capture. The state left behind at the end goes to all."""
         decided = PEERS in self.cadence.tiers.auto
         wanted = wishes.copy or self.copy_owed
         copied = True if wanted or (last and (decided or wishes.brief)) else None
@@ -333,8 +332,8 @@ class _Loop:
             ))  # fmt: skip
 
     def validate_what_broke_off(self, start_step: int) -> None:
-        """The validation after the step that survivors go on from, unless one of them computed it.
-        A checkpoint is announced after that of its step: who begins there owes none."""
+        """Compute the validation after the step that survivors resume from, unless one has it.
+        A checkpoint is announced after its step's validation, so a start from one owes none."""
         if self.engine.validated is None:
             self.engine.validated = start_step
         if start_step > self.engine.validated:

@@ -1,11 +1,11 @@
 """When rank 0 wishes for a save, and into which tiers: at the run file's cadence, or the best one.
 
-`policy/saving/tiers.py` says what is best; here its inputs are gathered, at no cost: one look at
-the clock a step, from one vote to the next. What a save costs is how much longer the steps around
-it are; how often the run breaks, what breaks and how long each tier takes was handed over by the
-agent and goes on here. Only rank 0 asks; its wish travels with the vote.
+`policy/saving/tiers.py` says what is best. Its inputs are gathered here at no cost: one look at
+the clock a step, from one vote to the next. The cost of a save is the extra time of the steps
+around it. The agent hands over how often the run breaks, what breaks and how long each tier takes;
+that is continued here. Only rank 0 asks; its wish travels with the vote.
 
-A tier's clock starts anew when a save into it was really begun: one that found no room stays due.
+A tier's clock restarts when a save into it has really begun: one that found no room stays due.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """The vote of a step: what all ranks must know before anything is applied, in two exchanges.
 
     account   how many tokens each share held, and the loss of each microbatch. Sent as soon as a
-              share is computed, so it travels while gradients are summed and nobody waits for it
-    vote      the sum of squares of the gradient that each rank holds, whether all of it is whole
+              share is computed, so it travels while gradients are summed and no rank waits for it
+    vote      the sum of squares of the gradient that each rank holds, whether all of it is complete
               and finite, and what is wished (stop, save)
 
-All ranks then know the same and decide the same. Who votes "whole" holds the account too, so it
-can apply the step without anybody's help; so if anyone applied it, everyone can, and replicated
-state needs no copy of the state before. If a rank is lost in the vote, those who are left still
-have every number of the verdict.
+All ranks then know the same and decide the same. A rank that votes "complete" holds the account
+too, so it can apply the step without help. If one rank has applied it, every rank can. Replicated
+state therefore needs no copy of the state before. If a rank is lost in the vote, the remaining
+ranks still have every number of the verdict.
 
-The ranks of one replica compute in lockstep, and a loss may show to some of them only: where there
-are other replicas they `meet` after the vote, and go on with the verdict if one of them has it.
+The ranks of one replica compute in lockstep, and only some of them may see a loss. If there are
+other replicas, they `meet` after the vote. They continue with the verdict if one of them has it.
 
-Token counts are integers; losses add up in float64 in tree order and squares in shard order, so
-the reported loss and norm have the same bits for any dealing.
+Token counts are integers; losses add up in float64 in tree order and squares in shard order.
+So the reported loss and norm have the same bits for any dealing.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _WHOLE, _FINITE = 1, 2
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a rank would like to happen at the end of the step. full: it has no room for a
-    snapshot now, so that none should be made that another rank would lack.
+    """A rank's wishes for the end of the step. full: it has no room for a snapshot now, so that
+    none should be made that another rank would lack.
 
     save: a checkpoint. remember: a snapshot in memory. copy, upload: what is saved is to go to
-    peers, to the bucket. brief: when stopping, a snapshot for peers is to do, as time is short.
-    pause: end here, but keep the state and wait: another generation takes it up. parting: a node
-    leaves then, and with it a part of the state that nobody else holds: a snapshot for the others.
+    peers, to the bucket. brief: when stopping, a snapshot for peers suffices, as time is short.
+    pause: end here, but keep the state and wait for another generation. parting: a node leaves
+    then with a part of the state that no other node holds, so the remaining nodes need a snapshot.
     reject: the step is not to be applied, because its loss has jumped.
     """
 
@@ -121,10 +121,10 @@ class Verdict:
 
 
 class Accounts:
-    """The account of a step on its way: mine is sent at once, the others' come meanwhile.
+    """The account of a step on its way: mine is sent at once, those of other ranks come meanwhile.
 
-    tokens, losses: of my share, one loss per leaf in rising order. Said by the ranks that speak,
-    the others leave it out. What goes wrong is raised by `hear`, as PeerLostError.
+    tokens, losses: of my share, one loss per leaf in rising order. Only the ranks that speak send
+    them. `hear` raises any failure as PeerLostError.
     """
 
     def __init__(self, groups: Groups, shares: Shares, tokens: int, losses: Sequence[float]):
@@ -168,7 +168,7 @@ def vote(
     groups: Groups, account: Account, ballot: Ballot, said: Callable[[], None] = lambda: None
 ) -> Verdict:
     """Exchange ballots and combine them. said: called when this one's is on its way. Raises
-    PeerLostError when a peer is gone."""
+    PeerLostError when a peer is lost."""
     control = groups.control
     records = exchange(control, _encode(ballot), [2] * control.size, _TAG, said)
     ballots = [_decode(record) for record in records]
@@ -186,8 +186,8 @@ def vote(
 
 
 def meet(groups: Groups, verdict: Verdict | None) -> Verdict | None:
-    """The verdict, if any rank of my replica has it; all of its ranks must come, and get the
-    same answer. Raises PeerLostError when one of them is gone."""
+    """Return the verdict if any rank of my replica has it. All of its ranks must call this, and
+    get the same answer. Raises PeerLostError when one of them is lost."""
     meeting = groups.inside.meeting
     if meeting is None or not groups.lockstep:
         return verdict
@@ -199,8 +199,8 @@ def meet(groups: Groups, verdict: Verdict | None) -> Verdict | None:
 
 
 def part(groups: Groups) -> None:
-    """All ranks come together once more before each of them stops by itself: whoever has been here
-    knows that the others know why, and may be told to stop at any moment. Nothing is raised."""
+    """Meet all ranks once more before each of them stops by itself. A rank that has been here
+    knows that all ranks know why, so it may be stopped at any moment. Nothing is raised."""
     control = groups.control
     with suppress(PeerLostError):
         exchange(control, torch.zeros(1, dtype=torch.int64), [1] * control.size, _TAG_PARTING)
@@ -223,14 +223,14 @@ def verdict_of(words: Sequence[int]) -> Verdict:
 
 
 def gather_losses(groups: Groups, shares: Shares, losses: Sequence[float]) -> list[float]:
-    """Everybody's losses, by leaf. losses: of my share, in rising order, or none where this rank
-    is not one that `speaks`. Raises PeerLostError."""
+    """Return the losses of all ranks, by leaf. losses: of my share, in rising order; empty if
+    this rank is not one that `speaks`. Raises PeerLostError."""
     spoken = _spoken(groups.topology, shares)
     record = torch.tensor(_bits(losses), dtype=torch.int64)
     records: list[torch.Tensor] | None = None
     try:
         records = exchange(groups.control, record, [len(s) for s in spoken], _TAG_LOSSES)
-    finally:  # nobody goes on alone to where the others of the replica will not come
+    finally:  # no rank continues alone to a point that the rest of its replica will not reach
         together = _all_have(groups, records is not None)
     if not together:
         raise PeerLostError("a peer of another rank of this replica was lost in a validation")
@@ -239,7 +239,7 @@ def gather_losses(groups: Groups, shares: Shares, losses: Sequence[float]) -> li
 
 
 def _all_have(groups: Groups, have: bool) -> bool:
-    """Whether all ranks of my replica have what they wanted; collective over it."""
+    """Return True if all ranks of my replica have what they wanted; collective over it."""
     meeting = groups.inside.meeting
     if meeting is None or not groups.lockstep:
         return have
@@ -248,8 +248,8 @@ def _all_have(groups: Groups, have: bool) -> bool:
 
 
 def speaks(replica: Replica, coordinate: Coordinate) -> bool:
-    """Whether this rank tells losses: those of the last stage do, of whose context- and
-    tensor-parallel ranks, which all hold the same loss, the first."""
+    """Return True if this rank reports losses. The last stage does; of its context- and
+    tensor-parallel ranks, which all hold the same loss, only the first."""
     return (coordinate.pp, coordinate.cp, coordinate.tp) == (replica.degree("pp") - 1, 0, 0)
 
 

@@ -1,14 +1,14 @@
 """Waits for messages that can be given up, because gloo does not always end them.
 
-When a connection breaks, gloo wakes who waits for a message that has not begun to come. Who waits
-for one of which a part is there already is told nothing (`Pair::signalException` of gloo's TCP
-transport goes through the receives that are pending, not through the one that is being read; seen
-with torch 2.13), neither when the group is closed under its hands: it waits for as long as the
-group bears. A peer that is killed or cut off while it sends leaves such a message behind, and the
-larger messages are the surer.
+When a connection breaks, gloo wakes a wait for a message that has not begun to come. It does not
+wake a wait for a message of which a part has come. (`Pair::signalException` of gloo's TCP
+transport goes through the pending receives, but not through the one being read; seen with torch
+2.13.) Closing the group does not wake it either: it waits for as long as the group's deadline.
+A peer that is killed or cut off while it sends leaves such a message behind, and more surely the
+larger the message is.
 
-So whoever has to go on waits for the thread that waits (an errand), and leaves it where it is once
-the group has been given up. A closed connection brings nothing any more, so the buffers are free.
+So a thread that must continue lets another thread (an errand) wait, and abandons it once the
+group has been given up. A closed connection brings nothing any more, so the buffers are free.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CUT_SHORT = "Connection closed by peer, or by this rank, in the midst of a messa
 
 
 class LeftError(Exception):
-    """Nobody waits for this errand any more."""
+    """No thread waits for this errand any more."""
 
 
 class Errand:
@@ -78,7 +78,7 @@ class Errand:
         try:
             self._job(self)
         except LeftError:
-            pass  # whoever sent it out has been told already
+            pass  # the thread that sent it out has got its error already
         except Exception as error:
             self._error = error
         finally:

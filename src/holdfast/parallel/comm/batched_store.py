@@ -1,8 +1,8 @@
 """A group's rendezvous in one request a rank.
 
-To connect a group of n, gloo stores one key and then asks for n, twice each: 2n + 1 trips. The keys
-are known beforehand (they end in the rank), so a store that can `gather` (put mine, wait for all)
-is asked once, and gloo is answered from what came.
+To connect a group of n, gloo stores one key and then asks for n, twice each: 2n + 1 trips. The
+keys are known beforehand, as they end in the rank. So a store that can `gather` (put mine, wait for
+all) is asked once, and gloo is answered from what came.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 Gather = Callable[[str, bytes, Sequence[str], timedelta], list[bytes]]
-"""(my key, my value, everybody's keys, how long to wait) -> everybody's values."""
+"""(my key, my value, all ranks' keys, how long to wait) -> all ranks' values."""
 
 
 class Gathered(Store):
     """What gloo needs of a store while `size` ranks connect one group.
 
     Keep a reference for as long as torch uses it. Raises what `gather` raises.
-    note: a line that the others are told at the same time; `notes` are theirs, by rank, and this
-    one's own, once they have met.
+    note: a line that the other ranks receive at the same time; `notes` are those of all ranks, by
+    rank, once they have met.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Gathered(Store):
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Kept here until somebody else's value is asked for."""
+        """Keep the value here until another rank's value is asked for."""
         self._mine[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
@@ -65,7 +65,7 @@ class Gathered(Store):
         return self
 
     def _meet(self, key: str) -> None:
-        """Everybody's values of the round of keys that `key` is one of."""
+        """Exchange the values of all ranks for the round of keys that `key` is one of."""
         base = key.rpartition("/")[0]
         keys = [f"{base}/{rank}" for rank in range(self._size)]
         mine = keys[self._rank]

@@ -1,13 +1,13 @@
 """The connections of one gloo group, found again and cut.
 
-gloo has no call that ends the waits of a group. A wait that times out closes its connections, but
-for each of them gloo then waits until its own event loop turns: 10 ms a peer (torch 2.13). What is
-shut down under its hands it notices by itself, within a millisecond.
+gloo has no call that ends the waits of a group. A wait that times out closes its connections. But
+for each of them gloo then waits until its own event loop turns: 10 ms a peer (torch 2.13). If a
+connection is shut down under its hands, gloo notices within a millisecond.
 
-Which connections are a group's: its device listens on a port of its own, so what came in has that
-address on this side, and what went out has another member's on the far side. The members tell each
-other where they listen when they meet. Nothing is known where the system does not list a process's
-descriptors (only Linux does).
+To find a group's connections: its device listens on a port of its own. A connection that came in
+has that address on this side; one that went out has another member's on the far side. The members
+exchange their listening addresses when they meet. Nothing is known if the system does not list a
+process's descriptors (only Linux does).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 def listening() -> set[Address]:
-    """Where this process listens for TCP connections."""
+    """Return the addresses on which this process listens for TCP connections."""
     found: set[Address] = set()
     for each in _sockets():
         if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -32,8 +32,8 @@ def listening() -> set[Address]:
 
 
 def cut(own: Address, others: Collection[Address]) -> None:
-    """Shut down every connection that came in at `own`, or goes to one of `others`. The
-    descriptors stay their owner's, and whoever listens goes on."""
+    """Shut down every connection that came in at `own`, or goes to one of the `others`. The
+    descriptors stay their owner's, and listeners keep listening."""
     for each in _sockets():
         with suppress(OSError):  # it listens, or is no connection any more
             peer = each.getpeername()[:2]
@@ -51,8 +51,8 @@ def from_text(text: str) -> Address | None:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """Each internet socket of this process, by a descriptor of our own: a number may belong to
-    something else by the time it is looked at."""
+    """Yield each internet socket of this process, by a descriptor of our own. The listed number
+    may belong to something else by the time it is looked at."""
     for name in os.listdir(_DESCRIPTORS) if os.path.isdir(_DESCRIPTORS) else ():
         with suppress(OSError):  # just closed, or no socket
             if not os.readlink(f"{_DESCRIPTORS}/{name}").startswith("socket:"):

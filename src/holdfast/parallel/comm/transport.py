@@ -1,18 +1,19 @@
 """Direct messages between the ranks of a bare gloo group that torch's registry never sees.
 
-Every message goes straight from its sender to its receiver, so the loss of a rank reaches each
-rank that waits for it at once and nobody depends on a neighbour in a ring. Three properties of
+Every message goes straight from its sender to its receiver. So a rank's loss reaches each rank
+that waits for it at once, and no rank depends on a neighbour in a ring. Three properties of
 gloo shape this file (all observed with torch 2.13):
 
 - A wait on a *send* may never return after its peer has died. Sends are therefore never waited
   for: their buffers are reused only after the vote of the step, which proves that they arrived.
   A send that is dropped before it has left is lost, so each is kept until then, and no longer.
 - A wait that times out closes every connection of the group. So there is one deadline, the
-  group's own, and `abort` is a deliberate short wait for a message that never comes: it wakes
-  every thread blocked in this group, here and, through closed connections, elsewhere. That takes
-  10 ms a peer; so the connections are shut down before, where they are known (`cutting.py`).
-- A receive posted before its message arrives lets the data go straight into its buffer. One of
-  which a part has come is never woken: what may be large is waited for by an errand (`errand.py`).
+  group's own. `abort` is a deliberate short wait for a message that never comes. It wakes every
+  thread blocked in this group, here and, through closed connections, elsewhere. That takes
+  10 ms a peer, so known connections are shut down before (`gloo_sockets.py`).
+- A receive posted before its message arrives lets the data go straight into its buffer. A receive
+  that has got a part is never woken. So large messages are waited for by an errand
+  (`abortable_wait.py`).
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from holdfast.parallel.comm.comm_stats import Traffic
 from holdfast.parallel.comm.gloo_sockets import Address, cut, from_text, listening, to_text
 from holdfast.parallel.torch_compat import GlooGroup, Store, Work, gloo_device, gloo_group
 
-_NEVER = 0x7FFFFFF0  # a tag on which nobody sends
+_NEVER = 0x7FFFFFF0  # a tag on which no rank sends
 SECONDS, SHUT_SECONDS = 0.001, 0.05
-"""How long an open connection is waited on before it is closed, and one that was shut down."""
+"""Seconds to wait on an open connection before it is closed, and on one that was shut down."""
 
 
 class Receives(Protocol):
@@ -79,7 +80,7 @@ class Peers:
             raise PeerLostError(f"rank {rank} of {size} could not join {name}: {error}") from error
 
     def _know(self, own: Address | None) -> None:
-        """Where the connections of this group begin and end, if all have told."""
+        """Store both ends of this group's connections, if all ranks have sent theirs."""
         told = [from_text(note) for note in getattr(self._store, "notes", ())]
         theirs = [at for at in told if at is not None and at != own]
         if own is not None and len(theirs) == self.size - 1:
@@ -117,13 +118,13 @@ class Peers:
         self._sends.clear()
 
     def say(self, record: Tensor, tag: int) -> None:
-        """Send a record to everybody, as part of an exchange."""
+        """Send a record to all ranks, as part of an exchange."""
         if self.traffic is not None:
             self.traffic.add("control", record.nbytes * len(self.others))
         self._said += [self.group.send([record], peer, tag) for peer in self.others]
 
     def heard(self) -> None:
-        """An exchange has ended, so everybody had ended the one before: forget its sends."""
+        """Forget the sends of the exchange before: all ranks ended it, as this one has ended."""
         del self._said[: len(self._said) - len(self.others)]
 
     def send_out(self, errand: Errand) -> None:
@@ -144,8 +145,8 @@ class Peers:
                 self._errands.discard(errand)
 
     def abort(self) -> None:
-        """Close every connection: all waits in this group raise, here and at the peers; but for
-        those of messages of which a part has come, unless an errand waits for them."""
+        """Close every connection: all waits in this group raise, here and at the peers. Only a
+        wait for a message of which a part has come does not, unless an errand waits for it."""
         if self._group is None:
             return
         if self._known is not None:
@@ -165,11 +166,10 @@ class Peers:
 
 
 def hang_up(group: Receives, others: Iterable[int], seconds: float = SECONDS) -> None:
-    """Close every connection of a gloo group to other ranks; each that is open still after
-    `seconds`.
+    """Close every connection of a gloo group to other ranks that is still open after `seconds`.
 
-    What closes them is a wait that times out. On a connection that has failed there is no such
-    wait: it raises at once and leaves the others open. So every peer is asked.
+    A wait that times out closes all of them. On a connection that has failed there is no such
+    wait: it raises at once and leaves the rest open. So every peer is asked.
     """
     nothing = torch.empty(1)
     for peer in others:
@@ -181,10 +181,10 @@ def exchange(
     peers: Peers, record: Tensor, lengths: list[int], tag: int,
     said: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:  # fmt: skip
-    """Everybody's record, in rank order. A small all-gather by direct messages.
+    """Return the records of all ranks, in rank order. A small all-gather by direct messages.
 
-    record: [lengths[rank]] int64. said: called when nobody waits for this rank any more. Raises
-    PeerLostError when a peer is gone.
+    record: [lengths[rank]] int64. said: called when no rank waits for this one any more. Raises
+    PeerLostError when a peer is lost.
     """
     out = [
         record if rank == peers.rank else torch.empty(length, dtype=torch.int64)

@@ -1,12 +1,12 @@
 """The flat gradient buffer: which parameter lies where, and which run of it is reduced together.
 
 Slices stand in the order in which the backward pass produces gradients (the reverse of the
-parameter order), each aligned to 16 elements. A bucket is a run of whole slices; it leaves for
-its owners as soon as its last gradient is there. Neither depends on the number of replicas:
-only the cuts of a bucket into chunks do, and a sum does not care where it is cut.
+parameter order), each aligned to 16 elements. A bucket is a run of complete slices. It leaves for
+its owners once its last gradient has come. Neither depends on the number of replicas.
+Only the cuts of a bucket into chunks do, and a sum does not depend on its cuts.
 
-FSDP2 produces the gradients of a block at once and in parameter order, so where a replica is
-sharded by it a bucket is a block in that order, and the rest of the model is the last one.
+FSDP2 produces the gradients of a block at once and in parameter order. So in a replica sharded by
+it a bucket is a block in that order, and the rest of the model is the last one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where everything lies in a buffer of `size` elements, a multiple of the norm's block."""
+    """The places of all slices in a buffer of `size` elements, a multiple of the norm's block."""
 
     slices: tuple[Slice, ...]
     buckets: tuple[Bucket, ...]

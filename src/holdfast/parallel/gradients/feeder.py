@@ -1,11 +1,10 @@
 """The gradients of one rank, cell by cell: which part of a gradient belongs to which reducer.
 
-A rank may be a member of several cells (`core/sharding/reduction_cells.py`): norms that all
-tensor-parallel ranks hold beside matrices that they cut, or the halves of a matrix where another
-replica is cut otherwise. Each cell has a reducer with a flat buffer of its own. A parameter's
-gradient is cut into the boxes of those cells, each of which is one slice of one buffer; a bucket is
-complete when all of its slices have come. Where a cell takes the whole of a parameter nothing is
-cut.
+A rank may be a member of several cells (`core/sharding/reduction_cells.py`). Examples: norms that
+all tensor-parallel ranks hold, next to matrices that they cut; the halves of a matrix that another
+replica cuts differently. Each cell has a reducer with its own flat buffer. A parameter's gradient
+is cut into the boxes of those cells, and each box is one slice of one buffer. A bucket is complete
+when all of its slices have come. If a cell takes all of a parameter, nothing is cut.
 
 What all members of a cell must agree on is a function of the cell's boxes alone: the order of
 slices, their places, the buckets. So replicas of unlike shapes sum the same buckets.
@@ -104,11 +103,11 @@ class Feeder:
 
     # --- a step ---------------------------------------------------------------------------
     def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
-        """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`; or go on
-        with one that was `keep`-ed, of which the replicas have `computed` something.
+        """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`. A step that
+        was `keep`-ed continues with what the replicas have `computed` of it.
 
         The step before must have been voted on: its sends are forgotten here, once for all
-        cells. Raises PeerLostError when a peer is known to be gone, unless it is patient.
+        cells. Raises PeerLostError when a peer is known to be lost, unless it is patient.
         """
         self._error = None
         self._done, self._open_leaf = [], None
@@ -122,8 +121,8 @@ class Feeder:
 
     @property
     def computed(self) -> tuple[int, ...]:
-        """The leaves of the open step that were computed and can be kept: none where one was
-        interrupted in its midst, or a sum has taken the place of what was computed."""
+        """Return the leaves of the open step that were computed and can be kept. There are none
+        if one was interrupted midway, or if a sum has overwritten what was computed."""
         kept = self._open_leaf is None and not self.summed and not self._moved and not self._fast
         return tuple(self._done) if kept else ()
 
@@ -158,7 +157,7 @@ class Feeder:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Return when `gradients` hold the whole sum. Raises PeerLostError when they cannot."""
+        """Return when `gradients` hold the full sum. Raises PeerLostError when they cannot."""
         for reducer in self.reducers:
             reducer.join()
         self._raise()
@@ -183,8 +182,8 @@ class Feeder:
             reducer.patient = patient
 
     def regroup(self, cells: Cells, by_unit: bool) -> bool:
-        """Go on with other members of the same cells, in the same buffers. False, and nothing is
-        changed, where the cells are cut otherwise than before. Nothing of a step that was open is
+        """Continue with other members of the same cells, in the same buffers. If the cells are
+        cut differently than before, return False and change nothing. Nothing of an open step is
         `computed` any more: it was dealt to other members."""
         for reducer in self.reducers:
             reducer.join()
@@ -317,7 +316,7 @@ class Feeder:
         return list(patches.values())
 
     def _collect(self, wanted: Mapping[str, Box], dtype: torch.dtype) -> list[Tensor]:
-        """Where the sum of each wanted box is found."""
+        """Return the sum of each wanted box, in place if possible."""
         results: list[Tensor] = []
         cut = self._cut(wanted, self._receiving)
         for (name, box), patches in zip(wanted.items(), cut, strict=True):

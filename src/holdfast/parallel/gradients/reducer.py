@@ -1,15 +1,15 @@
 """Gradients of logical microbatches, summed over replicas in one fixed tree order.
 
 Not DDP's all-reduce, whose order of additions depends on the number of ranks and on bucket
-rebuilds. Here the tree of `core/sharding/reduction_tree.py` decides every addition, so the result
-has the same bits for any number of replicas and any dealing, at the bytes of a ring (for one piece
-per replica).
+rebuilds. Here the tree of `core/sharding/reduction_tree.py` decides every addition. So the result
+has the same bits for any number of replicas and any dealing. It costs the bytes of a ring (for
+one piece per replica).
 
 One step of a member, for each bucket of the flat gradient buffer:
 
     leaf by leaf   its gradient goes into a partial sum of the binary counter (hooks, during the
                    backward); a finished piece leaves at once, cut in chunks, one to each owner
-    owner          waits for everybody's pieces of its chunk, adds up the tree above the pieces
+    owner          waits for all pieces of its chunk, adds up the tree above the pieces
     owner -> all   the summed chunk, received straight into the gradient buffer
 
 The first two overlap the backward pass; a thread of the step does the owner's part, bucket by
@@ -18,20 +18,22 @@ backward. With one member nothing is sent, and the tree is summed in the buffer 
 
 The members of a team (`core/sharding/reduction_cells.py`) are of one or several *parts*: ranks of
 one replica whose gradients of the same box are partial. Leaves are dealt to replicas, so each part
-has a tree of its own over all of them; the owner sums tree by tree and then adds the parts in
-order. Only members that receive own chunks and get sums; only those that contribute have pieces.
-Where a part lives in some replicas only, its tree has gaps, and what there is of it is added in its
-order.
+has its own tree over all of them. The owner sums tree by tree and then adds the parts in order.
+Only members that receive own chunks and get sums; only those that contribute have pieces. If a
+part lives in some replicas only, its tree has gaps, and what there is of it is added in its order.
 
-A step that was interrupted before anything of it was summed may go on among other members: the
-partial sums that this one holds are then pieces of their own (`keep`). A sum of another owner is
-received only once all pieces of that bucket have come here, so that nothing is overwritten before.
+A step that was interrupted before anything of it was summed may continue among other members.
+The partial sums that this one holds are then pieces of their own (`keep`). A sum of another owner
+is received only once all pieces of that bucket have come here, so that nothing is overwritten.
 
-Why no send is ever waited for, and why buffers may still be reused: a piece arrived if the
-result came back; a result arrived if its receiver voted. A contributor that does not receive
-learns from the vote alone: its piece arrived if the owner voted, because an owner votes after it
-has summed. An owner that does not contribute reuses nothing but its sum, as any other. So all
-sends of a step are over when its vote is, and `Peers.forget_sends` belongs between the vote and
+Why no send is ever waited for, and why buffers may still be reused:
+
+- A piece arrived if the result came back; a result arrived if its receiver voted.
+- A contributor that does not receive learns from the vote alone. Its piece arrived if the owner
+  voted, because an owner votes after it has summed.
+- An owner that does not contribute reuses nothing but its sum, as any other.
+
+So all sends of a step are over when its vote is. `Peers.forget_sends` belongs between the vote and
 the next `begin`, once for all reducers that share the peers. See `transport.py`.
 """
 
@@ -69,8 +71,8 @@ class Team:
 
     me: index of this rank in `members`. positions: each member's number in `peers`, which may
     connect more ranks than these. first_tag: reducers that share peers need `TAGS` tags each.
-    recorder: is told when each bucket is summed.
-    Raises ValueError where two members contribute the same part of one replica, or none receives.
+    recorder: notes when each bucket is summed.
+    Raises ValueError if two members contribute the same part of one replica, or none receives.
     """
 
     peers: Peers
@@ -115,15 +117,15 @@ class Team:
 class Reducer:
     """Sums a step's gradients into `gradient`, a flat buffer laid out by `layout`.
 
-    Whoever produces gradients (hooks of replicated parameters, FSDP2's buckets) asks for
+    A producer of gradients (hooks of replicated parameters, FSDP2's buckets) asks for
     the slot of the current leaf, writes one bucket, and calls `done(bucket)`. With `pairs` it is
     asked to `hold` every left one of two sibling leaves and to add the right one to it.
-    fast: the backend's own all-reduce instead of the tree, where the team is all of its peers and
-        each of them contributes and receives; any other team keeps the tree.
-    failed: told of the first error of a step, so that other reducers of this rank stop too.
+    fast: use the backend's own all-reduce instead of the tree, if the team is all of its peers
+        and each of them contributes and receives. Any other team keeps the tree.
+    failed: called with the first error of a step, so that other reducers of this rank stop too.
     summed: something of this step was summed here, or received; what was computed is lost.
-    moved: slots do not lie where they do in other steps, because a step goes on.
-    patient: `begin` raises nothing either: other ranks compute in lockstep with this one, and must
+    moved: slots do not lie where they do in other steps, because a step was resumed.
+    patient: `begin` raises nothing either. Other ranks compute in lockstep with this one, and must
         not wait for it until all of them come to `finish`.
     A bare `Peers` is a team with one member per replica.
     """
@@ -149,11 +151,11 @@ class Reducer:
         self._looks: list[Tensor] = []  # the sum of the elements of each bucket of own pieces
 
     def begin(self, leaves: int, shares: Shares, computed: Computed = ()) -> None:
-        """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`; or go on
-        with one of which the replicas have `computed` something, which `keep` has kept.
+        """Start a step of `leaves` microbatches, dealt to the replicas as in `shares`. If the
+        replicas have `computed` some of it, continue with what `keep` has kept.
 
         The step before must have been voted on and its sends forgotten.
-        Raises PeerLostError when a peer is known to be gone, unless it is `patient`.
+        Raises PeerLostError when a peer is known to be lost, unless it is `patient`.
         """
         self._error, self.summed, self._looks = None, False, []
         if self._dealt != (leaves, shares, computed):
@@ -163,7 +165,7 @@ class Reducer:
             self._dealt = leaves, shares, computed
             self._check_tags(self._plan)
         if not (computed and computed[self.team.own.replica]):
-            self._restore()  # others may have kept something; what an older attempt left is void
+            self._restore()  # other ranks may have kept a part; an older attempt's rest is void
         if len(self.team.members) == 1 and len(self.plan.pieces[0]) <= 1:
             return
         if self.fast and not self.plan.turns:
@@ -180,16 +182,16 @@ class Reducer:
                 self.check()
 
     def regroup(self, team: Team, fast: bool) -> None:
-        """Go on with other members, in the same buffers. A step that was open is over, but for what
-        was kept of it. What still waits in the old team must have been woken."""
+        """Continue with other members, in the same buffers. Only what was kept of an open step
+        survives. All waits in the old team must have been woken."""
         self.join()
         self.team, self.peers = team, team.peers
         self.fast = fast and team.plain
         self._dealt, self.summed = None, False
 
     def keep(self, share: Sequence[int], done: Sequence[int]) -> None:
-        """Of the share that was begun, the leaves of `done` have been computed: let their partial
-        sums be the first pieces of the step that is begun next. Nothing may be `summed`."""
+        """Keep the partial sums of the leaves in `done`, which are computed leaves of the `share`
+        that was begun. They are the next step's first pieces. Nothing may be `summed`."""
         self.join()
         held = standing(self.plan.tree.leaves, share, done)
         buffers = [self.slot(slot) for _, slot in held]
@@ -251,8 +253,8 @@ class Reducer:
 
     @property
     def sound(self) -> bool:
-        """Whether all that this member has given to the sum of this step was finite. Asked only
-        where the sum is not: nobody waits for it otherwise."""
+        """Return True if all that this member has given to the sum of this step was finite. It
+        is read only if the sum is not finite, so usually no thread waits for it."""
         return all(bool(torch.isfinite(look)) for look in self._looks)
 
     def join(self) -> None:
@@ -262,12 +264,12 @@ class Reducer:
             self._round = None
 
     def finish(self) -> None:
-        """Return when `gradient` holds the whole sum. Raises PeerLostError when it cannot."""
+        """Return when `gradient` holds the complete sum. Raises PeerLostError when it cannot."""
         self.join()
         self.check()
 
     def fail(self, error: Exception) -> None:
-        """Store the first error of the step; wake everybody who waits, here and at the peers."""
+        """Store the first error of the step; wake all waiters, here and at the peers."""
         first = self._error is None
         if first:
             self._error = error
@@ -345,7 +347,7 @@ class Round:
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Wait for the thread of this step, or leave it to a message that never comes whole."""
+        """Wait for the thread of this step, or leave it to a message that never comes in full."""
         if self._errand is not None:
             try:
                 self._peers.fetch(self._errand)
@@ -388,7 +390,7 @@ class Round:
             at += stop - start
 
     def _expect(self, index: int) -> None:
-        """All pieces of a bucket have come: the others' sums of it may overwrite mine."""
+        """All pieces of a bucket have come: the sums of other owners may overwrite mine."""
         self._reducer.summed = True
         for member in self._team.others:
             start, stop = self._chunk(index, member)
@@ -412,7 +414,7 @@ class Round:
             return not self._stopped
 
     def _own(self, errand: Errand) -> None:
-        """Add up my chunk of every bucket and give it to all; then collect the others' chunks."""
+        """Add up my chunk of every bucket and send it to all; then collect the other chunks."""
         team, plan = self._team, self._plan
         own, first = len(plan.pieces[team.me]), sum(len(p) for p in plan.pieces[: team.me])
         receivers = [team.positions[m] for m in team.others if m in self._owners]

@@ -1,8 +1,7 @@
 """What a dealing means for the members of a cell: whose pieces there are, and how they add up.
 
-The tree of `core/sharding/reduction_tree.py` is the same for every part of a cell; here it becomes
-a list of additions over all pieces that arrive at an owner, to be carried out for each bucket
-alike.
+The tree of `core/sharding/reduction_tree.py` is the same for every part of a cell. Here it becomes
+a list of additions over all pieces that arrive at an owner. The list is the same for each bucket.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ class Plan:
     """What a dealing means for one member. The same for all buckets.
 
     pieces: of every member, in their order; all of them, one after another, are the sources of
-    a sum. additions: (i, j) adds source j to source i; the last one makes the whole. whole: the
-    source that is the sum where there is nothing to add; None without any source.
+    a sum. additions: (i, j) adds source j to source i; the last one completes the sum. `whole`:
+    the source that is the sum if there is nothing to add; None without any source.
     stride: tags per bucket; the last one is the result's.
     """
 
