@@ -199,7 +199,7 @@ def adaptive(
 def _piece(
     now: float, since: float, until: float, spell: Spell, seconds: float, cost: float
 ) -> tuple[float, float, Waste]:
-        """Continue at one interval until `until`, or a little longer if a save is being made."""
+    """Continue at one interval until `until`, or a little longer if a save is being made."""
     first = max(0.0, seconds - since)
     whole = max(seconds, since)  # work that the first save holds
     if until >= spell.seconds:  # to the end of the spell
