@@ -6,13 +6,13 @@ for the bf16 copy, 4 for the gradient sum, and 12 for the fp32 parameter and two
 paper calls them K = 12.)
 
     stage   computed with   gradient sum   optimizer state   from
-    1       2 P             4 P            12 P / n          this file and `replicate.py`
-    2       2 P             4 P / n        12 P / n          `shard.py`, gathered once per leaf
-    3       2 U             4 P / n        12 P / n          `shard.py`, gathered unit by unit
+    1       2 P             4 P            12 P / n          this file and `replicated.py`
+    2       2 P             4 P / n        12 P / n          `fsdp.py`, gathered once per leaf
+    3       2 U             4 P / n        12 P / n          `fsdp.py`, gathered unit by unit
 
 counted between the forward and the backward of a leaf. U are the units that are gathered just
 then; the last one is always among them. FSDP2 keeps no bf16 copy of a shard but casts while it
-gathers, so stage 3 holds less than the paper's 2 P / n until a unit is needed. Partial sums of
+gathers. So stage 3 holds less than the paper's 2 P / n until a unit is needed. Partial sums of
 several leaves (`core/sharding/reduction_tree.py`) and data from other ranks come on top in every
 stage.
 

@@ -381,9 +381,9 @@ class StepEngine:
         self._resumed = Resumed(step, shares, computed)
 
     def deal_elsewhere(self, step: int, avoid: Mapping[int, Collection[int]]) -> None:
-        """Let `step` be computed without the pairs in `avoid` (place: microbatches), if other
-        replicas can compute those. Every rank must receive the same. A resumed step is not
-        changed."""
+        """Move the microbatches in `avoid` away from the replicas listed there when `step`
+        begins, if other replicas can take them. Every rank must receive the same. A resumed step
+        is not changed."""
         if self._resumed is None:
             self._resumed = Resumed(step, elsewhere(self.shares(step), avoid), ())
 

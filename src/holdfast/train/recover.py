@@ -1,7 +1,7 @@
 """The next generation, entered by the processes that are alive.
 
     control    all ranks of the new topology meet, newcomers too
-    agree      they say what they hold, and find the step that all go on from (`agreement.py`)
+    agree      they say what they hold, and find the step to resume from (`recovery_agreement.py`)
     apply      a rank that lags behind applies that step with the gradient that it holds
     groups     a replica that is as it was keeps everything inside it: model, mesh, FSDP's state,
                buffers. New are the groups between replicas. Any other rank rebuilds its engine
