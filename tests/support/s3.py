@@ -1,4 +1,5 @@
-"""A real S3 server (moto, a process of its own), and a proxy that counts, fails and stalls.
+"""A server that speaks S3 (moto, in a process of its own), and a proxy that counts, fails and
+stalls.
 
 The server starts at the first use in a test process and ends with it, however that ends: it reads
 its standard input and leaves when that is closed.

@@ -28,8 +28,8 @@ class Fallbacks:
             if not one_sum(self._config, self._topology):
                 self._emit(SettingIgnored(
                     "layout.reduction",
-                    "fast needs a layout in which all that a rank computes is summed by the same "
-                    "ranks, who all give and get; others add up by the tree", step=step,
+                    "fast needs one group of ranks that sums all that a rank computes. This layout "
+                    "has several, so sums follow the tree", step=step,
                 ))  # fmt: skip
         for replica, share in zip(self._topology.replicas, shares, strict=True):
             stages = replica.degree("pp")
@@ -43,7 +43,7 @@ class Fallbacks:
 
 
 def one_sum(config: RunConfig, topology: Topology) -> bool:
-    """Whether each rank is in one reduction cell, of which everybody contributes and receives:
+    """Whether each rank is in one reduction cell, of which each rank contributes and receives:
     then the backend's own all-reduce is the same sum. Replicas of one kind are alike in that."""
     kinds = [next(r for r in topology.replicas if r.kind == kind) for kind in topology.kinds]
     for rank in (rank for replica in kinds for rank in replica.ranks):

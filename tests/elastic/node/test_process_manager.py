@@ -1,4 +1,4 @@
-"""A node's processes: a template that cannot be started for a reason that nobody foresaw."""
+"""A node's processes: a fork server that fails to start for an unexpected reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_template_that_fails_by_a_bug_is_said_and_is_a_failed_start(
             mover, tmp_path, Secret(bytes(range(32))), "entry", (), 0, cast(Any, None),
             mover_gone=lambda: None, template_gone=lambda: None, say=said.append,
         )  # fmt: skip
-        await host.prepare(0)  # behind the training: nobody waits for it
+        await host.prepare(0)  # behind the training: no caller waits for it
         await asyncio.sleep(0.01)
         assert len(said) == 1
         assert "nobody foresaw this" in said[0]

@@ -1,5 +1,4 @@
-"""The child that asks Ray's head, with a stand-in for ray that reads its answers from a file; and,
-where ray is installed, a real cluster whose node is drained."""
+"""The child that asks Ray's head, with a stand-in for ray that reads its answers from a file."""
 
 from __future__ import annotations
 

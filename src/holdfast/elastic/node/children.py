@@ -32,7 +32,7 @@ class ChildFailedError(HoldfastError):
 
 
 class Child:
-    """One running child process: its output goes to a log file, its end is told once."""
+    """One running child process: its output goes to a log file, its end is reported once."""
 
     def __init__(
         self, name: str, process: asyncio.subprocess.Process, log: Path, gone: Callable[[], None]
@@ -53,7 +53,7 @@ class Child:
 
     async def stop(self, seconds: float = 5.0) -> None:
         """Ask it to end (a template that serves ends with its control socket, and ignores the
-        signal); kill it after `seconds`. Nobody is told."""
+        signal); kill it after `seconds`. Its end is not reported."""
         self._watch.cancel()
         with suppress(ProcessLookupError):
             self.process.terminate()
@@ -229,7 +229,7 @@ async def _first(wanted: Any, process: asyncio.subprocess.Process, child: Child)
 
 
 def _tell_fault(task: asyncio.Task[None]) -> None:
-    """Nobody awaits it, so a fault in what is called at the child's end is logged at once."""
+    """This task is never awaited, so a fault in the end callback is logged at once."""
     if not task.cancelled() and (error := task.exception()) is not None:
         told = {"message": "a fault at the end of a child", "exception": error, "task": task}
         task.get_loop().call_exception_handler(told)

@@ -1,6 +1,6 @@
 """What one node has: a template, a mover, and processes that outlive generations.
 
-It decides nothing about the run: it is told which of its processes becomes which rank
+It decides nothing about the run: the agent says which of its processes becomes which rank
 (`begin`), that a generation is over (`halt`), how many idle processes to keep (`standby`), and
 it tells what becomes of them (`News`). All of that can travel as JSON.
 
@@ -112,7 +112,7 @@ class Host:
     # --- what it has ----------------------------------------------------------------------------
     @property
     def workers(self) -> list[Process]:
-        """Everybody alive who has a rank."""
+        """Every living process that has a rank."""
         everybody = (*self._desk, *self._pending)
         return [p for p in everybody if p.alive and p.rank != STANDBY]
 

@@ -2,8 +2,8 @@
 place.
 
 The standard library's `http.client` and `http.server` parse each head as if it were an e-mail. That
-took nearly half of a small request's cost (docs/measurements.md, "What it costs that nothing is
-lost"). `connection` is the same for listeners in an event loop.
+took nearly half of a small request's cost (docs/measurements.md, "Cost of fault tolerance").
+`connection` is the same for listeners in an event loop.
 """
 
 from __future__ import annotations
