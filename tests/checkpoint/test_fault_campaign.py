@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.restore import reader, sources
+from holdfast.checkpoint.restore import sources, verify
 from tests.checkpoint.save.test_writer_full_disk import namespaces
 from tests.support.checkpoint_faults import bucket, peers, uploads, workers
 from tests.support.checkpoint_faults.catalog import FAULTS, FULL_DISK, Case, cases, run
@@ -182,7 +182,7 @@ def test_the_campaign_sees_a_product_that_checks_nothing(
     so: its verdicts do not come from the code that they judge."""
     good = [run(Case(3, "flip-data", number), tmp_path) for number in range(10)]
     assert not [outcome for outcome in good if outcome.verdict == "FAILED"]
-    for module in (reader, sources):
+    for module in (verify, sources):
         monkeypatch.setattr(module, "xxh3_128_hexdigest", lambda view: Anything())
     monkeypatch.setattr(sources, "xxh3_128", Careless)
     bad = [run(Case(3, "flip-data", number), tmp_path) for number in range(10)]
