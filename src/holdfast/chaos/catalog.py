@@ -1,9 +1,10 @@
 """The faults that `holdfast chaos` knows: the action, the conditions and the required result of
 each.
 
-There are three kinds. A worker breaks itself at a named point of a step (`worker/faulted.py`). Or
-it waits at that point until an action on a real process, disk or line was done (`actions.py`). So
-these too happen at a named moment. Or both happen at once, or one after the other.
+There are three kinds. A worker breaks itself at a named point of a step
+(`elastic/worker/fault_injection.py`). Or it waits at that point until an action on a real process,
+disk or line was done (`actions.py`). So these too happen at a named moment. Or both happen at once,
+or one after the other.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ COMMIT = ("reduced", "voted", "applying", "applied")
 
 @dataclass(frozen=True)
 class Part:
-    """One thing that happens. deed: of a worker, or with `outside` of `deeds.DEEDS`. points: where
-    it may be; a second part that is outside, and at no point of a recovery, is done with the first.
-    other: on another rank than the part before it. later: in a later attempt of the same step."""
+    """One thing that happens. deed: of a worker, or with `outside` of `actions.DEEDS`. points:
+    where it may be; a second part that is outside, and at no point of a recovery, is done with the
+    first. other: on another rank than the part before it. later: in a later attempt of the same
+    step."""
 
     deed: str
     points: tuple[str, ...]

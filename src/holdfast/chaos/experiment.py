@@ -5,9 +5,9 @@
         |                                                                                   v
         '---- steps in between, nodes come back <---- steps are done in a new generation <--'
 
-Workers wait at a gate before each step (`worker/faulted.py`). So a fault finds the step for which
-it was drawn, and runs need no more steps than faults require. A process that ends is started again
-by the same command, as a scheduler would. Nothing else is done for the run.
+Workers wait at a gate before each step (`elastic/worker/fault_injection.py`). So a fault finds the
+step for which it was drawn, and runs need no more steps than faults require. A process that ends is
+started again by the same command, as a scheduler would. Nothing else is done for the run.
 """
 
 from __future__ import annotations

@@ -32,7 +32,9 @@ def test_a_template_that_fails_by_a_bug_is_said_and_is_a_failed_start(
             mover_gone=lambda: None, template_gone=lambda: None, say=said.append,
         )  # fmt: skip
         await host.prepare(0)  # behind the training: no caller waits for it
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            while not said:
+                await asyncio.sleep(0)
         assert len(said) == 1
         assert "nobody foresaw this" in said[0]
         with pytest.raises(ChildFailedError, match="nobody foresaw this"):

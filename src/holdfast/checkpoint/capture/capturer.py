@@ -1,7 +1,7 @@
 """Capture: how one rank's share of the state comes into its arena.
 
 The layout (which sub-box of which tensor goes to which byte) is worked out once. What moves the
-bytes stands in `pieces.py`; here is when:
+bytes stands in `checkpoint/capture/chunked_copy.py`; here is when:
 
     begin(N)   right after the update of step N: takes a slot, marks it dirty, and returns; a
                thread copies while the next forward and backward pass computes, because nothing

@@ -44,7 +44,7 @@ def begin_above(
     """Return the newest generation of the run that a peer, or a note or checkpoint in the folder,
     names. Return 0 if the folder has opened a generation, or if none is named.
 
-    `run`: what is computed (`peer_wire.identity`); `fresh`: this is to be a beginning. Raises
+    `run`: what is computed (`peers.client.identity`); `fresh`: this is to be a beginning. Raises
     RunFolderError if a peer does not accept the run's secret, unless `fresh`.
     """
     if newest_generation(store) > 0:

@@ -100,7 +100,7 @@ def sweep(store: RunStore, generation: int, spare: Collection[tuple[int, int]] =
 
     They are fenced, so no process can complete it any more. But a mover that checked the fence just
     before the present generation was opened may make a commit object meanwhile. It is removed with
-    what it names. A later one is taken back by its own maker (`save.try_commit`).
+    what it names. A later one is taken back by its own maker (`writer.try_commit`).
     """
     count = store.sweep("commits/")
     for prefix in ("parts/", "data/"):

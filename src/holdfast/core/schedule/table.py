@@ -2,8 +2,8 @@
 
 A model is cut into stages, a step into microbatches. A `Schedule` lists, for every rank of the
 pipeline (numbered by its index on the mesh axis `pp`), the actions in the order in which that
-rank runs them. Nothing else decides the order: the same table is checked (`schedule_check`),
-timed (`schedule_time`), drawn (`schedule_draw`), written (`schedule_csv`) and executed.
+rank runs them. Nothing else decides the order: the same table is checked (`check`),
+timed (`timing`), drawn (`draw`), written (`csv`) and executed.
 
     stage     a run of decoder blocks; `rank_of[stage]` holds it. More stages than ranks is
               what interleaved and bidirectional schedules are made of.
@@ -84,7 +84,7 @@ class Schedule:
 
     `rank_of[stage]` is the index on `pp` of the rank that holds the stage. A table without any
     backward (validation, generation) is a schedule too. Nothing is verified here: see
-    `schedule_check.check`.
+    `check.check`.
     """
 
     name: str

@@ -113,7 +113,7 @@ class Timeline:
 def timeline(schedule: Schedule, durations: Durations) -> Timeline:
     """Time every cell of `schedule`.
 
-    Raises ScheduleError when the table would not run (see `schedule_check`), or the durations
+    Raises ScheduleError when the table would not run (see `check`), or the durations
     are of another number of stages.
     """
     durations._check(schedule.stages)

@@ -17,7 +17,7 @@ gradient, which are added in order:
     cp         each rank sees other tokens
     pp         a tied embedding: the first stage looks tokens up, the last one computes logits
     tp         key/value heads held by several ranks, norms of queries and keys, and under sequence
-               parallelism all norms (`sharding.gradient_is_partial`)
+               parallelism all norms (`sharding_table.gradient_is_partial`)
     dp_shard   under ZeRO 1 (Rajbhandari et al. 2020): each rank has other samples and contributes
                complete boxes, and receives its shard. Under ZeRO 2 and 3, FSDP2 has added them up
                inside the replica already, and each rank contributes the box it holds

@@ -7,11 +7,12 @@ runs everything:
     control (HTTP)   from its workers: /report, /orders; from other agents: /join, /beat, /term;
                      from the generation's workers on all nodes, where it leads: /store; /notice
     health (HTTP)    /healthz, /metrics
-    follower         whose orders it follows, and whether it leads (`following.py`)
-    station          what the orders mean for this node's processes (`station.py`)
-    office           where it leads: what each generation is, and when there is none (`office.py`)
-    leaving          signals and notices (`leaving.py`)
-    losing           a run folder that is there no more (`lost_folder.py`)
+    follower         whose orders it follows, and whether it leads
+    (`elastic/membership/role_loop.py`) station          what the orders mean for this node's
+    processes (`elastic/node/node_runner.py`) office           where it leads: what each generation
+    is, and when there is none (`elastic/coordinator/run_controller.py`) leaving          signals
+    and notices (`elastic/agent/shutdown.py`) losing           a run folder that is there no more
+    (`elastic/agent/run_folder_monitor.py`)
 
 A run of one node is the same with nobody else: its term is opened before, so that a second trainer
 is refused, nobody is waited for, and the run is over when its term is.
@@ -456,7 +457,8 @@ class NodeAgent:
         if self._opened:
             self._board.emit("agent", event)
 
-    # --- news of processes (`host.News`) --------------------------------------------------------
+    # --- news of processes (`process_manager.News`)
+    # --------------------------------------------------------
     def joined(self, generation: int, rank: int, process: int) -> None:
         current = self._station.current
         if current is not None and current.number == generation:

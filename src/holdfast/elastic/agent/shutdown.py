@@ -3,7 +3,8 @@
 Where other nodes take part, one that is told to go is done without: the coordinator ends the
 generation after a step, and the next one has the others. Where there is no other, or all are to go,
 the run stops: the workers are told with the answers to their reports, and leave at one common step.
-What only warns (the machine comes back, or may go) is a save into what survives it (`notices.py`).
+What only warns (the machine comes back, or may go) is a save into what survives it
+(`elastic/notices/handler.py`).
 """
 
 from __future__ import annotations

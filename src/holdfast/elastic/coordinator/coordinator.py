@@ -105,7 +105,7 @@ class Coordinator:
         `complain` that the run store cannot be reached, once each time."""
         self.reign = reign
         self.known: dict[str, Known] = {}
-        self.kind = ""  # of the end, in a word: `ending.Over`
+        self.kind = ""  # of the end, in a word: `run_result.Over`
         self.sent_away: set[str] = set()  # who is to leave the run, once the others work without it
         self._rules, self._make, self._changed, self._complain = rules, make, changed, complain
         self._loop = asyncio.get_running_loop()

@@ -1,10 +1,12 @@
 """What an agent does while it coordinates the run, beside the coordinator itself.
 
-plan, begin   what the next generation is (`leading.py`), or why there is none: it failed, was
+plan, begin   what the next generation is (`elastic/coordinator/generation_planner.py`), or why
+there is none: it failed, was
               given up, is to stop, has no state to begin from
 gathering     too few nodes: that is said, and waited for as the run file says
-told          the ledger of those who are gone is made whole (`standing_in.py`)
-end           how the run ended, into the journal (`ending.py`)
+told          the ledger of those who are gone is made whole
+(`elastic/coordinator/ledger_repair.py`) end           how the run ended, into the journal
+(`elastic/run_result.py`)
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ until it is reached. (Partial partitions: Alquraan et al., "An analysis of netwo
 failures in cloud systems", OSDI 2018, section 4.)
 
 Any answer of the machine will do, also that nobody listens: what has ended is found out elsewhere
-(`probing`).
+(`liveness_probe`).
 """
 
 from __future__ import annotations

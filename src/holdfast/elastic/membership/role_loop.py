@@ -7,7 +7,7 @@ the next term. What the orders are about, this node's workers, is behind `Work`.
     seeking    the newest term in the run store, and its holder is asked to take us in
     following  one question is open at the coordinator; a change here asks again at once
     silent     the agents of the last generation are asked whether they hear the coordinator
-               (`searching.py`)
+               (`elastic/membership/prevote.py`)
     claiming   the next term is opened in the run store
     reigning   the same questions go to the coordinator in this very process
 """

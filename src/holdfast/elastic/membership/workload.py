@@ -1,4 +1,5 @@
-"""What an agent's place in the run (`following`) asks of its workers' side: `station.Station`."""
+"""What an agent's place in the run (`role_loop`) asks of its workers' side:
+`node_runner.Station`."""
 
 from __future__ import annotations
 

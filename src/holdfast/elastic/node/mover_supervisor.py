@@ -159,7 +159,7 @@ class MoverLink:
         """A generation begins from the state after step `start`. Of several nodes: `machines` are
         those that take part, `sources` others whose memory may hold what is begun from, `newest`
         what was chosen, on whichever node; None where the workers have the state. stored: as in
-        `choosing.note_start`.
+        `start_records.note_start`.
 
         Raises MoverGoneError, FencedError.
         """

@@ -1,6 +1,6 @@
 """This node's part of a run on several nodes: what the coordinator's orders mean for its processes.
 
-`following.Follower` brings the orders; the `Host` has the processes; here is what lies between:
+`role_loop.Follower` brings the orders; the `Host` has the processes; here is what lies between:
 
     start   the generation's object says which ranks sit here and which process takes which; the
             mover is told, the processes are, and what becomes of them is this node's stage
@@ -72,7 +72,7 @@ class Surroundings:
 
 
 class Station:
-    """One node's `Work` (see `following`). Lives in one event loop."""
+    """One node's `Work` (see `role_loop`). Lives in one event loop."""
 
     def __init__(
         self, around: Surroundings, host: Host, mover: MoverLink, board: Board, say: Say,

@@ -1,7 +1,8 @@
 """Who is asked whether this machine is about to go, and what the clouds' metadata services say.
 
-Each cloud is a few small HTTP requests to an address on the machine's own link (`asking.py`). The
-base address can be given, for tests and for machines that reach it elsewhere.
+Each cloud is a few small HTTP requests to an address on the machine's own link
+(`elastic/notices/source.py`). The base address can be given, for tests and for machines that reach
+it elsewhere.
 
     aws      a session token (IMDSv2), then `spot/instance-action` (404: nothing; about 120 s), and
              `events/recommendations/rebalance`, which may come earlier and names no time
@@ -10,7 +11,8 @@ base address can be given, for tests and for machines that reach it elsewhere.
     azure    `scheduledevents`, of which those count that name this machine alone or with others
     file     a file that somebody writes: seconds, or nothing at all
 
-Clusters are asked by `kubernetes_notices.py`, `slurm_notices.py` and `ray_notices.py`.
+Clusters are asked by `elastic/notices/kubernetes.py`, `elastic/notices/slurm.py` and
+`elastic/notices/ray.py`.
 
 Protocols: AWS EC2 user guide, "Spot Instance interruption notices" and "rebalance recommendations";
 Google Compute Engine, "Spot VMs: preemption process" and "VM metadata: wait for updates"; Azure,

@@ -2,8 +2,8 @@
 
 Ray tells it to those who ask its head (GCS) for the nodes that drain; there is no call back, and
 its client ends the whole process when the head is away for a minute. So a child asks
-(`ray_child.py`), and a line of JSON comes from it for every answer; a child that ends, or says
-nothing for too long, is started again. The agent itself never imports ray.
+(`elastic/notices/ray_probe.py`), and a line of JSON comes from it for every answer; a child that
+ends, or says nothing for too long, is started again. The agent itself never imports ray.
 
 Which node is ours: HOLDFAST_RAY_NODE_ID, which whoever starts an agent inside Ray sets from
 `ray.get_runtime_context().get_node_id()`; else the one node that has an address of this machine.

@@ -1,4 +1,4 @@
-"""A child of the agent that asks Ray's head which nodes drain: see `ray_notices.py`.
+"""A child of the agent that asks Ray's head which nodes drain: see `elastic/notices/ray.py`.
 
     python -m holdfast.elastic.notices.ray_probe HOST:PORT NODE_ID EVERY
 

@@ -1,8 +1,8 @@
 """What every source of notices shares: the warning, and small requests with a deadline.
 
-A source is one question, asked again and again by a thread of its own (`notice_watch.py`); the
-answer is a `Warned` or nothing. A question may stay open until something changes: then the answer
-comes within milliseconds, and nobody is asked in vain.
+A source is one question, asked again and again by a thread of its own
+(`elastic/notices/poller.py`); the answer is a `Warned` or nothing. A question may stay open until
+something changes: then the answer comes within milliseconds, and nobody is asked in vain.
 
 Requests need no library, go past every proxy, and end: `seconds` bounds the whole of an answer, so
 that a server which sends a byte now and then holds nobody for ever. What answers nonsense raises

@@ -42,8 +42,9 @@ RECOVERY = ("agreeing", "regrouping", "moving", "restoring")
 
 @dataclass(frozen=True)
 class Order:
-    """One fault in a worker. deed: see `worker/faulted.py`. step: 0 at a point of a recovery.
-    rank: counted round where a generation has fewer. generation: it is due in a later one."""
+    """One fault in a worker. deed: see `elastic/worker/fault_injection.py`. step: 0 at a point of a
+    recovery. rank: counted round where a generation has fewer. generation: it is due in a later
+    one."""
 
     number: int
     fault: str

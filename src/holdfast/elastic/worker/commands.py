@@ -4,7 +4,7 @@ One thread asks, again and again. `begin` and `end` wait for the training thread
 when it has stopped (`next`); `halt` does not wait: it is carried out on this thread, which wakes
 the other one from whatever it blocks in. What is told is remembered as a generation ("all up to
 this one are over"), so nothing has to be reset when the next one begins, and a halt that comes late
-is one of the past. Who cannot be woken (`stuck.py`) ends with its process.
+is one of the past. Who cannot be woken (`elastic/worker/stuck_threads.py`) ends with its process.
 
 An agent out of reach is asked again: when it is gone for good, the lifeline ends this process.
 """

@@ -1,4 +1,5 @@
-"""Faults that a worker brings about in itself, by orders that lie in a folder (`faults/armed.py`).
+"""Faults that a worker brings about in itself, by orders that lie in a folder
+(`elastic/protocol/fault_orders.py`).
 
 Loaded only where the run file says `cluster.faults`. It wraps the places that orders may name, in
 this process alone. Whoever is about to break says so first: in the folder, durably, and in the

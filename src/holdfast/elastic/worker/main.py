@@ -3,10 +3,10 @@
     connect -> build -> restore (a committed checkpoint, or initial weights) -> train -> leave
                                                                    '-> adopt -'
 
-A process outlives generations: `worker/life.py` is its loop where the agent gives orders. The
-training loop knows three protocols (`train/protocols.py`); here they meet this process: events go
-to the agent through the reporter, state goes into the mover's arena, and the agent's wishes come
-back with its answers. Nothing here writes to a disk.
+A process outlives generations: `elastic/worker/generation_loop.py` is its loop where the agent
+gives orders. The training loop knows three protocols (`train/protocols.py`); here they meet this
+process: events go to the agent through the reporter, state goes into the mover's arena, and the
+agent's wishes come back with its answers. Nothing here writes to a disk.
 """
 
 from __future__ import annotations
