@@ -16,9 +16,11 @@ from holdfast.elastic.protocol.worker_spec import WorkerBoot
 from holdfast.errors import FencedError
 from holdfast.events import (
     CheckpointCommitted,
+    CheckpointFailed,
     GenerationStarted,
     NonFinite,
     Record,
+    RestorePointFound,
     RunFailed,
     RunFinished,
     RunStarted,
@@ -286,8 +288,8 @@ def test_a_stopped_trainer_is_succeeded_and_leaves_when_it_wakes(tmp_path: Path)
 
 
 def test_a_snapshot_handed_over_is_not_lost_with_its_worker(tmp_path: Path) -> None:
-    """The worker dies while the mover writes: the next generation, which fences older writers, is
-    opened when that is done, and begins from it."""
+    """The worker dies while the mover writes. The next generation waits until memory or disk has
+    all of it, and begins from it."""
     plan = {"steps": 6, "save_and_die": {"generation": 1, "rank": 0, "step": 3}}
     overrides = ("layout.workers=1", "model.vocab_size=64")
     with training(tmp_path / "run", plan, *overrides) as trainer:
@@ -300,7 +302,13 @@ def test_a_snapshot_handed_over_is_not_lost_with_its_worker(tmp_path: Path) -> N
             wait_until(second.exists, 1, "the next generation")
         os.kill(stopped[0], signal.SIGCONT)
         assert trainer.end() == 0, trainer.said
-    assert {e.step for e in trainer.events(CheckpointCommitted)} == {3}
+    (found,) = trainer.events(RestorePointFound, 2)
+    committed = {e.step for e in trainer.events(CheckpointCommitted)}
+    failed = {e.step for e in trainer.events(CheckpointFailed)}
+    assert committed | failed == {3}
+    assert (
+        committed or not found.durable
+    )  # generation 2 may fence a save that is complete in memory
     assert [e.step for e in trainer.events(GenerationStarted)] == [0, 3]
     assert [e.step for e in trainer.events(StepDone, 2)] == [4, 5, 6]
 
