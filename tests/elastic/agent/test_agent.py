@@ -306,9 +306,8 @@ def test_a_snapshot_handed_over_is_not_lost_with_its_worker(tmp_path: Path) -> N
     committed = {e.step for e in trainer.events(CheckpointCommitted)}
     failed = {e.step for e in trainer.events(CheckpointFailed)}
     assert committed | failed == {3}
-    assert (
-        committed or not found.durable
-    )  # generation 2 may fence a save that is complete in memory
+    # Generation 2 may fence the save of a state that is complete in memory.
+    assert committed or not found.durable
     assert [e.step for e in trainer.events(GenerationStarted)] == [0, 3]
     assert [e.step for e in trainer.events(StepDone, 2)] == [4, 5, 6]
 
