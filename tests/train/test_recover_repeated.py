@@ -116,6 +116,7 @@ def _interrupted(rank: RankContext) -> dict[str, Any]:
     plain = module.complete
 
     def interrupted(*_: Any) -> None:
+        rank.barrier("interrupted")
         raise PeerLostError("told to halt")
 
     module.complete = interrupted
@@ -141,16 +142,19 @@ TOUCHED = "fill", "begun"  # where a recovery breaks off when the groups are new
 
 def _turned(made: Survivor, fails: str, generation: int) -> None:
     """Three replicas enter a generation in which the first and the last have changed places. It
-    fails on all of them at `fails`, or for "begun" is over before anybody has begun its step."""
+    fails on all of them at `fails`, or for "begun" is over before anybody has begun its step.
+    A rank leaves only when all are there: its connections are what others may still be making."""
     module: Any = recover_module
     where, name = (module._Entry, "fill") if fails == "fill" else (module, fails)
     plain = getattr(where, name, None)
 
     def broken(*_: Any) -> None:
+        made.rank.barrier(f"broken {generation}")
         raise PeerLostError("a newcomer is lost")
 
     if plain is None:
         made.recover(topology_for("dp3", generation), [2, 1, 0])
+        made.rank.barrier(f"begun {generation}")
     else:
         setattr(where, name, broken)
         with pytest.raises(PeerLostError, match="a newcomer is lost"):
