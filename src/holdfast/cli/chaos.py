@@ -25,6 +25,8 @@ from holdfast.errors import ConfigError, RunFolderError, UserError
 from holdfast.plan.hardware import this_machine
 from holdfast.simulate.traces import load
 
+COMMAND = sys.executable, "-m", "holdfast.cli.main"  # starts `holdfast` in the same environment
+
 app = make_app("Break a run on purpose, and see that it comes to the same end.")
 
 
@@ -58,11 +60,10 @@ def chaos(
 ) -> int:
     """Train on several nodes, break them again and again, and compare with a run left in peace.
 
-    Every node is an agent of its own, started by the real command. A fault happens at a named point
-    of a step, which the journal shows, about every third step; what was killed is started again. In
-    the end there are three verdicts: the same loss at every step, each sample used once, the same
-    tensors. If nodes cannot have their own networks, partition, delay and loss are left out and
-    listed.
+    Every node is an agent, started by the real command. A fault happens at a named point of a step,
+    which the journal shows, about every third step; what was killed is started again. In the end
+    there are three verdicts: the same loss at every step, each sample used once, the same tensors.
+    If nodes cannot have their own networks, partition, delay and loss are left out and listed.
 
     Runs of 25 faults each, one after the other. A run that the same command has finished in --out
     is not repeated; another command's result is refused. Exit code 0 only if every run recovered,
@@ -77,32 +78,34 @@ def chaos(
       holdfast chaos --trace faults.jsonl                   {"step": 12, "fault": "agent"} a line
     """
     if known:
-        print("\n".join(_listed()))
-        return 0
+        return _list_faults()
     number, names = _asked(faults)
-    shapes = _shapes(layout, nodes)
-    index, parts = _shard(shard)
+    shapes, part = _shapes(layout, nodes), _shard(shard)
     draws = None if trace is None else tuple(_draws(trace, seed, shapes[0].nodes))
+    _check_exists(run_file)
+    changed, file = (*OVERRIDES, *(overrides or ())), run_file or out / RUN_FILE
+    asked = Settings(COMMAND, file, changed, out, seed, tuple(names), draws, network, shard=part)
+    campaign = Campaign(asked, say)
+    campaign.check(shapes)
+    work = _part_of(_work(shapes, number, names, draws), *part)
+    _check_layouts(work, asked, run_file_text(out) if run_file is None else None)
+    _prepare(out, run_file is None)
+    return _told(campaign.run(work), out / f"result{asked.part}.json")
+
+
+def _check_exists(run_file: Path | None) -> None:
+    """Raise ConfigError if a run file is named that does not exist."""
     if run_file is not None and not run_file.exists():
         raise ConfigError("there is no such run file", where=str(run_file),
                           remedy="name one before any key=value")  # fmt: skip
-    settings = Settings(
-        (sys.executable, "-m", "holdfast.cli.main"), run_file or out / RUN_FILE,
-        (*OVERRIDES, *(overrides or ())), out, seed, tuple(names), draws, network,
-        shard=(index, parts),
-    )  # fmt: skip
-    campaign = Campaign(settings, say)
-    campaign.check(shapes)
-    work = _part_of(_work(shapes, number, names, draws), index, parts)
-    _check_layouts(work, settings, run_file_text(out) if run_file is None else None)
-    _prepare(out, run_file is None)
-    return _told(campaign.run(work), out / f"result{settings.part}.json")
 
 
-def _listed() -> list[str]:
-    """Every fault, a line each."""
+def _list_faults() -> int:
+    """Print every fault, a line each; return exit code 0."""
     rare = " (only where it is named)"
-    return [f"{f.name:<18} {f.text}{'' if f.weight else rare}" for f in FAULTS.values()]
+    for fault in FAULTS.values():
+        print(f"{fault.name:<18} {fault.text}{'' if fault.weight else rare}")
+    return 0
 
 
 def _asked(faults: str) -> tuple[int, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -78,11 +78,16 @@ def import_(
         if new and not isinstance(error, OutOfSpaceError):
             undescribe(folder)  # so that the remedy may change the configuration
         raise
-    row = numbers_of(store, commit.key)
+    _report(numbers_of(store, commit.key) | {"folder": str(folder)}, run_file, json)
+
+
+def _report(row: dict[str, Any], run_file: Path, json: bool) -> None:
+    """Print what was imported, and the command that trains it."""
     if json:
-        print_json(row | {"folder": str(folder)})
+        print_json(row)
     else:
-        say(f"imported {size(row['bytes'])} into {folder}; train it: holdfast train {run_file}")
+        imported = f"imported {size(row['bytes'])} into {row['folder']}"
+        say(f"{imported}; train it: holdfast train {run_file}")
 
 
 def _imported(

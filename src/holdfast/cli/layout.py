@@ -87,29 +87,33 @@ def schedule(
       holdfast layout schedule run.yaml layout.pp=2 --csv table.csv
       holdfast layout schedule --from-csv table.csv
     """
+    sizes: dict[str, Any] = {"--stages": stages, "--virtual": virtual if virtual != 1 else None}
     if from_csv is not None:
-        given = {"a run file": run_file, "--schedule": name, "--stages": stages,
-                 "--microbatches": microbatches, "--virtual": virtual if virtual != 1 else None,
-                 "--replica": replica or None}  # fmt: skip
-        _refuse_beside("--from-csv", given)
+        sizes |= {"a run file": run_file, "--schedule": name, "--microbatches": microbatches}
+        _refuse_beside("--from-csv", {**sizes, "--replica": replica or None})
         asked = _of_table(from_csv)
     elif run_file is not None:
-        _refuse_beside("a run file", {"--stages": stages,
-                                      "--virtual": virtual if virtual != 1 else None})  # fmt: skip
+        _refuse_beside("a run file", sizes)
         asked = _of_run_file(run_file, list(overrides or []), name, microbatches, replica)
     else:
         _refuse_beside("options without a run file", {"--replica": replica or None})
         asked = _named(name or "1f1b", stages or 4, microbatches or 8, virtual)
-    times = _durations(asked, forward, backward, send)
-    found = timeline(asked.schedule, times)
+    found = timeline(asked.schedule, _durations(asked, forward, backward, send))
+    _show(asked.schedule, found, svg=svg, csv=csv, json=json)
+
+
+def _show(
+    table: Schedule, found: Timeline, *, svg: Path | None, csv: Path | None, json: bool
+) -> None:
+    """Print the drawing or its numbers, and write the files that were asked for."""
     if json:
-        print_json(_numbers(asked.schedule, found))
+        print_json(_numbers(table, found))
     else:
-        print(drawing(asked.schedule, found, _columns(asked.schedule)), flush=True)
+        print(drawing(table, found, _columns(table)), flush=True)
     if svg is not None:
-        _write(svg, picture(asked.schedule, found))
+        _write(svg, picture(table, found))
     if csv is not None:
-        _write(csv, to_csv(asked.schedule))
+        _write(csv, to_csv(table))
 
 
 def _refuse_beside(what: str, given: dict[str, Any]) -> None:

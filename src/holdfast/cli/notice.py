@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from holdfast.cli.dispatch import app as make_app
 from holdfast.cli.output import print_json, say
 from holdfast.errors import HoldfastError, RunFolderError, UserError
-from holdfast.launch.runs import open_run, trainer_answers
+from holdfast.launch.runs import Run, open_run, trainer_answers
 
 app = make_app("Tell a run that machines are about to go.")
 
@@ -35,10 +35,7 @@ def notice(
     Example:
       holdfast notice runs/quickstart --seconds 30 --leave
     """
-    from holdfast.elastic.notices.handler import NOTICE
-    from holdfast.wire.http.client import Client, RequestError
-    from holdfast.wire.secret import VARIABLE, open_secret
-    from holdfast.wire.term import newest_term
+    from holdfast.wire.secret import VARIABLE
 
     if not 0 < seconds < 1e6:
         raise UserError(
@@ -58,18 +55,7 @@ def notice(
             where=str(found.folder),
             remedy=f"call this on the machine that trains, while it does, with {VARIABLE} as there",
         )  # fmt: skip
-    _, holder = newest_term(found.store)
-    client = Client(str((holder or {}).get("address", "")), open_secret(found.folder))
-    try:
-        plan = client.post(NOTICE, {"seconds": seconds, "nodes": names, "leave": leave})
-    except RequestError as error:
-        raise UserError(str(error), where="notice", remedy="see holdfast notice --help") from error
-    except HoldfastError as error:
-        raise RunFolderError(
-            str(error), where=str(found.folder), remedy="call this while the run is at work"
-        ) from error
-    finally:
-        client.close()
+    plan = _post(found, {"seconds": seconds, "nodes": names, "leave": leave})
     if "refused" in plan:
         raise UserError(
             str(plan["refused"]), where="--node", remedy=f"there are {', '.join(plan['nodes'])}"
@@ -79,3 +65,29 @@ def notice(
     else:
         say(str(plan["reason"]))
     return 0 if plan["tiers"] or plan.get("moves") else 1
+
+
+def _post(found: Run, notice: dict[str, Any]) -> dict[str, Any]:
+    """Send the notice to the agent that leads the run; return the plan that it answers.
+
+    Raises:
+        UserError: the agent refuses the notice.
+        RunFolderError: the agent cannot be reached.
+    """
+    from holdfast.elastic.notices.handler import NOTICE
+    from holdfast.wire.http.client import Client, RequestError
+    from holdfast.wire.secret import open_secret
+    from holdfast.wire.term import newest_term
+
+    _, holder = newest_term(found.store)
+    client = Client(str((holder or {}).get("address", "")), open_secret(found.folder))
+    try:
+        return client.post(NOTICE, notice)
+    except RequestError as error:
+        raise UserError(str(error), where="notice", remedy="see holdfast notice --help") from error
+    except HoldfastError as error:
+        raise RunFolderError(
+            str(error), where=str(found.folder), remedy="call this while the run is at work"
+        ) from error
+    finally:
+        client.close()
