@@ -35,7 +35,7 @@ class Reviving:
     def begin(self) -> None:
         """Start the restart task unless it runs: a running task notices a lost mover itself."""
         if self._task is None or self._task.done():
-            self._say("the mover has exited; training continues while a new one starts")
+            self._say("the mover has exited; a new one is started while training continues")
             self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:

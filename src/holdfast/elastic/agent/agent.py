@@ -424,9 +424,9 @@ class NodeAgent:
         if self._now:
             return
         if self._live:
-            self._say("the template has exited; training continues while a new one starts")
+            self._say("the template has exited; a new one is started while training continues")
             return
-        self._say("the template has exited; its workers are killed and a new one starts")
+        self._say("the template has exited; its workers are killed and a new one is started")
         if self._station.current is not None:
             self._station.current.decide(Lost("template_lost", "the template ended"))
 
@@ -436,7 +436,7 @@ class NodeAgent:
         if self._live:
             self._reviving.begin()
             return
-        self._say("the mover has exited and its arenas are lost; a new one starts")
+        self._say("the mover has exited and its arenas are lost; a new one is started")
         if self._station.current is not None:
             self._station.current.decide(Lost("mover_lost", "the mover ended"))
 

@@ -82,7 +82,7 @@ class Survivors:
             missing = unheld(before, self._table, stay & point.ranks)
             if missing is None:
                 return Aftermath(seated, point, "", before)
-            why = f"not all processes that hold parts of {missing} have a place"
+            why = f"of the processes that hold parts of {missing}, not all have a place"
         return Aftermath(seats(new, new, _all_of(new, {}, held, where), ()), None, why, None)
 
     def whole(self, held: Mapping[int, Held], where: Mapping[int, str]) -> Whole | None:
