@@ -1,9 +1,9 @@
-"""The agent's side of the journal: one segment per writer, and those who look on.
+"""The agent's side of the journal: one segment per writer, and the observers.
 
-Workers send their events here; the agent numbers and stamps them with its own clock, so that all
-times of a generation come from one clock. Whoever looks on (the live view, metrics) is told of
-every record, and one that fails is dropped rather than let it disturb training. A step that is told
-once more (`core.data.lineage.Once`) goes no further.
+Workers send their events here. The agent numbers and stamps them with its own clock, so all times
+of a generation come from one clock. Each observer (the live view, metrics) receives every record.
+An observer that fails is dropped, because it must not disturb training. If a step is reported a
+second time, it is neither stored nor shown (`core.data.lineage.Once`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Say = Callable[[str], None]
 
 
 class Board:
-    """Takes events of the newest generation. Lives in one event loop."""
+    """Journal writers of the newest generation. Lives in one event loop."""
 
     def __init__(
         self, store: RunStore, observers: Sequence[Observer], say: Say, node: str = ""
     ) -> None:
-        """node: whose agent this is, where a run has several; each writes segments of its own."""
+        """node: the agent's node if the run has several; each agent writes its own segments."""
         self._store, self._suffix = store, f".{node}" if node else ""
         self._observers = list(observers)
         self._say = say
@@ -36,11 +36,11 @@ class Board:
         self._unstored: list[JournalWriter] = []  # of older generations
         self._late: dict[tuple[int, str], JournalWriter] = {}
         self._complained = False
-        # Where others lead, their agents tell of the starts; readers leave out a step too much.
+        # If another agent leads, it reports the starts. Readers drop a step that comes twice.
         self._once = Once(all_starts=False)
 
     def begin(self, generation: int) -> None:
-        """Further events are of `generation`. What could not be stored yet is kept."""
+        """Take further events as those of `generation`; keep records that are not stored yet."""
         self._unstored = [w for w in (*self._unstored, *self._writers.values()) if w.pending]
         self._generation = generation
         self._writers = {}
@@ -56,9 +56,10 @@ class Board:
         self._show(self._writers[writer].emit(event))
 
     def late(self, writer: str, generation: int, event: Event) -> None:
-        """An event of a generation that this agent may have had no part in. writer: a name that
-        nobody has written under in it, not even an agent of this node before this one; where the
-        generation is the newest here, the agent's own segment is as good."""
+        """Emit an event of a generation that this agent may have had no part in.
+
+        writer: a name that no agent has used in that generation, not even an earlier agent of this
+        node. If the generation is the newest here, the agent's own segment is used instead."""
         if generation == self._generation:
             self.emit("agent", event)
             return
@@ -73,16 +74,16 @@ class Board:
                 observer(record)
             except Exception as error:
                 self._observers.remove(observer)
-                self._say(f"a view of the run failed and is left out from here on: {error!r}")
+                self._say(f"a view of the run failed and gets no further events: {error!r}")
 
     def _named(self, writer: str) -> str:
-        """Ranks are the run's; whatever else writes is a node's."""
+        """Return the segment's name: ranks are unique in the run, other writers on their node."""
         return writer if writer.startswith("rank") else writer + self._suffix
 
     async def flush(self, writer: str | None = None, sync: bool = False) -> bool:
-        """Store what was emitted (by `writer`, or by all); whether that worked.
+        """Store what was emitted (by `writer`, or by all); return True if that worked.
 
-        A full disk stops neither training nor this board: the records wait for the next flush.
+        A full disk stops neither training nor this log: the records wait for the next flush.
         """
         named = None if writer is None else self._named(writer)
         chosen = [self._writers[named]] if named in self._writers else []

@@ -1,8 +1,8 @@
-"""In place of a mover that ends while training goes on: another one, tried for until there is one.
+"""Restarts a mover that exits while training continues, and retries until one is alive.
 
-What keeps it from starting may pass, as a run folder that is out of reach does; and one that has
-just been started may end before it has been told of the generation. So the end of a mover begins
-one task, and that ends when a mover is alive that serves the run.
+A cause that prevents the start may pass, such as an unreachable run folder. A new mover may also
+exit before it learns of the generation. So the exit of a mover starts one task. The task ends when
+a mover is alive that serves the run.
 """
 
 from __future__ import annotations
@@ -14,31 +14,32 @@ from contextlib import suppress
 from holdfast.errors import FencedError, HoldfastError
 
 PAUSE_SECONDS, MOST_SECONDS = 1.0, 15.0
-"""Before the next attempt: the first time, and at most."""
+"""Pause before the next attempt, in seconds: the first pause, and the longest."""
 
 
 class Reviving:
-    """At most one attempt at a time."""
+    """Restarts of the mover, at most one attempt at a time."""
 
     def __init__(
         self, revive: Callable[[], Awaitable[None]], alive: Callable[[], bool],
         say: Callable[[str], None], back: Callable[[], None] = lambda: None,
         pauses: tuple[float, float] = (PAUSE_SECONDS, MOST_SECONDS),
     ) -> None:  # fmt: skip
-        """`revive` starts a mover and tells it of the running generation (`MoverLink.revive`);
-        `alive` says whether there is one. `back` is called when there is again."""
+        """revive: starts a mover and tells it of the running generation (`MoverLink.revive`).
+        alive: returns True if a mover is alive. back: called when one is alive again.
+        pauses: the first and the longest pause between attempts, in seconds."""
         self._revive, self._alive, self._say, self._back = revive, alive, say, back
         self._pauses = pauses
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        """A mover has ended. What is under way sees for itself that there is none."""
+        """Start the restart task unless it runs: a running task notices a lost mover itself."""
         if self._task is None or self._task.done():
-            self._say("the mover ended; a new one is started behind the training")
+            self._say("the mover has exited; a new one is started while training continues")
             self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Start none any more."""
+        """Start no further mover."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -55,16 +56,16 @@ class Reviving:
             pause = min(2 * pause, most)
 
     async def _attempt(self) -> str:
-        """Why there is still none; "" when there is."""
+        """Try once; return why there is still no mover, "" if there is one."""
         try:
             await self._revive()
-        except FencedError:  # it has been told of a newer generation meanwhile
+        except FencedError:  # the mover learned of a newer generation meanwhile
             pass
         except (HoldfastError, OSError) as error:
             return str(error)
-        except Exception as error:  # our own bug: training goes on all the same
+        except Exception as error:  # our own bug: training continues anyway
             return f"{type(error).__name__}: {error}"
         if not self._alive():
-            return "the mover ended again as soon as it had been started"
+            return "the new mover exited right after its start"
         self._back()
         return ""

@@ -1,4 +1,4 @@
-"""What an agent knows of the run it takes part in."""
+"""The run that an agent takes part in: configuration, store, folder, names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from holdfast.wire.term import Term
 
 @dataclass(frozen=True)
 class Joining:
-    """What an agent joins with. folder: the run folder that `store` stands for. resume: the command
-    that takes the run up again. alone: the term of a run of this node only. begin: looks for what a
-    lost run folder held, by whoever leads first; above which generation the run's are to be then.
-    entry: a worker's main function."""
+    """Parameters of an agent's run.
+
+    folder: the run folder that `store` accesses. entry: a worker's main function.
+    resume: the command that resumes the run. alone: the term of a run of this node only.
+    begin: searches for the content of a lost run folder and returns a generation. The run's next
+    generations must be newer than that one. The first coordinator of the run calls it."""
 
     config: RunConfig
     store: RunStore
@@ -34,7 +36,7 @@ class Joining:
 
     @property
     def suffix(self) -> str:
-        """What this node's part of the run is called by; "" where it is the only one."""
+        """Suffix of this node's names in the run; "" if it is the only node."""
         return "" if self.alone is not None else self.node
 
     @property

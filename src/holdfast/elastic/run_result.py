@@ -1,7 +1,7 @@
-"""How a run ends: what the journal is told of it, what the person, and the exit code.
+"""The result of a run: its event in the journal, the line for the user, and the exit code.
 
-Every agent works it out from the same words: the verdict of the one that coordinates, and what the
-nodes said of their workers' end. Only the coordinator's agent writes it into the journal.
+Every agent derives the result from the same facts: the coordinator's verdict, and each node's
+report of how its workers ended. Only the coordinator's agent writes the event into the journal.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from holdfast.events import Event, RunFailed, RunFinished, RunStopped
 class Over(StrEnum):
     """Why there is no next generation, though not every step is done."""
 
-    FAILED = "failed"  # a restart would not mend it
-    MEND = "mend"  # the person can mend it
-    STATELESS = "stateless"  # nothing that could be begun from can be trusted
-    TOO_FEW = "too few"  # fewer nodes than the run is to have
-    FENCED = "fenced"  # another trainer has the run folder, or nobody: the journal is not ours
-    STOPPED = "stopped"  # it was to stop, and something was lost while it saved
-    REPLACED = "replaced"  # another agent has this one's name: the run goes on with that one
+    FAILED = "failed"  # a restart would not help
+    MEND = "mend"  # the user can fix the cause
+    STATELESS = "stateless"  # no state to begin from can be trusted
+    TOO_FEW = "too few"  # fewer nodes than the run needs
+    FENCED = "fenced"  # another trainer owns the run folder, or it is lost: not our journal
+    STOPPED = "stopped"  # the run was asked to stop, and lost a worker while it saved
+    REPLACED = "replaced"  # another agent took this agent's name, and the run continues with it
 
 
 class EndedError(HoldfastError):
-    """There is to be no next generation, or none with this node."""
+    """The run has no next generation, or none with this node."""
 
     def __init__(self, sentence: str, kind: Over = Over.FAILED) -> None:
         self.kind = kind
@@ -38,16 +38,17 @@ class EndedError(HoldfastError):
 
 
 def trains_alone(holder: Mapping[str, Any], where: str) -> RunFolderError:
-    """Whoever holds the term takes in no other node."""
+    """Return the error for a node that joins a run of one node, which admits no other."""
     return RunFolderError(
         f"process {holder.get('pid')} on {holder.get('node')} trains this run without other nodes",
-        where=where, remedy="stop it, and start it with cluster.node=NAME; then others can join",
+        where=where, remedy="stop it, start it with cluster.node=NAME; then other nodes can join",
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class End:
-    """event: None, where the journal is not ours. said: "" where nothing is to be said."""
+    """Result of a run. event: None if another trainer owns the journal. said: the line for the
+    user, "" for none. code: the exit code. error: raised instead of an exit with `code`."""
 
     event: Event | None
     said: str
@@ -56,19 +57,21 @@ class End:
 
     @property
     def stopped(self) -> bool:
-        """Whether the same command takes the run up again."""
+        """Return True if the same command resumes the run."""
         return isinstance(self.event, RunStopped)
 
 
 def end_of(
     verdict: str, kind: str, ends: Sequence[Finished | Left], why: str, committed: int
 ) -> End:
-    """verdict: why the run is over, "" where the workers ended as they should. ends: how, node by
+    """Return the result of a run.
+
+    verdict: why the run is over, "" if the workers ended normally. ends: their results, node by
     node. why: the reason to stop. committed: the newest committed step."""
     if verdict:
         return _cut_short(verdict, kind, committed)
     if not ends:
-        said = "no node said how it ended"
+        said = "no node reported how its workers ended"
         return End(RunFailed(said, step=committed), said, 1)
     step, finished = ends[0].step, isinstance(ends[0], Finished)
     unsaved = next((end.unsaved for end in ends if end.unsaved is not None), None)
@@ -105,15 +108,15 @@ def _stopped(step: int, reason: str, code: int) -> End:
 
 
 class Last:
-    """Tells the end once: into the journal, where that is this agent's to do, and to the person."""
+    """Reports the result once: to the user, and to the journal if that is this agent's duty."""
 
     def __init__(self, board: Board, say: Say, resume: str) -> None:
-        """resume: the command that takes the run up again."""
+        """resume: the command that resumes the run."""
         self._board, self._say, self._resume = board, say, resume
         self._written: Event | None = None
 
     def write(self, event: Event | None) -> None:
-        """Again with more to say, where the bucket was waited for: the last one counts."""
+        """Emit the run's last event; after a wait for the bucket a second one replaces it."""
         if event is not None and event != self._written:
             self._written = event
             self._board.emit("agent", event)

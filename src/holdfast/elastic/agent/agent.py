@@ -1,21 +1,19 @@
-"""The agent of one node: it starts and watches the others, and joins with the run store and the
-secret alone.
+"""The agent of one node: starts and watches its other processes, and takes part in the run.
 
-It holds no training state and imports no torch, so it answers within milliseconds. One event loop
-runs everything:
+It needs only the run store and the secret to join. It holds no training state and imports no torch,
+so it answers within milliseconds. One event loop runs everything:
 
     control (HTTP)   from its workers: /report, /orders; from other agents: /join, /beat, /term;
-                     from the generation's workers on all nodes, where it leads: /store; /notice
+                     from workers of all nodes if it leads: /store; /notice
     health (HTTP)    /healthz, /metrics
-    follower         whose orders it follows, and whether it leads
-    (`elastic/membership/role_loop.py`) station          what the orders mean for this node's
-    processes (`elastic/node/node_runner.py`) office           where it leads: what each generation
-    is, and when there is none (`elastic/coordinator/run_controller.py`) leaving          signals
-    and notices (`elastic/agent/shutdown.py`) losing           a run folder that is there no more
-    (`elastic/agent/run_folder_monitor.py`)
+    role loop        follows a coordinator or leads (`elastic/membership/role_loop.py`)
+    node runner      starts and stops this node's workers (`elastic/node/node_runner.py`)
+    run controller   if it leads, plans generations (`elastic/coordinator/run_controller.py`)
+    shutdown         signals and notices (`elastic/agent/shutdown.py`)
+    run folder       a lost run folder (`elastic/agent/run_folder_monitor.py`)
 
-A run of one node is the same with nobody else: its term is opened before, so that a second trainer
-is refused, nobody is waited for, and the run is over when its term is.
+A run of one node works the same way without other nodes. Its term is opened before, so that a
+second trainer is refused. The agent waits for no other node, and the run is over when its term is.
 """
 
 from __future__ import annotations
@@ -72,12 +70,12 @@ from holdfast.wire.journal import read
 from holdfast.wire.term import Term, newest_generation
 
 TERM_SECONDS = 2.0
-"""How often the run store is asked whether there is a newer term."""
+"""Seconds between two reads of the newest term in the run store."""
 CLEAN_SECONDS = 60.0
-"""For what an agent does after its last word, where its run folder was not there last: a disk that
-does not answer may keep a thread for ever."""
+"""Seconds for the clean-up of an agent whose run folder was unavailable at the end. A disk that
+does not answer may block a thread for ever."""
 LEFT_AT_ONCE = 130
-"""Exit code after a second Ctrl-C: 128 + SIGINT, as a shell would say."""
+"""Exit code after a second Ctrl-C: 128 + SIGINT, as in a shell."""
 
 
 class NodeAgent:
@@ -88,8 +86,8 @@ class NodeAgent:
         observers: Sequence[Observer] = (), render_metrics: Callable[[], bytes] = lambda: b"",
         say: Say = print,
     ) -> None:  # fmt: skip
-        """control: the bound socket that others find in the run store. planner: lays a generation
-        out over the nodes. say: prints one line to the person."""
+        """control: the bound socket whose address other agents find in the run store. planner: lays
+        a generation out over the nodes. say: prints one line for the user."""
         self._it, self._control, self._planner = joining, control, planner
         self._render_metrics, self._say = render_metrics, say
         config, alone = joining.config, joining.alone is not None
@@ -104,16 +102,16 @@ class NodeAgent:
         self._live = config.cluster.recovery == "live"
         self._opened = 0  # the newest generation that is known here
         self._committed = 0
-        self._now = False  # whether nothing is waited for any more
-        self._exit = 1  # the exit code, as far as it is known
+        self._now = False  # exit at once, wait for nothing
+        self._exit = 1  # the exit code known so far
         self._complained = ""  # the last complaint
         self._late: threading.Timer | None = None
 
     def run(self) -> int:
-        """Until the run is over, or this node leaves it. The exit code: 0, 1, 130.
+        """Run until the run is over or this node leaves it; return the exit code: 0, 1 or 130.
 
-        Raises UserError for what the person can mend (no checkpoint can be trusted, an address
-        that cannot be listened on, an error of that kind in a worker), and CannotGoOnError.
+        Raises CannotGoOnError, and UserError for causes that the user can fix. Such causes are an
+        address that is in use, no trustworthy checkpoint, or a UserError of a worker.
         """
         try:
             return asyncio.run(self._main())
@@ -155,7 +153,7 @@ class NodeAgent:
             return self._exit
         except HoldfastError as error:
             self._exit = error.exit_code
-            if self._late is not None:  # whoever is to say it may never come to that
+            if self._late is not None:  # the caller may never get to print it
                 self._say(str(error))
             raise
         finally:
@@ -171,7 +169,7 @@ class NodeAgent:
             os.close(self._line)
 
     def _furnish(self) -> None:
-        """The parts that decide; see the module."""
+        """Make the parts that decide; see the module's docstring."""
         it, cluster, address = self._it, self._it.config.cluster, address_of(self._control)
         alone = it.alone is not None
         around = Surroundings(
@@ -274,8 +272,8 @@ class NodeAgent:
         return await self._code()
 
     async def _follow(self) -> None:
-        """Until this node has no part in the run any more, or cannot wait for its folder. Raises
-        EndedError."""
+        """Take part in the run until this node has left it. Raises EndedError, also if the node
+        cannot wait for its run folder any longer."""
         following = asyncio.create_task(self._follower.run())
         losing = asyncio.create_task(self._losing.end())
         try:
@@ -294,39 +292,38 @@ class NodeAgent:
             await asyncio.wait({following, losing})
 
     def _complain(self, sentence: str) -> None:
-        if sentence not in (WAITED, self._complained):  # that has been said
+        if sentence not in (WAITED, self._complained):  # do not repeat it
             self._complained = sentence
             self._say(sentence)
 
     def _time_left(self) -> float:
-        """Of one that is to go; 0 where nobody said."""
+        """Return the seconds until this node must have left; 0 if not known."""
         return self._notices.seconds_left() or self._follower.leaving
 
     def _part_with(self, seconds: float) -> None:
-        """The others see for themselves whether they have the run folder: they may go on."""
+        """Leave the run; each other node checks its own run folder and may continue."""
         self._say(f"{GONE}: {self._it.node} leaves")
         self._follower.leaving = self._follower.leaving or seconds
         self._station.changed.set()
 
     async def _recall(self) -> None:
-        """What older sessions saw break, and how long their saves took. A journal that cannot be
-        read costs that only."""
+        """Learn the failures and save times of earlier sessions from the journal, if readable."""
         try:
             records = await asyncio.to_thread(read, self._it.store)
         except HoldfastError as error:
-            self._say(f"how often the run broke before is not known: {error}")
+            self._say(f"the run's earlier failures cannot be read from the journal: {error}")
             return
         for record in records:
             self._seen.observe(record)
             self._notices.measured.observe(record)
 
     async def _code(self) -> int:
-        """The exit code; the coordinator's agent has written the end into the journal."""
+        """Return the exit code; the coordinator's agent has written the result to the journal."""
         end = await self._end()
         if end is None and self._losing.given_up:
             end = end_of(GONE, Over.FENCED, (), "", self._saved)
         if end is None:
-            self._say(f"{self._it.node} has left the run ({self._leaving.why or 'it was told to'})")
+            self._say(f"{self._it.node} has left the run ({self._leaving.why or 'as requested'})")
             return 0
         return self._tell(end)
 
@@ -338,7 +335,7 @@ class NodeAgent:
         return CannotGoOnError.exit_code if short else end.code
 
     async def _end(self) -> End | None:
-        """None: the run goes on without this node."""
+        """Return the run's result; None if the run continues without this node."""
         over, coordinator = self._follower.over, self._follower.coordinator
         if over is None and self._it.alone is not None:
             try:
@@ -351,7 +348,7 @@ class NodeAgent:
             return self._office.end(over[0])
         why = self._station.closing or self._leaving.why or "the workers left"
         done = self._station.held.done
-        if not over[0] and done is None:  # it had no part in it
+        if not over[0] and done is None:  # this node had no part in the run
             return End(None, "", 0)
         return end_of(over[0], over[1], () if done is None else (done,), why, self._saved)
 
@@ -360,7 +357,7 @@ class NodeAgent:
         return await self._office.reign(self._losing.kept(term))
 
     def _made(self, generation: int) -> None:
-        """The object of a generation was made by this agent."""
+        """Open a generation whose object this agent has created."""
         self._open(generation)
         self._rendezvous.begin(generation)
 
@@ -377,19 +374,19 @@ class NodeAgent:
                 if self._it.alone is not None and current is not None:
                     current.decide(
                         Failed(str(error), exit_codes.FENCED)
-                    )  # nothing else is told of it
+                    )  # no other part learns of it
                 coordinator.fence()
             except HoldfastError:
-                continue  # the run store is out of reach: that stops no training
+                continue  # an unreachable run store does not stop the training
 
     @property
     def _saved(self) -> int:
-        """The newest step that is known here to be committed."""
+        """The newest committed step that this agent knows of."""
         return max(self._committed, self._office.restored)
 
     # --- this node ------------------------------------------------------------------------------
     def _open(self, generation: int) -> None:
-        """From here on, requests of older generations are refused."""
+        """Refuse requests of generations older than this one from here on."""
         if generation > self._opened:
             self._opened = generation
             self._board.begin(generation)
@@ -398,7 +395,7 @@ class NodeAgent:
         self._leaving.began(current)
 
     async def _ended(self, verdict: Verdict) -> Verdict:
-        """What follows the end of this node's workers, before anybody is told."""
+        """Finish saves and uploads after this node's workers have ended, before it is reported."""
         if not isinstance(verdict, Finished | Left):
             return verdict
         generation = self._opened
@@ -411,8 +408,8 @@ class NodeAgent:
         return verdict
 
     async def _in_bucket(self, verdict: Finished | Left, generation: int) -> str | None:
-        """What the bucket lacks at the end. Whoever leaves writes that down first: it may be killed
-        while it waits."""
+        """Wait for the bucket; return what it lacks at the end. An agent that leaves writes its
+        stop into the journal first, because it may be killed while it waits."""
 
         async def written() -> None:
             why = self._leaving.stopping or self._station.closing or "the workers left"
@@ -427,9 +424,9 @@ class NodeAgent:
         if self._now:
             return
         if self._live:
-            self._say("the template ended; a new one is started behind the training")
+            self._say("the template has exited; a new one is started while training continues")
             return
-        self._say("the template ended; its workers are given up and a new one is started")
+        self._say("the template has exited; its workers are killed and a new one is started")
         if self._station.current is not None:
             self._station.current.decide(Lost("template_lost", "the template ended"))
 
@@ -439,12 +436,12 @@ class NodeAgent:
         if self._live:
             self._reviving.begin()
             return
-        self._say("the mover ended, and its arenas with it; a new one is started")
+        self._say("the mover has exited and its arenas are lost; a new one is started")
         if self._station.current is not None:
             self._station.current.decide(Lost("mover_lost", "the mover ended"))
 
     def _mover_back(self) -> None:
-        peer = self._mover.peer  # others are told where it is
+        peer = self._mover.peer  # the coordinator passes its address on
         self._follower.told["peer"] = None if peer is None else peer.to_json()
 
     def _of_mover(self, event: Event) -> None:
@@ -457,8 +454,7 @@ class NodeAgent:
         if self._opened:
             self._board.emit("agent", event)
 
-    # --- news of processes (`process_manager.News`)
-    # --------------------------------------------------------
+    # --- events of processes (`process_manager`) ------------------------------------------------
     def joined(self, generation: int, rank: int, process: int) -> None:
         current = self._station.current
         if current is not None and current.number == generation:
@@ -498,7 +494,7 @@ class NodeAgent:
         } | told  # fmt: skip
 
     async def _noticed(self, number: int, body: dict[str, Any]) -> dict[str, Any]:
-        """`holdfast notice`. A name that nobody has is the person's slip, no malformed request."""
+        """Handle `holdfast notice`; an unknown node name gets an answer, no protocol error."""
         coordinator, nodes = self._follower.coordinator, body.get("nodes")
         if coordinator is not None and isinstance(nodes, list):
             known = sorted(node.name for node in coordinator.reign.nodes)
@@ -521,13 +517,13 @@ class NodeAgent:
     # --- signals --------------------------------------------------------------------------------
     def _catch_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            # Only a process's main thread may; elsewhere whoever started us has them.
+            # Only a process's main thread may set handlers; otherwise our caller has its own.
             with suppress(ValueError, RuntimeError):
                 self._loop.add_signal_handler(number, self._leaving.signalled, number)
 
     def _at_once(self, missing: str) -> None:
-        """Nothing is waited for any more."""
-        if self._late is not None:  # what is left to do needs a disk that may not answer
+        """Exit without waiting for anything. missing: what is not saved then, "" for nothing."""
+        if self._late is not None:  # the clean-up needs a disk that may not answer
             os._exit(LEFT_AT_ONCE)
         self._now = True
         self._office.close()
@@ -539,7 +535,7 @@ class NodeAgent:
 
 
 def check_node_name(node: str) -> None:
-    """Raises UserError for one that cannot stand in names of files and of events."""
+    """Raises UserError if a name cannot be part of the names of files and events."""
     if not node or not all(c.isalnum() or c in "._-" for c in node):
         raise UserError(
             f"{node!r} cannot be a node's name", where="cluster.node",

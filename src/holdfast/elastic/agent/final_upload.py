@@ -1,10 +1,11 @@
-"""The end of a run and its bucket: the last checkpoint is there before the run says it has ended.
+"""The final upload: waits for the last checkpoint in the bucket before the run reports its end.
 
-A machine that was rented for the run is often gone a minute after it. So the end waits, for as long
-as bytes move; where none has moved for `checkpoint.bucket_wait_seconds` it is said what the bucket
-does not have, and the run is stopped rather than finished: the same command again sends the rest.
-A signal meanwhile leaves at once. A run that leaves before its end has said so in the journal
-before it waits, and waits no longer than a notice leaves it: what kills it meanwhile is no failure.
+A machine that is rented for the run often disappears a minute after its end. So the agent waits
+while bytes move. If none has moved for `checkpoint.bucket_wait_seconds`, it reports what the
+bucket lacks. The run then counts as stopped, not as finished, and the same command sends the rest.
+A signal meanwhile leaves at once. A run that stops before its end first writes that into the
+journal, so a kill during the wait is no failure. It waits no longer than its termination notice
+allows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ POLL_SECONDS = 1.0
 
 
 class LastUpload:
-    """`missing` is what the bucket does not have yet, in words, while that is waited for."""
+    """The final upload of a run. missing: a sentence on what the bucket lacks, during a wait."""
 
     def __init__(self, mover: MoverLink, patience: float, say: Say) -> None:
         self._mover, self._patience, self._say = mover, patience, say
@@ -32,9 +33,15 @@ class LastUpload:
         self, generation: int, before: Callable[[], Awaitable[None]] | None = None,
         seconds_left: Callable[[], float | None] = lambda: None,
     ) -> str | None:  # fmt: skip
-        """Wait until the newest checkpoint is in the bucket; None then, or where there is none to
-        wait for. Else what it does not have, and why. `before` is done before anything is waited
-        for; `seconds_left`: until the machine is gone, None where nobody said so."""
+        """Wait until the newest checkpoint is in the bucket, or until the wait is hopeless.
+
+        Args:
+            before: Called once, before the first wait.
+            seconds_left: Returns the seconds until the machine is lost; None if not known.
+
+        Returns:
+            None if the bucket has all of it, otherwise what it lacks and why.
+        """
         told = 0.0
         try:
             while True:

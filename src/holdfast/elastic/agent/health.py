@@ -1,7 +1,7 @@
 """`/healthz` and `/metrics`: read-only, without a proof, on a listener of their own.
 
-Whoever can reach it may read it, and nothing else: other paths and methods are refused and counted.
-The metrics are not rendered more often than twice a second, however often they are asked for.
+Every client that can reach it may read these two paths. Other paths and methods are refused and
+counted. The metrics are rendered at most twice a second, however often they are requested.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.wire.http.connection_limits import Doors
 from holdfast.wire.http.refusals import HEALTH, Refusals
 
 RENDER_SECONDS = 0.5
-"""A rendering may be this old: a stranger who asks again and again costs the agent little."""
+"""Greatest age of a rendering: a stranger's many requests then cost the agent little."""
 
 
 _STATES = {
@@ -27,7 +27,7 @@ _STATES = {
 
 
 def state(stage: Stage, stopping: bool) -> str:
-    """What the run does on this node, in a word."""
+    """Return one word for the state of the run on this node."""
     return "leaving" if stopping and stage is not Stage.DONE else _STATES[stage]
 
 

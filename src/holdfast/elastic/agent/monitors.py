@@ -1,4 +1,4 @@
-"""What an agent looks at again and again: whether its workers get on, and what it has refused."""
+"""Periodic checks of an agent: its workers' progress, and the requests that it refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from holdfast.wire.http.refusals import Refusals, sentence
 async def watch_progress(
     beat: float, current: Callable[[], Generation | None], flush: Callable[[], Awaitable[object]]
 ) -> None:
-    """Without end; it also stores what the last flush could not."""
+    """Check the workers' progress every `beat` seconds, and store pending records; never ends."""
     clock = asyncio.get_running_loop().time
     flushing: asyncio.Future[object] | None = None
     try:
@@ -27,7 +27,7 @@ async def watch_progress(
             if flushing is None or flushing.done():
                 if flushing is not None:
                     flushing.result()
-                # Not waited for: a run store that is out of reach keeps nobody from looking.
+                # Do not wait for it: an unreachable run store must not stop the checks.
                 flushing = asyncio.ensure_future(flush())
     finally:
         if flushing is not None:
@@ -35,8 +35,10 @@ async def watch_progress(
 
 
 def counting_refusals(board: Board, opened: Callable[[], bool], say: Say) -> Refusals:
-    """What an agent's listeners refuse: told in the journal, once a generation is open, and in a
-    line. To be called in the event loop of the board."""
+    """Return the counter of requests that the agent's listeners refuse.
+
+    It reports to the journal once a generation is open, and to the user. Call it in the event loop
+    of the event log."""
     loop = asyncio.get_running_loop()
 
     def tell(event: RequestsRefused) -> None:

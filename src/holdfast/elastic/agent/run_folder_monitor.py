@@ -1,17 +1,18 @@
-"""Whether the run folder is still the one that this agent began in, and how long it is waited for.
+"""The run folder monitor: checks that the folder is the one that this agent began in.
 
-    here   its path leads to it, and the newest term is in it as it was
-    away   nobody can tell: a link to itself, a file system that is not mounted, a disk that refuses
-    gone   it was moved, removed or emptied, or another one lies at its path
+    here   Its path leads to it, and the newest term in it is unchanged.
+    away   Its state is not known: a link to itself, an unmounted file system, a failing disk.
+    gone   It was moved, removed or emptied, or another folder is at its path.
 
-One that is away is waited for however long that takes: training goes on. One that is gone may be
-put back within `GONE_SECONDS`; then this node leaves, since nothing that it does could be saved any
-more. Each agent goes by what it sees itself: where its machine alone has lost the folder, the
-others go on without it. A run of one node leaves at once.
+If the folder is `away`, the agent waits without limit and training continues. If the folder is
+`gone`, a user may put it back within `GONE_SECONDS`. After that, this node leaves, because it could
+save nothing any more. Each agent judges by its own view. If one machine alone has lost the folder,
+the other nodes continue without it. A run of one node leaves at once.
 
-What lies at the path meanwhile says nothing of the run, least of all that a term is over (`Kept`).
+While the folder is missing, ignore whatever is at its path. In particular, do not conclude that the
+term has ended (`Kept`).
 
-A node that was told to go does not wait for a folder beyond its time, be it away or gone.
+A node that is asked to leave waits for the folder no longer than its own time allows.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from holdfast.wire.store.run_store import MissingKeyError, RunStore, spoken_erro
 from holdfast.wire.term import TERMS, Term, newest_number
 
 GONE_SECONDS = 30.0
-"""Within which a folder that is gone may be put back."""
+"""Seconds within which a moved or removed folder may be put back."""
 HOLD_SECONDS = 10.0
-"""Within which a node that leaves for it is done without, where others can go on."""
+"""Seconds until a node that leaves for it is dropped, if the other nodes can continue."""
 LOOK_SECONDS = 1.0
 LAST_SECONDS = 120.0
-"""How long the last node, which was told to go, waits for a folder that is away: nobody else holds
-the state."""
+"""Seconds that the last node, if asked to leave, waits for a folder that is `away`. No other node
+holds the state."""
 HUNG_SECONDS = 60.0
-"""A disk that says nothing for so long does not answer; until then it may only be busy."""
+"""Seconds without an answer from which a disk counts as hung; until then it may only be busy."""
 _MISSED = "the run folder has been moved, removed or replaced"
 WAITED = f"{_MISSED}; it is waited for, for {GONE_SECONDS:g} s"
 GONE = f"{_MISSED}; put it back, or start another run"
 OUT_OF_REACH = "the run folder is out of reach"
 _OURS = {"logs"}
-"""What children that are started meanwhile make at the path of a folder that is away."""
+"""Entries that newly started child processes make at the path of a folder that is `away`."""
 
 
 class Place(StrEnum):
@@ -53,16 +54,16 @@ class Place(StrEnum):
 
 
 class RunFolder:
-    """A run folder as it was when this was made."""
+    """The run folder as it was when this object was made."""
 
     def __init__(self, folder: Path, store: RunStore) -> None:
-        """Raises RunFolderError where it cannot be opened."""
+        """Raises RunFolderError if the folder cannot be opened."""
         self._folder, self._store = folder, store
-        self._term: tuple[str, bytes] | None = None  # the newest that was seen: its object
+        self._term: tuple[str, bytes] | None = None  # key and object of the newest term seen
         flags = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._root = os.open(folder, flags)  # as long as it is open, no other has its inode
+            self._root = os.open(folder, flags)  # while open, no other folder gets its inode
         except OSError as error:
             raise spoken_error(error, folder) from error
 
@@ -70,9 +71,9 @@ class RunFolder:
         os.close(self._root)
 
     def look(self) -> Place:
-        """For a thread of its own: a disk may keep it waiting."""
+        """Return the folder's state. Call it in a thread: a slow disk may block it."""
         found = self._glance()
-        # A file system that comes or goes within a glance leaves a folder that never was.
+        # A file system that is mounted or unmounted during one check gives a mixed picture.
         return self._glance() if found is Place.GONE else found
 
     def _glance(self) -> Place:
@@ -87,8 +88,8 @@ class RunFolder:
             return Place.AWAY
 
     def _same_term(self) -> bool:
-        """A folder that was emptied is no run folder any more, nor is one in which another run has
-        begun since."""
+        """Return True if the newest term is unchanged, so the folder was neither emptied nor used
+        by another run."""
         if self._term is not None:
             key, said = self._term
             try:
@@ -103,7 +104,7 @@ class RunFolder:
         return True
 
     def _mounted(self) -> bool:
-        """Whether the file system that it lay on can still be had; where that is not told, yes."""
+        """Return True if the folder's file system is still mounted, or if that is not known."""
         try:
             own = Path(f"/proc/self/fdinfo/{self._root}").read_text()
             mounts = Path("/proc/self/mountinfo").read_text()
@@ -115,12 +116,12 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class Kept(Term):
-    """A term of which its own run folder alone says that it is over."""
+    """A term that ends only if its own run folder says so."""
 
     folder: RunFolder = field(repr=False)
 
     def check(self) -> None:
-        """Raises FencedError as any does; RunFolderError where the folder is away or gone."""
+        """Raises FencedError if the term is over; RunFolderError if the folder is missing."""
         try:
             super().check()
         except FencedError as error:
@@ -131,35 +132,40 @@ class Kept(Term):
                 raise RunFolderError(str(error)) from None
         else:
             return
-        super().check()  # it may have been away then, and is here by now
+        super().check()  # the folder may have come back since the first check
 
 
 class Losing:
-    """What follows for an agent. Lives in one event loop."""
+    """The monitor of one agent's run folder. Lives in one event loop."""
 
     def __init__(
         self, folder: RunFolder, told: Callable[[], str], time_left: Callable[[], float],
         part: Callable[[float], None], say: Callable[[str], None], *, alone: bool = False,
     ) -> None:  # fmt: skip
-        """told: why this node is to go, "" as long as it is not; time_left: within how many
-        seconds, 0 where nobody said so. part: asks the others to go on without it, within so many
-        seconds. alone: the run has no other node."""
+        """Make the monitor.
+
+        Args:
+            told: Returns why this node must leave, "" if it stays.
+            time_left: Returns the seconds until then, 0 if not known.
+            part: Makes the run continue without this node, after the given seconds at the latest.
+            alone: The run has no other node.
+        """
         self.given_up = False
-        """Whether this node leaves because its folder is gone."""
+        """True if this node leaves because its folder is lost."""
         self._folder, self._told, self._time_left = folder, told, time_left
         self._part, self._say, self._alone = part, say, alone
         self._clock = asyncio.get_running_loop().time
         self._looking: asyncio.Task[Place] | None = None
-        self._asked = 0.0  # when the look began that is under way
+        self._asked = 0.0  # when the check under way began
         self._place = Place.HERE
-        self._here = self._clock()  # when it was last here, or this node was told to go
+        self._here = self._clock()  # when it was last here, or this node was asked to leave
         self._gone: float | None = None  # since when
-        self._due: float | None = None  # seconds for a node that was told to go
+        self._due: float | None = None  # seconds that a node has after it is asked to leave
 
     @property
     def answers(self) -> bool:
-        """Whether the folder was here when it was looked at last, and no look takes long: else
-        whatever else asks its disk may wait for ever."""
+        """Return True if the last check found the folder and no check hangs. Otherwise any access
+        to its disk may block for ever."""
         hangs = self._looking is not None and self._clock() - self._asked > LOOK_SECONDS
         return self._place is Place.HERE and not hangs
 
@@ -167,18 +173,19 @@ class Losing:
         return Kept(term.store, term.number, term.address, term.held, self._folder)
 
     async def present(self) -> None:
-        """Raises RunFolderError where it is not here: nothing that opens it may be started."""
+        """Raises RunFolderError if it is not here: no process that opens it may start then."""
         if await asyncio.to_thread(self._folder.look) is not Place.HERE:
             raise RunFolderError(OUT_OF_REACH)
 
     async def check(self) -> None:
-        """Raises RunFolderError where it is gone: what its path says is not this run's."""
+        """Raises RunFolderError if it is lost: content at its path is not this run's."""
         if await asyncio.to_thread(self._folder.look) is Place.GONE:
             raise RunFolderError(WAITED)
 
     async def end(self) -> EndedError:
-        """Until this node is to end, whatever else it waits for: why. To be cancelled where it ends
-        before."""
+        """Wait until the folder's state ends this node's part in the run; return the error.
+
+        Cancel it if the node leaves before."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             await self._look()
@@ -192,7 +199,7 @@ class Losing:
                 return self._too_late()
 
     async def _look(self) -> None:
-        """What was seen last counts, as long as the disk is only slow."""
+        """Update the folder's state; a slow disk leaves the last state in force."""
         if self._looking is None:
             self._asked = self._clock()
             self._looking = asyncio.create_task(asyncio.to_thread(self._folder.look))
@@ -222,5 +229,5 @@ class Losing:
     def _too_late(self) -> EndedError:
         if self._place is Place.GONE:
             return EndedError(GONE, Over.FENCED)
-        why = f"{self._told()}: the run folder is out of reach, so what is held here is not saved"
+        why = f"{self._told()}: the run folder is out of reach, so this node's state is not saved"
         return EndedError(f"{why}; run the same command again once it is back", Over.FENCED)

@@ -1,10 +1,10 @@
-"""Why a node leaves its run, or the run ends early: signals, notices, `holdfast notice`.
+"""The shutdown of a node or of the run: signals, notices, `holdfast notice`.
 
-Where other nodes take part, one that is told to go is done without: the coordinator ends the
-generation after a step, and the next one has the others. Where there is no other, or all are to go,
-the run stops: the workers are told with the answers to their reports, and leave at one common step.
-What only warns (the machine comes back, or may go) is a save into what survives it
-(`elastic/notices/handler.py`).
+If other nodes take part, a node that is asked to leave is dropped. The coordinator ends the
+generation after a step, and the next generation has the remaining nodes. If no other node takes
+part, or all must leave, the run stops. The workers learn it from the answers to their reports, and
+leave at one common step. A mere warning (the machine comes back, or may go) causes a save into
+tiers that survive the machine (`elastic/notices/handler.py`).
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from holdfast.policy.membership.election import Standing
 from holdfast.policy.membership.transitions import Phase
 
 LEAVE_SECONDS = 20.0
-"""Within which a node that was told to go is done without."""
+"""Seconds until a node that is asked to leave is dropped."""
 
 
 class Leaving:
-    """Lives in one event loop."""
+    """The shutdown controller of one agent. Lives in one event loop."""
 
     def __init__(
         self, config: RunConfig, node: str, alone: bool, *, board: Board, say: Say,
         station: Station, follower: Follower, office: Office, notices: Notices,
         upload: LastUpload, at_once: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """alone: the run has no other node. at_once: called when nothing is to be waited for any
-        more, with what is missing then."""
+        """alone: the run has no other node. at_once: makes the agent exit without waiting; it
+        receives what is not saved then, "" for nothing."""
         self.why: str | None = None
-        self._everybody = False  # the whole run is to stop, though there are others
+        self._everybody = False  # all of the run must stop, though other nodes take part
         self._config, self._node, self._only = config, node, alone
         self._board, self._say = board, say
         self._station, self._follower, self._office = station, follower, office
@@ -51,12 +51,12 @@ class Leaving:
         self._pending = Pending()
         self._clock = asyncio.get_running_loop().time
         self.understood: Callable[[int], bool] = lambda number: False
-        """Whether a notice source knows what a signal means, and will say so."""
+        """Returns True if a notice source knows what the signal means, and will report it."""
 
     # --- what follows from it -------------------------------------------------------------------
     @property
     def alone(self) -> bool:
-        """Whether no other node takes part: then leaving stops the run."""
+        """Return True if no other node takes part, so that leaving stops the run."""
         coordinator = self._follower.coordinator
         if coordinator is not None and len(coordinator.reign.nodes) == 1:
             return True
@@ -64,31 +64,31 @@ class Leaving:
 
     @property
     def stopping(self) -> str:
-        """Why the whole run is to stop; "" as long as it is not."""
+        """Reason for which all of the run must stop; "" while it continues."""
         return self.why if self.why and (self._everybody or self.alone) else ""
 
     # --- signals --------------------------------------------------------------------------------
     def signalled(self, number: signal.Signals) -> None:
         name, grace = number.name, self._config.cluster.grace_seconds
-        if self._upload.missing:  # nothing else is waited for
+        if self._upload.missing:  # only the final upload is still under way
             self._at_once(f"{name}; {self._upload.missing}")
         elif self.why is not None:
             if number is signal.SIGINT:
                 self._at_once("")
         elif number is signal.SIGTERM and self.understood(number):
-            return  # its source says how much is left
+            return  # the notice source will say how much time is left
         elif number is signal.SIGTERM and grace and self.alone:
             self.warned(Warned(grace, True, name, name))
         else:
             self.leave(name, grace if number is signal.SIGTERM else 0.0)
 
     def leave(self, why: str, seconds: float = 0.0) -> None:
-        """Leave the run; where it goes on without this node, within `seconds`."""
+        """Leave the run; if the run continues without this node, within `seconds`."""
         if self.why is not None:
             return
         self.why = why
         if not (self.alone or self._everybody):
-            self._say(f"{why}: the others go on without {self._node}")
+            self._say(f"{why}: the run continues without {self._node}")
             self._follower.leaving = seconds or LEAVE_SECONDS
             self._station.changed.set()
             return
@@ -98,7 +98,7 @@ class Leaving:
         self._say(f"{why}: saving and leaving at the next step (Ctrl-C again: at once)")
         if self._station.at:
             self._board.emit("agent", StopRequested(why, step=self._step))
-        self._office.stop(why)  # where nobody works
+        self._office.stop(why)  # acts if no node works
 
     @property
     def _step(self) -> int:
@@ -106,8 +106,8 @@ class Leaving:
 
     # --- notices --------------------------------------------------------------------------------
     def warned(self, warned: Warned) -> None:
-        """The cloud says when this machine is gone: save into what survives it, and leave where it
-        will not come back."""
+        """Act on a cloud's termination warning: save into tiers that survive this machine, and
+        leave if the machine will not come back."""
         if self.why is not None:
             return
         notice = Notice(warned.seconds, (), warned.leave, warned.source)
@@ -137,14 +137,16 @@ class Leaving:
             ))  # fmt: skip
 
     def began(self, current: Generation) -> None:
-        """What was heard while no generation was at work is for the one that begins."""
+        """Pass the notices that came while no generation was at work to the one that begins."""
         self._notices.begin()
         for notice in self._pending.take(self._clock()):
             if set(notice.nodes) <= set(current.topology.nodes):
                 self._notices.heard(notice, current.topology, current.step)
 
     async def asked(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
-        """`holdfast notice`: some nodes are about to go. Raises ValueError for what cannot be."""
+        """Handle `holdfast notice` about nodes that will be lost.
+
+        Raises ValueError for an unknown node, or if another agent coordinates by now."""
         notice = Notice.from_json(body)
         coordinator, current = self._follower.coordinator, self._station.current
         if coordinator is None and self._follower.seat.standing is not Standing.REIGNING:
@@ -164,7 +166,9 @@ class Leaving:
         return {"tiers": list(plan.tiers), "reason": plan.reason}
 
     def _moves(self, notice: Notice, coordinator: Coordinator) -> bool:
-        """Whether the others are enough to go on without those that go; then they do."""
+        """Make the run continue without the notice's nodes, if the remaining nodes suffice.
+
+        Return True if they do. Raises ValueError for an unknown node."""
         reign, names = coordinator.reign, set(notice.nodes)
         if unknown := names - {node.name for node in reign.nodes}:
             raise ValueError(f"there is no node {min(unknown)} in this run")

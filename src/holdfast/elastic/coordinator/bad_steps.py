@@ -1,13 +1,13 @@
-"""At the coordinator: steps that were bad, and what the next generation is told of them.
+"""The coordinator's tracker of bad steps, and their consequences for the next generation.
 
-All ranks find a bad step alike, do not apply it, and hold; what each then says is the same: which
-microbatches may have caused it, and how they were dealt. Here that becomes devices (the processes
-of a replica, who keep their numbers while ranks change) for `policy.detection.bad_steps`; and its
-decision becomes what the object of the next generation says:
+All ranks detect a bad step alike, do not apply it, and hold. Each rank then reports the same:
+which microbatches may have caused it, and how they were assigned. This module maps the replicas to
+devices for `policy.detection.bad_steps`. A device is the processes of a replica, whose numbers stay
+while ranks change. The decision goes into the object of the next generation:
 
-    skips   all microbatches that the run leaves out, each with its reason. It only grows, and every
-            object repeats it, so whoever coordinates next knows
-    again   the step that is to be done again, and which replicas are not to compute what
+    skips   All microbatches that the run leaves out, each with its reason. The list only grows.
+            Every object repeats it, so that the next coordinator knows it.
+    again   The step to repeat, and which replicas must not compute which microbatches.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HINT = (
 
 
 class Doubting:
-    """Lives as long as a term."""
+    """The bad steps of one term."""
 
     def __init__(self) -> None:
         self._trials = Trials()
@@ -45,20 +45,22 @@ class Doubting:
         return self._trials.skips
 
     def found(self, record: GenerationRecord) -> None:
-        """Of the newest generation, at the beginning of a term."""
+        """Take over the skips of the newest generation, at the beginning of a term."""
         self._trials = Trials(record.skips)
 
     def news(self) -> list[Event]:
-        """What the journal is to be told, once."""
+        """Return the events for the journal, each once."""
         out, self._news = self._news, []
         return out
 
-    # --- what is heard --------------------------------------------------------------------------
+    # --- reports --------------------------------------------------------------------------------
     def hear(
         self, before: Topology | None, held: Mapping[int, Held], keys: Mapping[int, Worker]
     ) -> None:
-        """What those hold who have stopped, each by a number; keys: who they are. Asked as often as
-        a generation is planned. Raises EndedError where the run cannot go on."""
+        """Take the reports of the stopped processes; called each time a generation is planned.
+
+        `held`: the state of each process, by key. keys: node and process of each key.
+        Raises EndedError if the run cannot continue."""
         self._trials.passed(max((one.applied for one in held.values() if not one.torn), default=0))
         if before is None or before.generation <= self._heard:
             return
@@ -86,17 +88,17 @@ class Doubting:
         suspects = frozenset(bad.suspects)
         return Bad(bad.step, bad.what, where, suspects, bad.again, bad.bearable)
 
-    # --- what follows ---------------------------------------------------------------------------
+    # --- consequences ---------------------------------------------------------------------------
     @property
     def sick(self) -> frozenset[Worker]:
-        """Who is not to be used any more."""
+        """Workers that must not be used any more."""
         decision = self._trials.pending
         devices = () if decision is None else decision.leave_out
         return frozenset(worker for device in devices for worker in self._workers[device])
 
     def retry(self, topology: Topology, seated: Mapping[int, Worker]) -> Retry | None:
-        """The step that the next generation does again. seated: by rank, the process that takes
-        it."""
+        """Return the step that the next generation repeats, None for none. seated: the process of
+        each rank."""
         if (decision := self._trials.pending) is None:
             return None
         avoid = {}
@@ -112,7 +114,7 @@ class Doubting:
 
 
 def _named(workers: list[Worker]) -> Device:
-    """ "process 12 on a", "processes 12, 13 on a and process 7 on b"."""
+    """Return a name: "process 12 on a", "processes 12, 13 on a and process 7 on b"."""
     nodes: dict[str, list[int]] = {}
     for node, pid in workers:
         nodes.setdefault(node, []).append(pid)

@@ -1,15 +1,15 @@
-"""The coordinator of one term: a `policy.membership.transitions.Reign` behind HTTP.
+"""The coordinator of one term: the state of `policy.membership.transitions` behind HTTP.
 
-Agents ask, it answers. `/join` says who an agent is; `/beat` says which generation it holds and
-what its workers do there, and stays open until there is something else to do, or the next heartbeat
-is due. So one request is report, heartbeat and the way of orders, and an order that is lost is
-found again in the next answer.
+Agents send requests, and the coordinator answers. `/join` identifies an agent. `/beat` reports the
+agent's generation and what its workers do there. It stays open until the agent has something else
+to do, or the next heartbeat is due. So one request serves as report, heartbeat and channel for
+commands. A lost command is repeated in the next answer.
 
-Reports that come in the same turn of the event loop are taken in together, and only those who are
-concerned are woken, so the cost of a change grows with the number of agents and no faster.
+Reports that arrive in the same turn of the event loop are processed together. Only agents that a
+change concerns are woken, so its cost grows linearly with the number of agents.
 
-What needs the run store or the planner is not done here: `Make` makes the next generation's object
-and returns what its nodes begin from.
+This module uses neither run store nor planner: `Make` makes the next generation's object and
+returns what its nodes begin from.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from holdfast.wire.waiting import wait_event
 
 LONGEST_WAIT = 20.0
 SOON = 0.3
-"""Seconds until those who have heard of something have said so."""
+"""Seconds within which agents react to an event and report it."""
 UNSETTLED = (Phase.STARTING, Phase.HALTING)
 LOOK_SECONDS = 0.2
-"""From one look to the next for agents that have ended, while such as live answer at once."""
+"""Seconds between two probes for ended agents; a live machine answers a probe at once."""
 RETRY_SECONDS = 1.0
-"""Until a run store that was out of reach is asked again."""
+"""Seconds until an unreachable run store is tried again."""
 
 
 class TakenError(HoldfastError):
-    """A generation's object could not be made: what the run store has instead."""
+    """A generation's object exists already; term and generation are the newest in the run store."""
 
     def __init__(self, term: int, generation: int) -> None:
         self.term, self.generation = term, generation
@@ -69,13 +69,13 @@ class TakenError(HoldfastError):
 
 
 class ChangedError(HoldfastError):
-    """What a generation was to be made of has changed while it was planned: it is planned anew."""
+    """The nodes or states for a generation changed while it was planned: plan it again."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """A generation whose object has been made. taken: how many places of each node it uses; None:
-    all of all its nodes."""
+    """A generation whose object has been made. taken: places that it uses, by node; None for all
+    places of its nodes."""
 
     start: StartState
     taken: Mapping[str, int] | None
@@ -87,55 +87,57 @@ class Make(Protocol):
     ) -> Made:
         """Make the object of a generation of these nodes.
 
-        Raises TakenError when somebody else has made it, or a newer term exists, and HoldfastError
-        when the run store is out of reach: it is tried again. EndedError where there is to be none.
+        Raises:
+            TakenError: Another agent has made the object, or a newer term exists.
+            EndedError: The run is to have no further generation.
+            HoldfastError: The run store is unreachable; the coordinator tries again.
         """
         ...
 
 
 class Coordinator:
-    """Lives in one event loop; `run` ends when the reign is over."""
+    """The coordinator of one term. Lives in one event loop; `run` ends with the term."""
 
     def __init__(
         self, reign: Reign, rules: Rules, make: Make,
         changed: Callable[[Reign, Reign], None] = lambda old, new: None,
         complain: Callable[[str], None] = lambda sentence: None,
     ) -> None:  # fmt: skip
-        """`changed` is told of every new phase, generation or membership, with what was before;
-        `complain` that the run store cannot be reached, once each time."""
+        """changed: receives the old and the new state at every change of phase, generation or
+        membership. complain: receives one line each time the run store becomes unreachable."""
         self.reign = reign
         self.known: dict[str, Known] = {}
-        self.kind = ""  # of the end, in a word: `run_result.Over`
-        self.sent_away: set[str] = set()  # who is to leave the run, once the others work without it
+        self.kind = ""  # why the run ended, one of `run_result.Over`
+        self.sent_away: set[str] = set()  # nodes to leave once the rest works without them
         self._rules, self._make, self._changed, self._complain = rules, make, changed, complain
         self._loop = asyncio.get_running_loop()
         self._ticked = self._loop.time()
-        self._begin: StartState | None = None  # what the nodes begin from; see `_answer`
-        self._complained = ""  # why no generation can be made, as it was said last
+        self._begin: StartState | None = None  # the nodes' start state; see `_answer`
+        self._complained = ""  # the last complaint why no generation can be made
         self._inbox: list[Report] = []
         self._waiting: dict[str, tuple[asyncio.Future[None], Directive, bool]] = {}
         self._news = asyncio.Event()
         self._seeking: asyncio.Task[None] | None = None  # for agents that may have ended
-        self._dismissed: set[str] = set()  # who has been told that the run is over
+        self._dismissed: set[str] = set()  # nodes that know that the run is over
         self._comparing = Comparing()
         self._blamed: dict[str, list[Blame]] = {}
-        self._misses: dict[str, frozenset[str]] = {}  # whom a node does not reach, by its last word
+        self._misses: dict[str, frozenset[str]] = {}  # by node: nodes that it does not reach
         self._looking: asyncio.Task[None] | None = None
         self.pacing = Pacing()
         self.paced: Callable[[Sequence[Change]], None] = lambda changes: None
-        """Told whenever a worker is judged otherwise: slow, well, to rest."""
+        """Called when the verdict on a worker's pace changes: slow, well, to be left out."""
 
-    # --- what is decided elsewhere --------------------------------------------------------------
+    # --- decisions of other parts ---------------------------------------------------------------
     def halt(self, reason: str, *, gentle: bool = False) -> None:
         self._set(transitions.halt(self.reign, reason, self._now, gentle=gentle))
 
     def warned(self, name: str, seconds: float) -> None:
-        """A node will be gone."""
+        """Note that a node will be lost in so many seconds."""
         now = self._now
         self._set(transitions.warned(self.reign, name, now + seconds, now, self._rules))
 
     def doubt(self, address: str) -> None:
-        """Who listens there led before, and has fallen silent."""
+        """Suspect the node of the previous coordinator, which listened there and fell silent."""
         for name, known in self.known.items():
             if address and known.told.get("address") == address:
                 self._set(transitions.doubted(self.reign, name, self._now, self._rules))
@@ -145,18 +147,19 @@ class Coordinator:
         self._set(transitions.done(self.reign, verdict, self._now))
 
     def look(self) -> None:
-        """Something that the rules depend on has changed."""
+        """Apply the rules again, because a fact that they depend on has changed."""
         self._tick()
         self._news.set()
 
     def fence(self) -> None:
-        """There is a newer term."""
+        """End this term, because a newer one exists."""
         self._set(transitions.fenced(self.reign, self._now))
 
     # --- requests -------------------------------------------------------------------------------
     async def join(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
-        """A JoinRequest. Of two agents of one name the later one counts. Raises ValueError,
-        KeyError for what is none."""
+        """Handle a JoinRequest. Of two agents with one name, the later one counts.
+
+        Raises ValueError or KeyError for a malformed request."""
         asked = JoinRequest.from_json(body)
         name, now = asked.name, self._now
         if not name:
@@ -165,15 +168,15 @@ class Coordinator:
             name, asked.mark, asked.places, now, now, asked.at, asked.stage, ready=asked.ready
         )  # fmt: skip
         self.known[name] = Known(asked.told, asked.held, new.at)
-        for one, missed in self._misses.items():  # of another process maybe
+        for one, missed in self._misses.items():  # reports may concern an earlier process
             self._misses[one] = missed - {name} if one != name else frozenset()
         self._set(transitions.came(self.reign, new, now, self._rules))
-        self._news.set()  # it settles at a time of its own
+        self._news.set()  # the new node has its own settling time
         return self._answer(name)
 
     async def beat(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
-        """A Heartbeat: the answer comes when there is something else to do than what it does, or
-        once it has waited for as long as it says."""
+        """Handle a Heartbeat. The answer comes when the agent has something else to do, or after
+        the wait that the heartbeat names."""
         said = Heartbeat.from_json(body)
         name, mark = said.name, said.mark
         if said.term > self.reign.term:
@@ -206,7 +209,7 @@ class Coordinator:
 
     @property
     def _idle(self) -> bool:
-        """Whether nobody works, and others stay who may go on."""
+        """True if no node works, and several nodes are present that may continue."""
         return self.reign.phase is Phase.GATHERING and len(self.reign.nodes) > 1
 
     def _answer(self, name: str, mark: str | None = None) -> dict[str, Any]:
@@ -221,8 +224,8 @@ class Coordinator:
             "go": name in self.sent_away, "free": self._idle,
         }  # fmt: skip
         if due.order is Order.START and self._begin is None:
-            # The coordinator that made the generation was lost before all had begun, and what they
-            # were to begin from with it.
+            # The coordinator that made the generation was lost before all nodes had begun. The
+            # start state was lost with it.
             self.halt("coordinator_lost")
             return {"term": term, "order": Order.WAIT.value, "generation": 0}
         if due.order is Order.START and self._begin is not None:
@@ -235,7 +238,7 @@ class Coordinator:
             self._news.set()
         return answer
 
-    # --- taking things in -----------------------------------------------------------------------
+    # --- processing reports ---------------------------------------------------------------------
     @property
     def _now(self) -> float:
         return self._loop.time()
@@ -249,7 +252,7 @@ class Coordinator:
         reports, self._inbox = self._inbox, []
         nodes = [(self.reign.node(report.name), report) for report in reports]
         if any(node is not None and node.ready != report.ready for node, report in nodes):
-            self._news.set()  # what is due when may have changed
+            self._news.set()  # deadlines may have changed
         self._set(transitions.heard(self.reign, reports, self._now, self._rules))
         for report in reports:
             self._look(report.name)
@@ -264,7 +267,7 @@ class Coordinator:
             self._look(name)
 
     def _look(self, name: str) -> None:
-        """Wake who waits, if it is to do something else."""
+        """Answer a waiting node if it has something else to do."""
         waiting = self._waiting.get(name)
         if waiting is None:
             return
@@ -274,12 +277,13 @@ class Coordinator:
             _wake(woken)
             return
         due = directive(self.reign, name)
-        # To wait and to go on is no news, but that others work without a node that leaves.
+        # Do not wake a node just to repeat WAIT or WORK, unless it is leaving. A leaving node must
+        # learn that the remaining nodes work without it.
         if due != doing and (leaving or due.order not in (Order.WAIT, Order.WORK)):
             _wake(woken)
 
     async def _look_for_dead(self) -> None:
-        """While the nodes of a generation stop or begin: who says nothing may be no more."""
+        """Probe silent nodes while a generation stops or begins: their agents may have ended."""
         while self.reign.phase in UNSETTLED:
             await asyncio.sleep(LOOK_SECONDS)
             silent = {
@@ -294,13 +298,13 @@ class Coordinator:
                     self._set(transitions.gone(self.reign, name, cause, now, self._rules))
 
     def _let_go(self, name: str) -> None:
-        """Its agent asks anew: the question before has no reader any more."""
+        """Answer a node's older request: its agent sends a new one and reads only that answer."""
         if name in self._waiting:
             _wake(self._waiting.pop(name)[0])
 
-    # --- who is slow ----------------------------------------------------------------------------
+    # --- slow nodes -----------------------------------------------------------------------------
     def rest(self, name: str) -> bool:
-        """A node slows all down: it is left out, if the others are enough; whether they are."""
+        """Leave out a slow node if the remaining nodes suffice; return True if they do."""
         others = [node for node in self.reign.nodes if node.name != name and not node.banned]
         if not self._rules.fits(others):
             return False
@@ -308,16 +312,18 @@ class Coordinator:
         return True
 
     def admit(self, name: str) -> None:
-        """It has rested: it is tried again."""
+        """Admit a node again that was left out because it was slow."""
         node = self.reign.node(name)
         if node is not None:
             self.reign = self.reign.put(replace(node, banned=False))
             self.look()
 
-    # --- who does not reach whom ----------------------------------------------------------------
+    # --- unreachable pairs ----------------------------------------------------------------------
     def _miss(self, name: str, mark: str, others: Iterable[str]) -> None:
-        """A node speaks, and says whom it does not reach. Whoever is missed and then heard here is
-        alive, so the two are kept apart; one that is dead is not heard any more."""
+        """Take a node's report of the nodes that it does not reach.
+
+        If the coordinator then hears an unreachable node, that node is alive, so the pair is kept
+        in separate generations. A dead node is not heard again."""
         node = self.reign.node(name)
         if node is None or node.mark != mark:
             return
@@ -326,13 +332,13 @@ class Coordinator:
             now = self._now
             self._set(transitions.parted(self.reign, name, other, now, self._rules))
 
-    # --- who stands still -----------------------------------------------------------------------
+    # --- hung workers ---------------------------------------------------------------------------
     def _compare(self, said: Heartbeat) -> bool:
-        """What a node says of those who stand still there; whether it is to give up somebody."""
+        """Take a node's report on workers without progress; return True if it must kill one."""
         name, at, still = said.name, said.at, said.still
         if not self.reign.at_work or at != self.reign.generation or name not in self.reign.members:
             return False
-        going = self.reign.phase is not Phase.HALTING  # else the next generation sees to the slow
+        going = self.reign.phase is not Phase.HALTING  # if so, wait for the next generation
         if going and said.paces and (changes := self.pacing.hear(name, at, said.paces)):
             self.paced(changes)
         nodes = [node for one in self.reign.members - {name} if (node := self.reign.node(one))]
@@ -349,8 +355,10 @@ class Coordinator:
         return name in self._blamed
 
     async def _look_for_silent(self) -> None:
-        """Workers wait: a node that says nothing of it is asked, and is lost if it does not answer
-        while it is waited for longer than a worker may be. It may have been stopped as a whole."""
+        """While workers wait, probe every node that reported nothing.
+
+        Declare such a node lost if it stays silent for longer than a worker may stall: all of the
+        node may be suspended."""
         if not await self._sleep(SOON):
             return
         since, limit = self._comparing.waiting(0.0), self._comparing.limit
@@ -366,7 +374,7 @@ class Coordinator:
         self._ask(self.reign.members)
         if not await self._sleep(SOON):
             return
-        self._ask(self._comparing.names)  # they are weighed again now that all have spoken
+        self._ask(self._comparing.names)  # compare again now that all nodes have reported
         if not silent:
             return
         now, waiting = self._now, self._comparing.waiting(checked)
@@ -375,7 +383,7 @@ class Coordinator:
         if not same or waiting is None or now - waiting <= limit:
             return
         for name in silent & self._silent(asked):
-            cause = f"not heard while others waited for it for {now - waiting:.1f} s"
+            cause = f"not heard while other nodes waited for it for {now - waiting:.1f} s"
             self._set(transitions.gone(self.reign, name, cause, now, self._rules))
 
     def _silent(self, since: float) -> frozenset[str]:
@@ -383,20 +391,22 @@ class Coordinator:
         return frozenset(node.name for node in nodes if node is not None and node.heard < since)
 
     def _ask(self, names: Iterable[str]) -> None:
-        """Answer their questions, so that they ask anew and say how it stands."""
+        """Answer the nodes' open requests, so that they send new ones with their present state."""
         for name in names:
             if name in self._waiting:
                 _wake(self._waiting[name][0])
 
     async def _sleep(self, seconds: float) -> bool:
-        """Whether this was awake in time: else others may be as late."""
+        """Sleep; return False if this process woke late.
+
+        Other nodes may be late too then, and must not be judged."""
         due = self._now + seconds
         await asyncio.sleep(seconds)
         return self._now - due < SOON
 
-    # --- its own time ---------------------------------------------------------------------------
+    # --- time -----------------------------------------------------------------------------------
     async def run(self) -> Reign:
-        """Until there is a newer term, or nothing left to do."""
+        """Coordinate until a newer term exists or the run is over; return the last state."""
         while self.reign.phase not in OVER:
             self._news.clear()
             self._tick()
@@ -414,7 +424,7 @@ class Coordinator:
         return self.reign
 
     def _tick(self) -> None:
-        """Time has passed: more than it should, where this process was stopped for a while."""
+        """Apply the rules to the time passed; allow for a suspension of this process itself."""
         now = self._now
         if now - self._ticked > self._rules.lost_after / 3:
             self._set(transitions.overslept(self.reign, now, self._rules))
@@ -422,7 +432,7 @@ class Coordinator:
         self._set(transitions.tick(self.reign, now, self._rules))
 
     async def all_told(self, but: str) -> None:
-        """Until every node but one knows that the run is over."""
+        """Wait until every node except `but` knows that the run is over."""
         while {node.name for node in self.reign.nodes} - self._dismissed - {but}:
             self._news.clear()
             await self._news.wait()
@@ -439,7 +449,7 @@ class Coordinator:
         except EndedError as error:
             self.done(str(error), error.kind)
         except HoldfastError as error:
-            if self._complained != (complaint := str(error)):  # it is tried again each second
+            if self._complained != (complaint := str(error)):  # it fails again each second
                 self._complained = complaint
                 self._complain(f"generation {generation} cannot be made yet: {error}")
             await wait_event(self._news, RETRY_SECONDS)
@@ -447,7 +457,7 @@ class Coordinator:
             self._complained = ""
             taken, self._begin = made.taken, made.start
             for one in self.known.values():
-                one.held = None  # of the generation before
+                one.held = None  # it described the generation before
             used = names if taken is None else frozenset(taken)
             self._set(
                 transitions.opened(self.reign, generation, used, self._now, self._rules, taken)

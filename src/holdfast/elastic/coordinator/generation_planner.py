@@ -1,9 +1,11 @@
-"""What the coordinator of a run decides for a generation: its topology, who sits where, and what it
-begins from. When there is to be one, and of which nodes, is `policy.membership.transitions`'s.
+"""The generation planner: decides a generation's topology, rank assignment and start state.
 
-    plan    before the object is made: the planner places what is there; who holds a state keeps it
-    begin   once the object is made, which fences all older generations: what is restored, where the
-            state is not in the processes
+`policy.membership.transitions` decides when a generation is due, and of which nodes.
+
+    plan    Before the object is made: the planner places the present processes. A process that
+            holds a state keeps it.
+    begin   After the object is made, which fences all older generations: choose what is restored if
+            the processes do not hold the state.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ from holdfast.policy.recovery.survivors import Held
 
 @dataclass(frozen=True)
 class Leading:
-    """What a leader uses. meet: where the workers of a generation find each other. opened: told the
-    number of each generation whose object was made, before anybody is told of it. durable: the
-    newest step that has a checkpoint in the run store. alone: the run has one node, whose mover
-    knows by itself whom to ask and to send to. rest: leaves a node out, if the others are enough;
-    whether they are. late: writes down what happened in a generation that this agent may have had
-    no part in."""
+    """Context of a generation planner.
+
+    meet: the rendezvous address of a generation's workers. opened: receives the number of each
+    generation whose object was made, before any node learns of it. durable: returns the newest step
+    that has a checkpoint in the run store. alone: the run has one node, whose mover knows its peers
+    itself. rest: leaves a node out if the remaining nodes suffice, and returns True if they do.
+    late: emits an event of a generation that this agent may have had no part in."""
 
     config: RunConfig
     planner: Planner
@@ -54,7 +57,7 @@ class Leading:
 
 
 class Lead:
-    """The decisions of one term. Lives in one event loop."""
+    """The generation planner of one term. Lives in one event loop."""
 
     def __init__(self, leading: Leading) -> None:
         self._it = leading
@@ -66,27 +69,27 @@ class Lead:
         self._declined: tuple[int, tuple[NodePlaces, ...]] | None = None
         self.doubting = Doubting()
         self.speeds: dict[tuple[str, int], float] = {}
-        """Beside the others' 1, of nodes' processes that are slow."""
+        """Relative speed of each slow process, by node and process; a normal one has 1."""
         self._told_lost: set[tuple[int, str]] = set()
         self.begins = True
-        """Whether a session of the run begins with the generation that was planned last."""
+        """True if a session of the run begins with the generation that was planned last."""
         self.reached = 0
         """The newest step that a generation has begun from."""
         self.tried: dict[str, str] = {}
-        """Keys of checkpoints that proved rotten, and why."""
+        """Keys of checkpoints that proved corrupt, and why."""
 
     def found(self, record: GenerationRecord, alone: bool = False) -> None:
-        """The newest generation, at the beginning of a term. alone: of this node, which has nobody
-        of it left."""
+        """Take over the newest generation's record, at the beginning of a term. alone: the run has
+        one node, and no process of that generation is left."""
         self.doubting.found(record)
         if record.topology is not None and not alone:
-            if record.previous is not None:  # as long as nobody has taken the new one up
+            if record.previous is not None:  # states may still have the previous layout
                 self._survivors.opened(record.previous.topology)
             self._before = record.topology
             self._survivors.opened(self._before)
 
     def fits(self, nodes: Sequence[Node]) -> tuple[str, ...]:
-        """Which nodes a generation would use; () where it cannot be."""
+        """Return the nodes that a generation would use; () if none is possible."""
         if not nodes or sum(node.places for node in nodes) < 1:
             return ()
         try:
@@ -96,7 +99,7 @@ class Lead:
         return tuple(dict.fromkeys(plan.topology.nodes))
 
     def more(self, nodes: Sequence[Node]) -> bool:
-        """Whether what is ready on these nodes would make more workers than there are."""
+        """Return True if the ready processes of these nodes would give more workers than now."""
         before, ready = self._before, _ready(nodes)
         asked = (0 if before is None else before.generation, tuple(ready))
         if before is None or not ready or asked == self._declined:
@@ -106,25 +109,27 @@ class Lead:
         except LayoutError:
             planned = None
         if planned is None or planned.topology.world_size <= before.world_size:
-            self._declined = asked  # it is asked at every heartbeat
+            self._declined = asked  # remember it: the question comes at every heartbeat
             return False
         return True
 
     def full(self, nodes: Sequence[Node]) -> bool:
-        """Whether more nodes would not be used."""
+        """Return True if the run would not use more nodes."""
         wanted = self._it.config.layout.workers
         return bool(wanted) and sum(node.places for node in nodes) >= wanted
 
     def outcomes(self, known: Mapping[str, Known]) -> list[NodeOutcome]:
-        """How the last generation ended, node by node. Who was not told to begin it before it was
-        over still says how the one before ended."""
+        """Return how the last generation ended, node by node.
+
+        A node that never began that generation still reports the one before; it is left out."""
         last = None if self._before is None else self._before.generation
         told = [one.held for one in known.values() if last in (None, one.at)]
         return [outcome for outcome in told if outcome is not None]
 
     def rotten(self, known: Mapping[str, Known]) -> str | None:
-        """Whether what the last generation began from proved rotten: it is passed over from now on,
-        and this says so."""
+        """Return a sentence if the last generation's checkpoint proved corrupt, None otherwise.
+
+        The run ignores that checkpoint from then on."""
         lost = [outcome.lost for outcome in self.outcomes(known)]
         said = next((one.rotten for one in lost if one is not None and one.rotten), None)
         if said is None or self._key is None:
@@ -136,7 +141,8 @@ class Lead:
     async def plan(
         self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
     ) -> GenerationRecord:
-        """Without a term, a reason and agents. Raises HoldfastError where no plan is possible."""
+        """Return a generation's record, without a term, a reason and agents. Raises HoldfastError
+        if no plan is possible."""
         nodes = [node for name in sorted(names) if (node := reign.node(name)) is not None]
         self.begins = self._before is None or not _goes_on(reign)
         self._peers = {
@@ -165,11 +171,13 @@ class Lead:
     def _without_sick(
         self, held: dict[int, Held], keys: Mapping[int, tuple[str, int]], names: set[str]
     ) -> dict[int, Held]:
-        """Who computes wrongly again and again is left out with its node; where that cannot be, its
-        state is not trusted, if others have it. Raises ChangedError."""
+        """Leave out the nodes of workers that compute wrongly again and again.
+
+        If such a node is needed, distrust its workers' state, provided that other workers have it.
+        Raises ChangedError once a node is left out."""
         sick = self.doubting.sick
         if any(node in names and self._it.rest(node) for node, _ in sorted(sick)):
-            raise ChangedError("a node is left out that computes wrongly")
+            raise ChangedError("a node that computes wrongly is left out")
         well = {key: one for key, one in held.items() if keys[key] not in sick}
         if len(well) == len(held) or not self._survivors.live(well):
             return held
@@ -182,8 +190,10 @@ class Lead:
         self, nodes: Sequence[Node], generation: int, held: Mapping[int, Held],
         where: Mapping[int, str], durable: int,
     ) -> tuple[Topology, Aftermath]:  # fmt: skip
-        """Whoever can go on does so at once (rung 0): the replicas that lost nobody, by themselves.
-        Where none has, whatever is ready. Only where neither can be, are processes waited for."""
+        """Choose the topology that lets training continue soonest.
+
+        First choice: the replicas that lost no rank continue alone and at once (rung 0). If all or
+        no replicas lost a rank, take all ready processes. If neither works, wait for processes."""
         present = self._present(self._lost(held))
         config, here = self._it.config, {node.name for node in nodes}
         whole = self._survivors.whole(held, where)
@@ -206,7 +216,7 @@ class Lead:
         return planned.topology, self._survivors.plan(planned.topology, held, where, durable)
 
     async def begin(self, generation: int, record: GenerationRecord) -> StartState:
-        """What its nodes begin from."""
+        """Return what the generation's nodes begin from."""
         topology, after = self._plans[generation]
         self._it.opened(generation)
         here = set(topology.nodes)
@@ -249,14 +259,15 @@ class Lead:
     def _speeds_of(
         self, after: Aftermath, keys: Mapping[int, tuple[str, int]]
     ) -> dict[int, float]:  # fmt: skip
-        """Of the ranks whose processes are slow."""
+        """Return the speeds of the ranks whose processes are slow."""
         processes = enumerate(after.seats.processes)
         seated = {rank: keys[key] for rank, key in processes if key is not None}
         return {rank: self.speeds[who] for rank, who in seated.items() if who in self.speeds}
 
     def tell_lost(self, reign: Reign) -> None:
-        """Which ranks the running generation has lost with their nodes, and why: each once. Where a
-        session begins, none is running: that says by itself that the one before is over."""
+        """Emit once which ranks the running generation has lost with their nodes, and why.
+
+        At the beginning of a session no generation runs, so none is reported."""
         before = self._before
         if before is None or before.generation != reign.generation or not _goes_on(reign):
             return
@@ -268,7 +279,7 @@ class Lead:
                 lost = WorkerLost(rank, 0, cause, "heartbeat", name, step=self.reached)
                 self._it.late(before.generation, lost)
 
-    # --- what the planner is told ---------------------------------------------------------------
+    # --- input of the planner -------------------------------------------------------------------
     def _places(self, nodes: Sequence[Node]) -> list[NodePlaces]:
         return [NodePlaces(node.name, node.places) for node in nodes]
 
@@ -276,7 +287,7 @@ class Lead:
         return None if self._before is None else Present(self._before, frozenset(lost))
 
     def _lost(self, held: Mapping[int, Held]) -> list[int]:
-        """Ranks of the generation before whose state is gone."""
+        """Return the ranks of the generation before whose state is lost."""
         before = self._before
         if before is None:
             return []
@@ -288,12 +299,12 @@ class Lead:
 
 
 def _goes_on(reign: Reign) -> bool:
-    """Whether anybody here took part in the run before; else a session begins."""
+    """Return True if any node here took part in the run before. Otherwise a session begins."""
     return any(node.at for node in reign.nodes)
 
 
 def _ready(nodes: Sequence[Node]) -> list[NodePlaces]:
-    """The places for which there is a process; all of a node that cannot say."""
+    """Return the places that have a process; all places of a node that does not report them."""
     found = [(n.name, n.places if n.ready is None else min(n.places, n.ready)) for n in nodes]
     return [NodePlaces(name, places) for name, places in found if places]
 
@@ -301,7 +312,7 @@ def _ready(nodes: Sequence[Node]) -> list[NodePlaces]:
 def _rung(
     before: Topology | None, now: Topology, after: Aftermath, newest: Newest | None
 ) -> int:  # fmt: skip
-    """Of the recovery ladder; -1 where nothing was lost, because nothing was there."""
+    """Return the rung of the recovery ladder; -1 if no generation ran before."""
     if before is None:
         return -1
     if newest is not None and newest.durable:
@@ -318,7 +329,7 @@ def _rung(
 
 
 def _whole(before: Topology, now: Topology, came_from: Sequence[int | None]) -> bool:
-    """Whether each replica is one that there was, with all its ranks in their places."""
+    """Return True if each replica existed before, with all its ranks in their places."""
     old = {(each.kind, tuple(each.ranks)) for each in before.replicas}
     new = ((r.kind, tuple(came_from[rank] for rank in r.ranks)) for r in now.replicas)
     return all(replica in old for replica in new)
@@ -327,8 +338,9 @@ def _whole(before: Topology, now: Topology, came_from: Sequence[int | None]) -> 
 def _holdings(
     known: Mapping[str, Known], alive: set[str]
 ) -> tuple[dict[int, tuple[str, int]], dict[int, Held]]:
-    """Processes of different nodes may have one number: here each gets its own. By that: (node,
-    process), and what it holds."""
+    """Give each process a unique key, since pids of different nodes may be equal.
+
+    Return (node, process) by key, and the state that the process holds by key."""
     keys: dict[int, tuple[str, int]] = {}
     held: dict[int, Held] = {}
     for name in sorted(alive & known.keys()):

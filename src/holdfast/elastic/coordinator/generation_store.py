@@ -1,8 +1,8 @@
-"""A term's coordinator over a run store: what it finds there at its beginning, and how it makes the
-object of a generation, whose number nobody else can have then.
+"""The start of a term from the run store, and the creation of a generation's object.
 
-The object says who takes part: for every node its agent's address and mark, so that whoever comes
-to be coordinator next knows whom to expect, and the agents whom to ask for one.
+Only one agent can create the object of a given number. The object names the members: for every
+node, its agent's address and mark. From it, the next coordinator knows which nodes to expect, and
+each agent knows which agents to ask for a coordinator.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from holdfast.wire.term import (
 )
 
 Plan = Callable[[Reign, int, frozenset[str], Mapping[str, Known]], Awaitable[GenerationRecord]]
-"""The record of a generation, without a term and agents. What it raises is tried again."""
+"""Returns the record of a generation, without a term and agents. It is retried after an error."""
 Begin = Callable[[int, GenerationRecord], Awaitable[StartState]]
-"""Once the object is made, which fences all older ones: what the nodes begin from."""
+"""Returns what the nodes begin from, after the object is made and fences all older ones."""
 
 
 COLLECTS = (20_000, 20, 100)
-"""Objects made until the collector looks: the questions of 4,096 agents that are open at a time are
-no garbage, and to look through them again and again took a third of the time of a decision."""
+"""Thresholds of Python's garbage collector. The open requests of 4,096 agents are no garbage. To
+scan them repeatedly took a third of the time of a decision."""
 
 
 async def nothing(generation: int, record: GenerationRecord) -> StartState:
@@ -55,15 +55,16 @@ async def reign_over(
     above: int = 0, expects: bool = True,
     refused: Callable[[UserError], None] = lambda error: None,
 ) -> Coordinator:  # fmt: skip
-    """The coordinator of a term that was just opened. above: the next generation is newer than
-    that, too. expects: the nodes of the newest generation are waited for, until they are heard or
-    lost. refused: told what the run store says where the object could not be made; what it raises
-    counts instead. Raises what the run store raises."""
+    """Return the coordinator of a term that was just opened. Raises what the run store raises.
+
+    above: the next generation must also exceed this number. expects: wait for the nodes of the
+    newest generation until each reports or is lost. refused: receives the run store's error if the
+    object cannot be made; an error that it raises replaces that one."""
     generation = await asyncio.to_thread(newest_generation, store)
     reason = "resume" if generation else "start"
     record = GenerationRecord()
     if generation and expects:
-        with suppress(CorruptError, MissingKeyError):  # then nobody is expected
+        with suppress(CorruptError, MissingKeyError):  # then no node is expected
             record = await read_record(store, generation)
     now = asyncio.get_running_loop().time()
     nodes = [
@@ -73,13 +74,13 @@ async def reign_over(
     gc.set_threshold(*COLLECTS)
     reign = transitions.begin(term.number, now, max(generation, above), nodes, reason)
     coordinator = Coordinator(reign, rules, make, changed, complain)
-    for name, agent in record.agents.items():  # where they were to be found
+    for name, agent in record.agents.items():  # their last known addresses
         coordinator.known[name] = Known({"address": agent.address})
     return coordinator
 
 
 class Maker:
-    """Makes generations' objects under one term; see `coordinator.Make`."""
+    """Creates generations' objects under one term; see `coordinator.Make`."""
 
     def __init__(
         self, term: Term, store: RunStore, plan: Plan, begin: Begin,
@@ -112,8 +113,10 @@ class Maker:
         return Made(await self._begin(generation, record), taken)
 
     def _create(self, generation: int, record: GenerationRecord) -> None:
-        """In this order: whoever opens a newer term in between opens this number, too, and one of
-        the two comes too late."""
+        """Check the term, then create the object.
+
+        The order matters. If another agent opens a newer term in between, it creates this number
+        too, and one of the two agents comes too late."""
         self._term.check()
         try:
             open_generation(self._store, generation, record.to_json())

@@ -20,8 +20,8 @@ from holdfast.policy.detection.hangs import (
 
 @dataclass
 class _Told:
-    """What one node has told. of: how many of its workers are at work; progress: seconds without
-    progress anywhere that it bears."""
+    """The last report of one node. of: its workers at work. progress: seconds that it tolerates
+    without progress of any worker."""
 
     at: float
     normal: float | None
@@ -33,7 +33,7 @@ class _Told:
 
 
 class Comparing:
-    """What the nodes of one generation have told of those who stand still."""
+    """The nodes' reports of one generation on workers without progress."""
 
     def __init__(self) -> None:
         self._generation = self._furthest = 0
@@ -42,10 +42,11 @@ class Comparing:
     def hear(
         self, name: str, generation: int, still: Mapping[str, Any], now: float, heard: float = inf
     ) -> list[Blame]:
-        """What a node says with a question; who of its workers is to be given up. heard: when that
-        member was heard from which the last word is oldest: nobody is behind before all have been
-        heard again, for he may wait for one that is cut off. Raises KeyError, TypeError and
-        ValueError for what makes no sense."""
+        """Take a node's report; return those of its workers that the node must kill.
+
+        heard: the oldest of the members' last heartbeats. No worker counts as behind before all
+        members were heard again, because it may wait for one that is cut off.
+        Raises KeyError, TypeError and ValueError for a malformed report."""
         if generation != self._generation:
             self._generation, self._told, self._furthest = generation, {}, 0
         if not still:
@@ -60,7 +61,7 @@ class Comparing:
                 mark.point < self._furthest or mark.quiet > limit or not (mark.waits or mark.asleep)
             )
             for mark in told.marks.values()
-        ):  # most who tell of themselves wait for another: that costs nothing
+        ):  # most reported workers wait for another rank: return early for them
             return []
         named = judge(self._marks, self.normal, now, lag=told.late)
         return [
@@ -71,7 +72,7 @@ class Comparing:
 
     @property
     def names(self) -> frozenset[str]:
-        """The nodes of those who stand still."""
+        """Nodes that have workers without progress."""
         return frozenset(self._told)
 
     @property
@@ -80,24 +81,25 @@ class Comparing:
 
     @property
     def normal(self) -> float | None:
-        """By the slowest node's word."""
+        """Seconds that a step normally takes, as the slowest node reports."""
         return max((t.normal for t in self._told.values() if t.normal is not None), default=None)
 
     @property
     def limit(self) -> float | None:
-        """Seconds that somebody may keep the others waiting; None before that is known."""
+        """Seconds that one worker may keep other workers waiting; None until known."""
         normal = self.normal
         return None if normal is None else STEPS * normal + SECONDS
 
     def waiting(self, since: float) -> float | None:
-        """When those began to wait who do, by what was told later than `since`; None: nobody."""
+        """Return when the last of the waiting workers began to wait; None if none waits. Only
+        reports after `since` count."""
         return max(
             (mark.at for told in self._told.values() if told.at >= since
              for mark in told.marks.values() if mark.waits), default=None,
         )  # fmt: skip
 
     def stuck(self, now: float, members: frozenset[str]) -> float | None:
-        """For how long all workers of these nodes have waited for one another."""
+        """Return the seconds that all workers of these nodes have waited for one another."""
         if not members <= self._told.keys():
             return None
         if any(one.of != len(one.marks) for one in self._told.values()):
@@ -106,8 +108,9 @@ class Comparing:
         return stuck(self._marks, self.normal, now, lag=late)
 
     def hung(self, now: float, members: frozenset[str]) -> tuple[str, Blame] | None:
-        """Where every worker of these nodes has stood still for long, and nothing says more of
-        them: the node and the worker that got least far."""
+        """Return the node and the worker with the least progress if all workers hang.
+
+        This is the last resort, if every worker of these nodes has made no progress for long."""
         if not members <= self._told.keys():
             return None
         told = {name: self._told[name] for name in members}

@@ -1,12 +1,11 @@
-"""The ledger of those who are gone: entries that they did not live to tell are made again.
+"""Rebuilds ledger entries that lost workers never delivered, and marks them as reconstructed.
 
-Where the survivors of a loss go on with the state that they hold, the steps that it stands after
-count, whoever was lost meanwhile; and a worker's ledger travels on a thread of its own, so that of
-its last steps may have been lost with it. Only the agent knows what has been told. Once every
-worker of the next generation is ready, the others have told what they still had to tell; what is
-missing then, up to the step that the generation began from, is made from the data and marked
-(`core.data.data_ledger.STANDS_IN`). What is known is kept as ranges of positions, which is a
-handful of numbers however long the run.
+When survivors continue from their own state, all steps up to that state count. A lost worker sends
+its ledger from a background thread, so the entries of its last steps may be missing. Only the agent
+knows which entries arrived. Once every worker of the next generation is ready, the survivors have
+sent all their entries. The agent then rebuilds missing entries up to that generation's start step
+from the data, and marks them (`core.data.data_ledger.STANDS_IN`). Known entries are kept as ranges
+of positions: a handful of numbers, however long the run.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ if TYPE_CHECKING:
     from holdfast.data.batch import Batches
 
 AGENT = -1
-"""The rank of entries that nobody's model was fed by."""
+"""The rank in rebuilt entries, which belong to no rank's training."""
 
 
 class Told:
-    """Which positions of the sample order have a ledger entry that counts. Feed it every event.
+    """Coverage of the sample order by ledger entries that count; `observe` needs every event.
 
-    Where a run begins from a snapshot or checkpoint, nothing before it is asked for; nor where a
-    later generation does so, if snapshots are announced behind the ledger of their steps.
+    If a run begins from a snapshot or checkpoint, entries before it are not required. The same
+    holds for a later generation if snapshots are announced after the ledger of their steps.
     """
 
     def __init__(self, config: RunConfig, announced_behind: bool = True) -> None:
@@ -45,14 +44,14 @@ class Told:
         self._config = config
         self._schedule = BatchSchedule(config.train.batch_size, stages)
         self._ranges: list[Range] = []
-        self._whole = 0  # nothing is missing before this position
+        self._whole = 0  # no entry is missing before this position
         self._start = 0  # the step that the newest generation began from
         self.skips = Skips()
-        """What is left out of the run's data."""
+        """Microbatches that are left out of the run's data."""
 
     def observe(self, event: Event) -> None:
         if isinstance(event, GenerationStarted):
-            # What was done beyond that is done again.
+            # Steps beyond that are repeated.
             self._start = event.step
             end = self._end
             self._ranges = [(low, min(high, end)) for low, high in self._ranges if low < end]
@@ -68,20 +67,20 @@ class Told:
         return self._schedule.position(self._start + 1)
 
     def _add(self, start: int, stop: int) -> None:
-        """They come nearly in order: the list stays short, and its end is looked at."""
+        """Add a range. Ranges come nearly in order, so only the end of a short list changes."""
         at = max(0, bisect_left(self._ranges, (start, start)) - 1)
         self._ranges[at:] = merge([*self._ranges[at:], (start, stop)])
 
     def missing(self) -> list[Range]:
-        """Positions up to the newest start of which nobody told."""
+        """Return the positions up to the newest start that no ledger entry covers."""
         return gaps(self._ranges, self._whole, self._end)
 
     def settled(self) -> None:
-        """What was missing has been made, or cannot be."""
+        """Require no entries up to the newest start: they were rebuilt, or cannot be."""
         self._whole = max(self._whole, self._end)
 
     def made(self, missing: list[Range]) -> list[BatchFed]:
-        """Entries for these positions, by step; reads the dataset. Raises HoldfastError."""
+        """Return entries for these positions, by step; reads the dataset. Raises HoldfastError."""
         from holdfast.data.batch import Batches
         from holdfast.data.dataset import Dataset
 
@@ -105,17 +104,17 @@ class Told:
 
 
 class StandIn:
-    """Makes the missing part of the ledger behind the training, once for each generation that goes
-    on live."""
+    """Rebuilds missing ledger entries during training, once for each generation that continues
+    from live state."""
 
     def __init__(self, told: Told, board: Board, say: Say, pause: float) -> None:
         """pause: seconds before a journal that cannot be written is tried again."""
         self.owing = False
-        """Whether something may be missing: no snapshot is announced before its ledger."""
+        """True if entries may be missing: no snapshot is announced before its ledger."""
         self._told, self._board, self._say, self._pause = told, board, say, pause
 
     async def make(self) -> None:
-        """Everybody has told what he still had to tell."""
+        """Rebuild and store missing entries, after all workers have sent theirs."""
         if not self.owing:
             return
         missing = self._told.missing()
@@ -123,7 +122,7 @@ class StandIn:
             for event in await asyncio.to_thread(self._told.made, missing) if missing else ():
                 self._board.emit("agent", event)
         except HoldfastError as error:
-            self._say(f"the ledger lacks what lost workers were fed: {error}")
+            self._say(f"the ledger lacks the batches of lost workers: {error}")
         self._told.settled()
         while not await self._board.flush("agent", sync=True):
             await asyncio.sleep(self._pause)
@@ -131,7 +130,9 @@ class StandIn:
 
 
 def _entries(batches: Batches, step: int, start: int, stop: int) -> Iterator[dict[str, Any]]:
-    """For samples [start, stop) of a step: by microbatch, in shares as dp_shard may cut them."""
+    """Yield entries for samples [start, stop) of a step, by microbatch.
+
+    The shares of a microbatch are cut as `dp_shard` may cut them."""
     size = batches.microbatch_size
     while start < stop:
         index, offset = divmod(start, size)

@@ -1,9 +1,9 @@
-"""Whether an agent that says nothing is dead, asked of its machine: it says so itself, at once.
+"""Liveness probe of a silent agent: its machine answers at once if the agent has ended.
 
-An agent's own silence takes three heartbeats to mean anything. But where it listens, its machine
-answers whoever connects; and when nobody listens there any more, the agent has ended, and its
-workers with it. Nobody is asked while all goes well: a node that is lost shows in the workers of
-the others, and then whoever has not answered is looked for.
+An agent's own silence means something only after three heartbeats. But its machine answers every
+connection to the agent's port. If it refuses the connection, the agent has ended, and its workers
+with it. No agent is probed while all goes well. A lost node first shows in the workers of the other
+nodes, and only then the silent agents are probed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from enum import Enum
 CONNECT_SECONDS = 2.0
 SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 MOST = 64
-"""Agents that are looked for at a time: when so many are silent, they are only slow."""
+"""Most agents that are probed at a time: if more are silent, they are only slow."""
 
 
 async def dead(addresses: Mapping[str, str]) -> Iterable[str]:
-    """Which of these agents, by name, have ended; nothing is known of the others."""
+    """Return the names of the agents that have certainly ended."""
     if not addresses or len(addresses) > MOST:
         return ()
     answers = await asyncio.gather(*(answer(a, CONNECT_SECONDS) for a in addresses.values()))
@@ -29,13 +29,13 @@ async def dead(addresses: Mapping[str, str]) -> Iterable[str]:
 
 class Answer(Enum):
     LISTENS = "listens"
-    REFUSED = "refused"  # by its machine: nobody listens there
+    REFUSED = "refused"  # by its machine: no process listens there
     SILENT = "silent"  # packets do not arrive
     UNKNOWN = "unknown"  # no address, or an error of this machine's own
 
 
 async def answer(address: str, seconds: float) -> Answer:
-    """What comes of connecting to `address`, "host:port". Does not raise."""
+    """Connect to `address`, "host:port", and return the result. Does not raise."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(seconds):

@@ -1,8 +1,8 @@
-"""How the processes of a generation find each other: a key-value store behind the agent's HTTP.
+"""The rendezvous of a generation's processes: a key-value store behind the agent's HTTP.
 
-The answering half of `elastic.worker.http_store.HttpStore`. Values are bytes, base64 on the way. A
-wait is a long poll: the request is answered when the keys are there, or at its deadline, and the
-client asks again. A new generation empties the store and ends every wait with FencedError.
+It is the server side of `elastic.worker.http_store.HttpStore`. Values are bytes, sent as base64. A
+wait is a long poll: the answer comes when the keys exist or at the deadline, and the client asks
+again. A new generation empties the store and ends every wait with FencedError.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Rendezvous:
         self._answers: OrderedDict[str, dict[str, Any]] = OrderedDict()
 
     def begin(self, generation: int) -> None:
-        """Forget older generations; their waits end."""
+        """Forget older generations, and end their waits."""
         self._generation = generation
         self._values.clear()
         self._answers.clear()
         self._notify()
 
     async def handle(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
-        """One operation. Raises ValueError or KeyError for one that makes no sense."""
+        """Carry out one operation. Raises ValueError or KeyError for a malformed one."""
         op = str(body["op"])
         if op == "wait":
             return await self._wait(generation, body)
@@ -58,7 +58,7 @@ class Rendezvous:
         return answer
 
     async def _wait(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
-        """{"ready": bool, "value": ...}: the first key's value comes along, to spare a trip."""
+        """Return {"ready": bool, "value": ...}; the first key's value saves a round trip."""
         keys = [self._key(key) for key in body["keys"]]
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(float(body["timeout"]), LONGEST_POLL)
@@ -91,8 +91,10 @@ class Rendezvous:
         return {"value": _encode(value)}
 
     def _compare_set(self, key: str, body: dict[str, Any]) -> bytes:
-        """The value afterwards; for an absent key that was expected to be there, the expected
-        value, and nothing is stored (torch's own stores answer so)."""
+        """Return the value afterwards.
+
+        If an expected key is absent, store nothing and return the expected value, as torch's own
+        stores do."""
         expected, desired = _decode(body["expected"]), _decode(body["desired"])
         old = self._values.get(key)
         if (old or b"") != expected:

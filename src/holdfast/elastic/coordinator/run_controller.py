@@ -1,12 +1,10 @@
-"""What an agent does while it coordinates the run, beside the coordinator itself.
+"""The leader's duties for one run, apart from the coordinator itself.
 
-plan, begin   what the next generation is (`elastic/coordinator/generation_planner.py`), or why
-there is none: it failed, was
-              given up, is to stop, has no state to begin from
-gathering     too few nodes: that is said, and waited for as the run file says
-told          the ledger of those who are gone is made whole
-(`elastic/coordinator/ledger_repair.py`) end           how the run ended, into the journal
-(`elastic/run_result.py`)
+plan, begin   Plan each generation and start it (`elastic/coordinator/generation_planner.py`).
+              End the run if it failed, must stop, or has no state to begin from.
+gathering     Report that there are too few nodes, and wait as the run file says.
+ledger        Add entries that lost workers never sent (`elastic/coordinator/ledger_repair.py`).
+end           Write the run's result into the journal (`elastic/run_result.py`).
 """
 
 from __future__ import annotations
@@ -52,19 +50,20 @@ from holdfast.wire.term import Term, newest_generation
 
 MISSED_BEATS = 3
 APART_BEATS = 30
-"""For how long two nodes that do not reach each other are not tried together."""
+"""Heartbeats until two nodes that did not reach each other are tried together again."""
 LEAVE_ALL = "all nodes were told to go"
 BAD_STEPS = ("non_finite", "loss_jump")
-"""Of these `policy.detection.bad_steps` says how many there may be."""
+"""Reasons that `policy.detection.bad_steps` limits, not the restart budget."""
 
 
 @dataclass(frozen=True)
 class Desk:
-    """What an office uses of its agent. meet: where the workers of a generation find each other.
-    prepare: sees to it that there is a mover, which chooses what is begun from.
-    made: told the number of each generation whose object was made. opened: the newest that is known
-    here. why: the reason why the whole
-    run is to stop, "" as long as it is not. committed: the newest committed step."""
+    """Functions of the agent that the run controller uses.
+
+    meet: the rendezvous address of a generation's workers. prepare: makes sure that a mover runs,
+    which chooses the restore point. made: receives the number of each generation whose object was
+    made. opened: returns the newest generation known here. why: returns why all of the run must
+    stop, "" while it continues. committed: returns the newest committed step."""
 
     meet: str
     prepare: Callable[[], Awaitable[None]]
@@ -75,13 +74,13 @@ class Desk:
 
 
 class Office:
-    """Lives in one event loop."""
+    """The run controller of one agent. Lives in one event loop."""
 
     def __init__(
         self, joining: Joining, desk: Desk, planner: Planner, mover: MoverLink, board: Board,
         say: Say, told: Told,
     ) -> None:  # fmt: skip
-        """told: fed with all that the board is told, where the run has one node only."""
+        """told: observes all events of the event log if the run has one node only."""
         self.coordinator: Coordinator | None = None
         self.term: Term | None = None
         self.restored = 0
@@ -95,18 +94,18 @@ class Office:
         self._restarts, self._counted = Restarts(), 0
         self._resumed = False
         self._above_all: int | None = None
-        self._begun = False  # whether this session's beginning is in the journal
+        self._begun = False  # this session's start is in the journal
         self._closing = ""  # why the next generation is the last
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closed = False
 
     @property
     def owing(self) -> bool:
-        """Whether the ledger may lack something: no snapshot is announced before it."""
+        """True if the ledger may lack entries: no snapshot is announced before them."""
         return self._it.alone is not None and self._stand_in.owing
 
     def close(self) -> None:
-        """This agent ends: what its coordinator still sees, its own node go, is no news."""
+        """Stop, because the agent ends; ignore what its coordinator still observes."""
         self._closed = True
         for task in self._tasks.values():
             task.cancel()
@@ -144,8 +143,9 @@ class Office:
         return self.coordinator
 
     async def _above(self) -> int:
-        """Above which generation the next is to be. Once in a session: who has taken part in the
-        run knows its generations. Raises EndedError."""
+        """Return the generation that the next one must exceed. Raises EndedError.
+
+        It is looked up once in a session: an agent that took part knows the run's generations."""
         if self._desk.opened():
             return 0
         if self._above_all is None:
@@ -156,7 +156,7 @@ class Office:
         return self._above_all
 
     def _refused(self, error: UserError) -> None:
-        """A run of one node that cannot begin says so; one that has begun waits for its store."""
+        """End a run of one node that cannot begin; one that has begun waits for its store."""
         if self._it.alone is not None and not self._begun:
             raise EndedError(str(error), Over.MEND) from error
 
@@ -165,8 +165,9 @@ class Office:
         return step_of(keys[0]) if keys else 0
 
     def _made(self, generation: int) -> None:
-        """The object of a generation was made by this agent. Where it took part before it came to
-        lead, or others did, the session goes on that another one began."""
+        """Note a generation whose object this agent made, and emit the start of a session.
+
+        If this agent took part before it led, or other nodes did, an earlier session continues."""
         begins = self._lead is not None and self._lead.begins and self._desk.opened() == 0
         self._desk.made(generation)
         if not self._begun and begins:
@@ -179,7 +180,7 @@ class Office:
     async def _plan(
         self, reign: Reign, generation: int, names: frozenset[str], known: Mapping[str, Known]
     ) -> GenerationRecord:
-        """Raises EndedError where there is to be none."""
+        """Return the record of the next generation. Raises EndedError if there must be none."""
         assert self._lead is not None
         _failed(known.values())
         ended = [outcome.lost for outcome in self._lead.outcomes(known)]
@@ -196,20 +197,20 @@ class Office:
         reason = next((loss.reason for loss in losses if loss.reason), reign.reason)
         lost = reign.reason in ("worker_lost", "halted")
         record = await self._lead.plan(reign, generation, names, known)
-        if rotten is not None:  # each goes once: this ends
-            for key in self._lead.tried.keys() - tried:  # else that was said in an attempt before
+        if rotten is not None:  # each corrupt state is dropped once, so this ends
+            for key in self._lead.tried.keys() - tried:  # an earlier attempt reported the rest
                 why = self._lead.tried[key]
                 self._board.emit("agent", CheckpointRejected(key, why, step=step_of(key)))
-                self._say(f"{rotten}; another state is taken up")
+                self._say(f"{rotten}; the run falls back to another state")
         elif lost and reason not in BAD_STEPS and (sentence := self._hopeless(generation, cause)):
             raise EndedError(sentence)
         return replace(record, reason=reason if lost else reign.reason, stopping=self._closing)
 
     async def _prepare(self, generation: int) -> None:
-        """A mover that does not start is tried again, as often as any other loss."""
+        """Start the mover if needed; a failed start is retried as often as any other loss."""
         try:
             await self._desk.prepare()
-        except RunFolderError as error:  # whose absence is no loss of a mover
+        except RunFolderError as error:  # a missing folder does not count as a lost mover
             self._refused(error)
             raise
         except HoldfastError as error:
@@ -219,9 +220,9 @@ class Office:
             raise
 
     def _hopeless(self, generation: int, cause: str) -> str | None:
-        """Why it makes no sense to go on, as a sentence, after one more loss of a worker."""
+        """Count one more loss of a worker; return a sentence if the run must give up."""
         assert self._lead is not None
-        if generation > self._counted:  # it may be tried again, while the run store is away
+        if generation > self._counted:  # retries of an unreachable run store count once
             self._counted = generation
             reached = max(self._lead.reached, self._desk.committed())
             self._restarts = self._restarts.after_loss(reached)
@@ -247,13 +248,12 @@ class Office:
         return begun
 
     def _rest(self, node: str) -> bool:
-        """Leave a node out, if the others are enough; whether they are."""
+        """Leave a node out if the remaining nodes suffice; return True if they do."""
         return self.coordinator is not None and self.coordinator.rest(node)
 
-    # --- who is slow ----------------------------------------------------------------------------
+    # --- slow workers ---------------------------------------------------------------------------
     def _paced(self, changes: Sequence[Change]) -> None:
-        """Fewer microbatches for who is slow, from the next generation on; for whom that is not
-        enough, none at all."""
+        """Give a slow worker fewer microbatches from the next generation on, or none at all."""
         coordinator, lead = self.coordinator, self._lead
         assert coordinator is not None
         assert lead is not None
@@ -270,7 +270,7 @@ class Office:
         if before != lead.speeds:
             coordinator.halt("slow_worker", gentle=True)
 
-    # --- what changes ---------------------------------------------------------------------------
+    # --- changes of the coordinator's state -----------------------------------------------------
     def _changed(self, old: Reign, new: Reign) -> None:
         if self._closed:
             return
@@ -291,8 +291,9 @@ class Office:
         self._tasks[name] = asyncio.create_task(what)
 
     async def _make_whole(self) -> None:
-        """Every worker of the generation has told what it had to tell: what is missing then of the
-        steps that it stands after was to be told by those who are gone."""
+        """Repair the ledger once every worker of the generation has sent its entries.
+
+        Entries that are still missing up to the start step belonged to lost workers."""
         if self._it.alone is not None:
             await self._stand_in.make()
             return
@@ -304,11 +305,11 @@ class Office:
             for event in await asyncio.to_thread(self._told.made, missing) if missing else ():
                 self._board.emit("agent", event)
         except HoldfastError as error:
-            self._say(f"the ledger of a lost node could not be made again: {error}")
+            self._say(f"the ledger entries of a lost node cannot be rebuilt: {error}")
         self._told.settled()
 
     def end(self, verdict: str) -> End:
-        """How the run ended, by what the nodes said of it: this one may have had no part in it."""
+        """Return the run's result from all nodes' reports; this node may have had no part."""
         coordinator = self.coordinator
         known = () if coordinator is None else coordinator.known.values()
         told = [one.held.done for one in known if one.held is not None]
@@ -319,16 +320,16 @@ class Office:
 
     # --- too few nodes --------------------------------------------------------------------------
     def fits(self, nodes: Sequence[Node]) -> tuple[str, ...]:
-        """Which of these nodes a generation would use; () where it cannot be."""
+        """Return the nodes that a generation would use; () if none is possible."""
         assert self._lead is not None
         least = 1 if self._closing or self._it.alone else self._it.config.cluster.min_nodes
         return self._lead.fits(nodes) if len(nodes) >= least else ()
 
     async def _too_few(self, seconds: float = 0.0) -> None:
-        """What is lacking is said after `seconds`; and then it is waited for, or not."""
+        """Report after `seconds` what is lacking; then wait for it, or stop the run."""
         await asyncio.sleep(seconds)
         coordinator, cluster = self.coordinator, self._it.config.cluster
-        assert coordinator is not None, "nobody gathers before there is one"
+        assert coordinator is not None, "nodes gather only once a coordinator exists"
         try:
             _failed(coordinator.known.values())
         except EndedError as error:
@@ -337,7 +338,7 @@ class Office:
         if (why := self._desk.why()) or cluster.below_minimum == "leave":
             patience = 0.0 if why else cluster.below_minimum_seconds
             if not why:
-                self._say(f"{self._lacking()}; leaving in {patience:g} s if nobody comes")
+                self._say(f"{self._lacking()}; leaving in {patience:g} s if no node joins")
             await asyncio.sleep(patience)
             self.stop(why or f"{self._lacking()}, for {patience:g} s")
         else:
@@ -351,13 +352,15 @@ class Office:
         return f"no layout fits the {sum(n.places for n in nodes)} places that are here"
 
     def stop(self, why: str) -> None:
-        """Nobody works, and nobody is waited for any more: one last generation of those who are
-        here saves what they hold; where there can be none, it is over."""
+        """Stop the run if no node works: wait for no further node.
+
+        One last generation of the present nodes saves their state. If none is possible, the run is
+        over."""
         coordinator = self.coordinator
         if coordinator is None or coordinator.reign.phase is not Phase.GATHERING:
             return
         self._closing = why
-        if self._desk.opened():  # else nobody holds anything
+        if self._desk.opened():  # before that, no node holds any state
             coordinator.look()
         if coordinator.reign.phase is Phase.GATHERING:
             kind = Over.STOPPED if self._desk.why() else Over.TOO_FEW
@@ -365,7 +368,7 @@ class Office:
 
 
 def _failed(known: Iterable[Known]) -> None:
-    """Raises EndedError where a node's workers failed in a way that a restart would not mend."""
+    """Raises EndedError if a node's workers failed in a way that a restart would not fix."""
     for one in known:
         ending = None if one.held is None else one.held.ending
         if isinstance(ending, Failed) and ending.sentence:

@@ -1,10 +1,10 @@
-"""At the coordinator: what the workers took for a microbatch, beside each other.
+"""The coordinator's straggler tracker: compares the workers' time per microbatch.
 
-Every heartbeat of a node says how long each of its workers has computed since the last one, and how
-many microbatches. When all have spoken that is one comparison for `policy.detection.stragglers`,
-which says who is slow beyond doubt: by the median of its kind, so what slows all cancels out. A
-slow worker gets fewer microbatches in the next generation (`speeds`, which weigh its replica); one
-for which that is not enough makes its node a standby, where the run can do without it.
+Every heartbeat of a node reports how long each of its workers has computed since the last one, and
+how many microbatches. Once all workers are reported, `policy.detection.stragglers` compares them.
+It names workers that are slow beyond doubt by the median of their kind, so a common slowdown
+cancels out. A slow worker gets fewer microbatches in the next generation (`speeds`, which weigh its
+replica). If that is not enough, its node becomes a standby, provided that the run does not need it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from holdfast.policy.detection.stragglers import Change, Limits, Pace, Stragglers, Timing
 
 Worker = tuple[str, int]
-"""A node and one of its processes: that stays when ranks change."""
+"""A node and one of its processes; both stay when ranks change."""
 
 
 def worker_of(change: Change) -> Worker:
-    """Whom it is about."""
+    """Return the worker that a change concerns."""
     who = change.who
     assert isinstance(who, tuple), "workers are known by node and process"
     node, pid = who
@@ -27,20 +27,21 @@ def worker_of(change: Change) -> Worker:
 
 
 class Pacing:
-    """Lives as long as a term."""
+    """The straggler tracker of one term."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._found = Stragglers(limits)
         self._generation = 0
-        self._known: set[Worker] = set()  # who has told of itself in this generation
+        self._known: set[Worker] = set()  # workers that were reported in this generation
         self._pending: dict[Worker, Timing] = {}
-        self._slower: dict[Worker, float] = {}  # of those who are not well
+        self._slower: dict[Worker, float] = {}  # of slow workers: time relative to normal
 
     def hear(
         self, name: str, generation: int, rows: Iterable[Sequence[Any]]
     ) -> tuple[Change, ...]:  # fmt: skip
-        """What a node says of its workers; who is judged otherwise from now on. Raises ValueError,
-        TypeError for what makes no sense."""
+        """Take a node's report on its workers; return the changed verdicts.
+
+        Raises ValueError or TypeError for a malformed report."""
         if generation != self._generation:
             self._generation, self._known, self._pending = generation, set(), {}
         for pid, position, seconds, microbatches in rows:
@@ -66,10 +67,10 @@ class Pacing:
 
     @property
     def speeds(self) -> dict[Worker, float]:
-        """Beside the others' 1, of those who are slow."""
+        """Relative speed of each slow worker; a normal one has 1."""
         return {who: round(1 / slower, 2) for who, slower in self._slower.items() if slower > 1.0}
 
     def resting(self, name: str) -> bool:
-        """Whether no worker of this node that takes part is to have work."""
+        """Return True if no worker of this node should get work."""
         here = {who for who in self._known if who[0] == name}
         return bool(here) and here <= self._found.left_out.keys()

@@ -1,9 +1,10 @@
-"""Between two generations: what is left of the last one, and how the next one makes use of it.
+"""The recovery plan between two generations: reuse the state that survivors of the last one hold.
 
-What the processes hold they say themselves (`policy.recovery.survivors`). A state is laid out by
-the topology of some generation: usually of the one that has just ended; where a recovery failed
-before anything moved it is an older one, for some or for all. Those go on live whose states are of
-one generation, the newest of which everything is there; the others join them as newcomers.
+The processes report what they hold (`policy.recovery.survivors`). The topology of some generation
+lays out each state, usually that of the generation that just ended. If a recovery failed before any
+state moved, it is an older topology, for some processes or for all. Processes continue live if
+their states are of one generation: the newest one whose state is complete. The remaining processes
+join as newcomers.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from holdfast.layout import Topology
 from holdfast.policy.recovery.rank_assignment import Seats, seats
 from holdfast.policy.recovery.survivors import Held, Standpoint, standpoint, unheld
 
-_REMEMBERED = 16  # topologies of older generations: nobody holds a state for longer
+_REMEMBERED = 16  # topologies of older generations: no process holds a state for longer
 
 
 @dataclass(frozen=True)
 class Aftermath:
-    """How the next generation begins. live: from the state that its processes hold, else `why`
-    they cannot; before: the topology that this state is laid out by."""
+    """How the next generation begins. live: the resume point of its processes' own state, None if
+    they cannot resume. why: the reason then. before: the topology that lays out this state."""
 
     seats: Seats
     live: Standpoint | None
@@ -41,14 +42,14 @@ class Aftermath:
         return self.seats.came_from if self.live is not None else None
 
     def told_before(self) -> PreviousState | None:
-        """For the orders of those who join."""
+        """Return the previous state for the commands to newcomers; None without live state."""
         if self.live is None or self.before is None:
             return None
         return PreviousState(self.before, self.live.step)
 
 
 class Survivors:
-    """Remembers the topologies by which states are laid out."""
+    """Memory of the topologies that lay out the processes' states."""
 
     def __init__(self, config: RunConfig) -> None:
         self._table = state_table(config.model, config.train.precision)
@@ -63,9 +64,11 @@ class Survivors:
         self, new: Topology, held: Mapping[int, Held], where: Mapping[int, str] | None = None,
         durable: int = 0,
     ) -> Aftermath:  # fmt: skip
-        """held: by process, of everybody who is left; where: the node of each, where there are
-        several. durable: the newest step that has a checkpoint: who lies behind it was cut off
-        while others went on, and their state is the run's."""
+        """Return how the next generation begins.
+
+        `held`: the state of each surviving process. where: the node of each, if there are several.
+        durable: the newest step that has a checkpoint. Processes with an older state were cut off
+        while the run continued elsewhere, so their state does not count."""
         stood = self._stood(held)
         if isinstance(stood, str):
             why = stood
@@ -79,12 +82,14 @@ class Survivors:
             missing = unheld(before, self._table, stay & point.ranks)
             if missing is None:
                 return Aftermath(seated, point, "", before)
-            why = f"of those who hold the whole of {missing} not all have a place"
+            why = f"of the processes that hold parts of {missing}, not all have a place"
         return Aftermath(seats(new, new, _all_of(new, {}, held, where), ()), None, why, None)
 
     def whole(self, held: Mapping[int, Held], where: Mapping[int, str]) -> Whole | None:
-        """Where replicas have lost somebody and others have not: those others, which can go on by
-        themselves. Arguments as in `plan`."""
+        """Return the intact replicas, which can continue by themselves, or None.
+
+        The result is None unless some replicas have lost a rank and some have not. Arguments as in
+        `plan`."""
         stood = self._stood(held)
         if isinstance(stood, str):
             return None
@@ -96,11 +101,11 @@ class Survivors:
         return Whole(before, frozenset(range(before.world_size)) - there, places)
 
     def live(self, held: Mapping[int, Held]) -> bool:
-        """Whether these hold the whole state of some generation."""
+        """Return True if these processes hold the complete state of some generation."""
         return not isinstance(self._stood(held), str)
 
     def _stood(self, held: Mapping[int, Held]) -> _Stood | str:
-        """The newest generation of which the whole state is held, else why there is none."""
+        """Return the newest generation whose state is complete, or why there is none."""
         why = "nobody is left who holds a state"
         stood = {one.state[0] for one in held.values() if one.state is not None}
         for generation in sorted(stood & self._topologies.keys(), reverse=True):
@@ -117,8 +122,8 @@ class Survivors:
 
 @dataclass(frozen=True)
 class Whole:
-    """The replicas of `before` that lost nobody. lost: ranks that are gone; places: by node, the
-    processes of these replicas."""
+    """The replicas of `before` that lost no rank. lost: the lost ranks. places: the number of these
+    replicas' processes by node."""
 
     before: Topology
     lost: frozenset[int]
@@ -127,7 +132,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class _Stood:
-    """By whom the state of a generation is held; processes: by its ranks."""
+    """The holders of a generation's state. processes: the process of each rank."""
 
     before: Topology
     processes: Mapping[int, int]
@@ -138,8 +143,9 @@ def _all_of(
     topology: Topology, processes: Mapping[int, int], held: Mapping[int, Held],
     where: Mapping[int, str] | None,
 ) -> dict[int, int]:  # fmt: skip
-    """`processes` by rank, and at ranks of their node that are free those of the others: where they
-    stood, if that is one of them."""
+    """Return `processes` by rank, with the remaining processes at free ranks of their node.
+
+    A remaining process keeps its old rank if that is free."""
     out = dict(processes)
     for pid, one in held.items():
         free = [

@@ -1,11 +1,11 @@
-"""The search for a coordinator that has fallen silent: everybody is asked, all at once.
+"""The pre-vote after a coordinator has fallen silent: ask all agents at once.
 
-    a round   the coordinator is asked to take this agent in, the other agents whether they hear it;
-              it ends when all have answered, after `seconds` at the latest
-    further   who did not answer in one round is asked in the next, too, and not waited for: what is
-              cut off costs a search one round, however long it lasts
+    a round   The agent asks the coordinator to admit it again, and all other agents whether they
+              hear the coordinator. It ends when all have answered, after `seconds` at the latest.
+    further   An agent that did not answer is asked again in the next round, but not waited for.
+              So an agent that is cut off delays the pre-vote by one round only.
 
-A round in which this agent was late itself says nothing about the others.
+If this agent itself was late in a round, the round says nothing about the other agents.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from holdfast.wire.store.run_store import RunStore
 from holdfast.wire.term import QUESTION, newest_generation
 
 ANSWER_SECONDS = 3.0
-"""How long another agent has for its answer, be it waited for or not."""
+"""Seconds that another agent has for its answer, whether a round waits for it or not."""
 LATE_SECONDS = 0.3
-"""Beyond its time, until a round counts as this agent's own delay."""
+"""Seconds past the end of a round from which this agent itself counts as late."""
 
 
 class Search:
-    """Lives in one event loop, from the silence of a coordinator until somebody leads."""
+    """The pre-vote of one agent, from a coordinator's silence until an agent leads.
+
+    Lives in one event loop.
+    """
 
     def __init__(self, secret: Secret) -> None:
         self.sign = ""
-        """What the run store shows of all others: how far their journal is."""
-        self._lead: str | None = None  # the same of the one who leads
+        """Progress of the other agents' journals, as the run store shows it."""
+        self._lead: str | None = None  # the same of the leader's journal alone
         self._moved = -inf
         self._secret = secret
         self._asked: dict[str, asyncio.Task[tuple[Peer, int]]] = {}
@@ -44,8 +47,10 @@ class Search:
         self._mute: set[str] = set()
 
     def look(self, store: RunStore, own: str, leads: str) -> int:
-        """See how far the journals are in the run store, but for that of `own`; the newest
-        generation there. leads: the node that coordinated. For a thread of its own."""
+        """Read the sizes of the journals in the run store, except those of `own`.
+
+        Return the newest generation there. leads: the node that coordinated. Call it in a thread.
+        """
         newest = newest_generation(store)
         keys = store.list(segment_key(newest, "").removesuffix(".jsonl"))
         sizes = {key: store.size(key) for key in keys if _node_of(key) != own}
@@ -57,17 +62,19 @@ class Search:
         return newest
 
     def leader_moves(self, seconds: float) -> bool:
-        """Whether the journal of the one who leads has grown in the last so many: rounds may follow
-        each other quicker than it writes."""
+        """Return True if the leader's journal has grown in the last `seconds`: rounds may follow
+        each other faster than the leader writes."""
         return time.monotonic() - self._moved <= seconds
 
     async def round(
         self, others: Mapping[str, str], term: int, rejoin: Callable[[], Coroutine[Any, Any, None]],
         silent: Callable[[], bool], seconds: float,
     ) -> dict[str, Peer] | None:  # fmt: skip
-        """What the others (name -> address) say of the coordinator of `term`; None where this agent
-        was late. rejoin: asks that coordinator. silent: whether it still is, which ends the round.
-        Raises what `rejoin` raises."""
+        """Return what the other agents say of the coordinator of `term`; None if this agent was
+        late. Raises what `rejoin` raises.
+
+        `others`: name -> address. rejoin: asks that coordinator to admit this agent. silent:
+        returns True while the coordinator is silent; the round ends with its silence."""
         loop = asyncio.get_running_loop()
         due = loop.time() + seconds
         for name, address in others.items():
@@ -87,14 +94,14 @@ class Search:
         return self._told(late, term)
 
     def _told(self, late: bool, term: int) -> dict[str, Peer] | None:
-        """Whoever has answered is asked anew in the next round."""
+        """Collect the answers; an agent that has answered is asked again in the next round."""
         said: dict[str, Peer] = {}
         for name, task in list(self._asked.items()):
             said[name] = Peer.UNKNOWN
             if task.done():
                 del self._asked[name]
                 peer, theirs = task.result()
-                # One that follows somebody who is fenced does not know yet.
+                # An agent that follows a fenced coordinator does not know yet.
                 said[name] = peer if peer is Peer.DEAD or theirs >= term else Peer.UNKNOWN
                 if peer is not Peer.UNKNOWN:
                     self._mute.discard(name)
@@ -104,7 +111,7 @@ class Search:
         return None if late else said
 
     async def _hears(self, address: str) -> tuple[Peer, int]:
-        """What an agent says, and the term that it knows of."""
+        """Ask one agent; return its answer and the term that it knows of."""
         talker = Talker(address, self._secret, connect_seconds=ANSWER_SECONDS)
         try:
             answer = await talker.post(QUESTION, {}, ANSWER_SECONDS)
@@ -118,8 +125,8 @@ class Search:
         return hears, int(answer.get("term", 0))
 
     async def end(self, answered: bool) -> None:
-        """It is over. answered: by the coordinator itself, whose orders are taken in before all
-        else. Raises what `rejoin` raises."""
+        """End the pre-vote. answered: the coordinator itself answered, so its commands are applied
+        first. Raises what `rejoin` raises."""
         back = self._back if answered else None
         if back is not None:
             await back
@@ -132,5 +139,5 @@ class Search:
 
 
 def _node_of(key: str) -> str:
-    """Whose agent writes a segment; names may have dots."""
+    """Return the node whose agent writes a segment; names may have dots."""
     return key.rpartition("/")[2].removesuffix(".jsonl").partition(".")[2]

@@ -1,14 +1,14 @@
-"""Which of the other nodes this one does not reach, though both may be heard by the coordinator.
+"""The reachability probe: finds nodes that this node does not reach, though the coordinator may
+hear both.
 
-A link between two switches can fail and leave every agent's way to its coordinator whole; then no
-node is lost, and workers wait for each other in vain. So when a generation is ended because all
-wait, each agent sees whom of the others' agents its machine reaches, before it says that its
-workers hold. Whoever is missed is told with every question from then on, and tried again behind it,
-until it is reached. (Partial partitions: Alquraan et al., "An analysis of network-partitioning
-failures in cloud systems", OSDI 2018, section 4.)
+A link between two switches can fail while every agent still reaches its coordinator. Then no node
+is lost, but workers wait for each other in vain. So if a generation ends because all workers wait,
+each agent probes the other agents' machines before it reports that its workers hold. From then on,
+every heartbeat names the unreachable nodes. The agent probes them again in the background until it
+reaches them. (Partial partitions: Alquraan et al., "An analysis of network-partitioning failures in
+cloud systems", OSDI 2018, section 4.)
 
-Any answer of the machine will do, also that nobody listens: what has ended is found out elsewhere
-(`liveness_probe`).
+Any answer of the machine counts, even a refused connection: `liveness_probe` finds ended agents.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from itertools import islice
 from holdfast.elastic.coordinator.liveness_probe import Answer, answer
 
 SECONDS = 1.5
-"""Long enough for a lost packet to be sent once more by the kernel."""
+"""Timeout of one attempt; the kernel can resend one lost packet within it."""
 LATE = 0.5
-"""An agent that wakes so much later has heard nothing that came meanwhile: it tries again."""
+"""An agent that wakes so many seconds late has missed the answers meanwhile, and tries again."""
 TRIES = 3
 MOST = 64
-"""So many of the others are tried: each agent those that follow it by name, so that of two at least
-one tries the other as long as there are not more than twice as many."""
+"""Other agents that each agent probes: those that follow it by name. With at most twice as many
+agents, at least one of any two probes the other."""
 
 
 class Reaching:
-    """Of one agent; lives in one event loop."""
+    """The reachability probe of one agent. Lives in one event loop."""
 
     def __init__(self) -> None:
-        self._missed: dict[str, str] = {}  # with their addresses: newer generations may lack them
+        self._missed: dict[str, str] = {}  # name -> address: newer generations may lack it
         self._trying: asyncio.Task[None] | None = None
         self._first = False
 
@@ -43,12 +43,12 @@ class Reaching:
 
     @property
     def looking(self) -> bool:
-        """Whether `look` has not ended."""
+        """Return True while `look` is under way."""
         return self._first and self._trying is not None and not self._trying.done()
 
     def look(self, own: str, agents: Mapping[str, str], ended: Callable[[], None]) -> None:
-        """Try all the others, behind whoever asks. agents: name -> "host:port", `own` among them.
-        ended: called in the end."""
+        """Probe the other agents in the background. agents: name -> "host:port", with `own`.
+        ended: called at the end."""
         names = sorted(agents)
         after = [name for name in names if name > own] + [name for name in names if name < own]
         self._start({name: agents[name] for name in islice(after, MOST)}, first=True)
@@ -56,7 +56,7 @@ class Reaching:
         self._trying.add_done_callback(lambda _: ended())
 
     def again(self, agents: Mapping[str, str]) -> None:
-        """Try those that were missed. agents: as in `look`, where some may listen elsewhere now."""
+        """Probe the unreachable agents again. agents: as in `look`; an address may have changed."""
         if self._missed and (self._trying is None or self._trying.done()):
             self._start({n: agents.get(n, old) for n, old in self._missed.items()}, first=False)
 

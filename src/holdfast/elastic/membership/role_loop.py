@@ -1,15 +1,15 @@
-"""An agent's place in the run: whose orders it follows, and when it is coordinator itself.
+"""An agent's role in the run: follower of a coordinator, candidate, or coordinator itself.
 
-It carries out `policy.membership.election`: reads the run store for the newest term, joins its
-coordinator, holds one question open there, and when nobody answers asks the other agents and opens
-the next term. What the orders are about, this node's workers, is behind `Work`.
+The loop carries out `policy.membership.election`. It reads the newest term from the run store,
+joins that term's coordinator and keeps one heartbeat open there. If the coordinator falls silent,
+it asks the other agents and opens the next term. `workload` is the interface to the node's workers.
 
-    seeking    the newest term in the run store, and its holder is asked to take us in
-    following  one question is open at the coordinator; a change here asks again at once
-    silent     the agents of the last generation are asked whether they hear the coordinator
-               (`elastic/membership/prevote.py`)
-    claiming   the next term is opened in the run store
-    reigning   the same questions go to the coordinator in this very process
+    seeking    Read the newest term from the run store, and ask its holder to admit this agent.
+    following  One heartbeat is open at the coordinator; a change here sends another at once.
+    silent     Ask the agents of the last generation whether they hear the coordinator
+               (`elastic/membership/prevote.py`).
+    claiming   Open the next term in the run store.
+    reigning   Send the same heartbeats to the coordinator in this process.
 """
 
 from __future__ import annotations
@@ -57,31 +57,34 @@ from holdfast.wire.term import (
 from holdfast.wire.waiting import wait_event
 
 ROUND_SECONDS = 1.0
-"""How long a silent coordinator and the other agents are waited for at least, when they are asked;
-else a heartbeat."""
+"""Least seconds of a round in which a silent coordinator and the other agents may answer. A round
+lasts a heartbeat if that is longer."""
 PAUSE_SECONDS = 0.5
-"""Between two looks at the run store and at the others."""
+"""Seconds between two reads of the run store, and between two rounds."""
 LONGEST_REST = 60.0
-"""Seconds before an agent whose terms ended by a fault of its own claims another one."""
+"""Most seconds before an agent whose terms ended by its own fault claims another one."""
 
 
 class ReplacedError(EndedError):
-    """Another agent calls itself by the same name, or this one was given up and started anew."""
+    """Another agent has this agent's name, perhaps because this node was restarted."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"another agent has joined as {name} since, and the run goes on with that one: where "
-            "both are to take part, give each a name of its own (cluster.node=NAME)",
+            f"another agent has joined as {name}, and the run continues with that one. If both "
+            "are to take part, give each its own name (cluster.node=NAME)",
             Over.REPLACED,
         )
 
 
 async def _no_check() -> None:
-    """A run store that cannot be lost."""
+    """Do nothing: the run store cannot be lost."""
 
 
 class Follower:
-    """Lives in one event loop; `run` ends when the run is over, or raises."""
+    """The role loop of one agent. Lives in one event loop.
+
+    `run` ends when the run is over, or raises.
+    """
 
     def __init__(
         self, name: str, address: str, store: RunStore, secret: Secret, work: Work,
@@ -91,24 +94,31 @@ class Follower:
         read: Callable[[int], Awaitable[GenerationRecord]] | None = None, own: Term | None = None,
         check: Callable[[], Awaitable[None]] = _no_check,
     ) -> None:  # fmt: skip
-        """address: where this agent's control listens. reign: makes the coordinator of a term that
-        this agent has opened. told: what the coordinator is to know of this node. beat: seconds
-        from one heartbeat to the next, when nothing happens. read: reads a generation's object, in
-        place of `read_record`. own: a term that was opened for a run of this node alone: it follows
-        nobody else, and leaves when that term is over. check: raises HoldfastError where what the
-        run store says is not this run's any more."""
+        """Make the loop; `run` runs it.
+
+        Args:
+            address: Where this agent's control listens.
+            work: This node's workers.
+            reign: Makes the coordinator of a term that this agent has opened.
+            told: Facts about this node for the coordinator.
+            beat: Seconds between two heartbeats if nothing changes.
+            read: Reads a generation's object, instead of `read_record`.
+            own: The term of a run of this node alone. The agent then follows no other coordinator,
+                and leaves when that term is over.
+            check: Raises HoldfastError if the run store no longer belongs to this run.
+        """
         self.seat = Seat(name)
         self.mark = secrets.token_hex(8)
         self.coordinator: Coordinator | None = None
         self.leaving = 0.0
-        """Seconds within which this node is to be done without; 0: it stays."""
+        """Seconds until this node leaves the run; 0: it stays."""
         self.agents: Mapping[str, str] = {}
         """Of the newest generation: name -> address."""
         self.told: dict[str, Any] = dict(told or {})
         self.over: tuple[str, str] | None = None
         """Verdict and kind, once the coordinator has said that the run is over."""
         self.fault: BaseException | None = None
-        """Why the coordinator of a node alone ended: a bug of ours."""
+        """Our own bug that ended the coordinator of a run of one node."""
         self._faults = 0  # terms that ended by such a bug
         self._address, self._store, self._secret, self._work = address, store, secret, work
         self._make_reign, self._places, self._own, self._check = reign, places, own, check
@@ -122,18 +132,18 @@ class Follower:
         self._reigning: asyncio.Task[Any] | None = None
         self._search: Search | None = None  # while its coordinator is silent
         self._reaching = Reaching()
-        self._looked = 0  # the generation after which it was looked whom this node reaches
+        self._looked = 0  # the generation after which the reachability probe ran last
         self._said = ""
 
     @property
     def handlers(self) -> dict[str, Handler]:
-        """What other agents ask; from outside any generation."""
+        """Handlers of other agents' requests, which belong to no generation."""
         return {JOIN: self._join, BEAT: self._heartbeat, QUESTION: self.who}
 
     async def run(self) -> str:
-        """Follow and, where it falls to this agent, lead, until the run is over or this node leaves
-        it; the verdict with which it is over. Raises EndedError where the run cannot begin, or is
-        not to have this agent."""
+        """Follow or lead until the run is over or this node leaves it; return the run's verdict.
+
+        Raises EndedError if the run cannot begin, or does not admit this agent."""
         parts = {
             Standing.SEEKING: self._seek, Standing.FOLLOWING: self._follow,
             Standing.SILENT: self._look_around, Standing.CLAIMING: self._claim,
@@ -162,13 +172,13 @@ class Follower:
                     talker.close()
 
     def leave(self) -> None:
-        """Follow nobody any more."""
+        """Leave the run: follow no coordinator any more."""
         self.seat = election.left(self.seat)
         self._work.changed.set()
 
-    # --- what others ask ------------------------------------------------------------------------
+    # --- requests of other agents ---------------------------------------------------------------
     async def who(self, _: int, body: dict[str, Any]) -> dict[str, Any]:
-        """Who is there, and whether it hears its coordinator."""
+        """Return this agent's name, role and term, and whether it hears its coordinator."""
         return {
             "node": self.seat.name, "term": self.seat.term,
             "hears": election.hears(self.seat, self._now, self._patience),
@@ -195,17 +205,17 @@ class Follower:
         term, holder = await asyncio.to_thread(newest_term, self._store)
         address = "" if holder is None else str(holder.get("address", ""))
         if address == self._address and self.coordinator is None:
-            address = ""  # it was this agent, before it was started anew or its reign failed
+            address = ""  # this agent held the term before a restart or a failure of the term
         elif holder is not None and holder.get("alone"):
             await self._refuse_alone(holder, address)
         self._set(election.found(self.seat, term, address, self._now))
         if self.seat.standing is Standing.SEEKING:
             await self._ask(JOIN, self._joining())
-            if self.seat.standing is Standing.SEEKING:  # it refused: somebody newer is to come
+            if self.seat.standing is Standing.SEEKING:  # it refused: a newer term is to come
                 await self._pause(PAUSE_SECONDS)
 
     async def _refuse_alone(self, holder: Mapping[str, Any], address: str) -> None:
-        """Raises EndedError where a run of one node is at work: it would never take this one in."""
+        """Raises EndedError if a run of one node is at work: it would never admit this agent."""
         if await asyncio.to_thread(asks(self._secret), address):
             raise EndedError(str(trains_alone(holder, "cluster.node")), Over.MEND)
 
@@ -219,18 +229,20 @@ class Follower:
     def _state(self) -> tuple[Stage, NodeOutcome | None]:
         stage = self._work.stage
         if stage is Stage.HELD and self._reaching.looking:
-            stage = Stage.WORKING  # the next generation is made of those who reach each other
+            stage = Stage.WORKING  # the next generation has only nodes that reach each other
         return stage, self._work.held if stage in (Stage.HELD, Stage.DONE) else None
 
     # --- following ------------------------------------------------------------------------------
     async def _follow(self) -> None:
-        """Until a question is answered, or something has changed here: that is told by the next
-        question, on a connection of its own, and the coordinator answers the older one then."""
+        """Wait for the heartbeat's answer or for a local change.
+
+        On a change, return at once. The next heartbeat goes out on the second connection, and the
+        coordinator then answers the older one."""
         self._end_search()
         self._work.changed.clear()
         self._reaching.again(self.agents)
         if self._question is None:
-            # Once a beat has gone by without an answer, one is wanted at once.
+            # If the last answer is older than a beat, the coordinator is to answer at once.
             late = self.coordinator is None and self._now - self.seat.since > self._beat
             wait = 0.0 if late else self._beat
             self._question = asyncio.create_task(self._ask(BEAT, self._beating(wait)))
@@ -246,7 +258,7 @@ class Follower:
             return
         self._older.add(question)
         question.add_done_callback(self._older.discard)
-        await asyncio.sleep(0)  # what changes in one go is told in one question
+        await asyncio.sleep(0)  # one heartbeat reports all changes of this turn
 
     def _beating(self, wait: float) -> Heartbeat:
         stage, held = self._state()
@@ -257,7 +269,7 @@ class Follower:
         )  # fmt: skip
 
     async def _ask(self, path: str, request: JoinRequest | Heartbeat) -> None:
-        """Ask the coordinator, and take its answer in, or that there was none."""
+        """Send a request to the coordinator; apply its answer, or note that none came."""
         body, wait = request.to_json(), request.wait
         try:
             if self.coordinator is not None:
@@ -265,7 +277,7 @@ class Follower:
             else:
                 pair = self._pair()
                 if pair is None:
-                    raise DeadError("nobody holds the term")
+                    raise DeadError("no agent holds the term")
                 free = next((talker for talker in pair if not talker.busy), pair[0])
                 answer = await free.post(path, body, self._bearable(wait))
         except HoldfastError as error:
@@ -274,14 +286,15 @@ class Follower:
             if self.seat.standing is Standing.FOLLOWING:
                 await self._pause(PAUSE_SECONDS / 5)
             else:
-                self._work.changed.set()  # another question may be open, which is answered no more
+                self._work.changed.set()  # another request may be open that gets no answer now
             return
         await self._obey(answer)
 
     def _bearable(self, wait: float) -> float:
-        """How long a question may stay without an answer that is to come within `wait`: while it
-        follows, so long that there is time to ask once more on a new connection, before the silence
-        counts."""
+        """Return the timeout of a request whose answer is due within `wait` seconds.
+
+        A follower's timeout leaves time for one more request on a new connection before the
+        coordinator counts as silent."""
         silence = self._patience.silence
         if self.seat.standing is not Standing.FOLLOWING:
             return wait + silence / 2
@@ -289,7 +302,7 @@ class Follower:
         return max(silence / 6, min(wait + silence / 3, left))
 
     def _ask_no_more(self) -> None:
-        """The questions that are open."""
+        """Cancel the requests that are open."""
         for task in (self._question, *self._older):
             if task is not None:
                 task.cancel()
@@ -300,7 +313,7 @@ class Follower:
         return self.seat.holder
 
     def _pair(self) -> tuple[Talker, Talker] | None:
-        """Two connections to the coordinator."""
+        """Return two connections to the coordinator."""
         if not self._holder or self.coordinator is not None:
             return None
         if self._holder not in self._talkers:
@@ -330,7 +343,7 @@ class Follower:
             return
         outside = answer.get("outside", False)
         if (self.leaving or answer.get("go")) and (outside or answer.get("free")):
-            self.leave()  # the others work without this node, or nobody does
+            self.leave()  # the other nodes work without this one, or no node works
             return
         if outside:
             self._work.outside()
@@ -347,7 +360,7 @@ class Follower:
                 self.agents = record.addresses
                 self._set(election.took(self.seat, term, generation, tuple(self.agents)))
                 self._work.start(generation, record, StartState.from_json(answer["begin"]))
-                self._doing = Directive(Order.WORK, generation)  # as the order is, once begun
+                self._doing = Directive(Order.WORK, generation)  # the order after a start
             case Order.HALT | Order.PAUSE as halt if generation == self._work.at:
                 reason = str(answer.get("reason", ""))
                 self._work.halt(generation, reason, gentle=halt is Order.PAUSE)
@@ -363,19 +376,19 @@ class Follower:
                     await self._see_off(self.coordinator)
 
     async def _see_off(self, coordinator: Coordinator) -> None:
-        """The others are told that the run is over before the one who knows is gone."""
+        """Leave once the other nodes know that the run is over, or after the silence limit."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._patience.silence):
                 await coordinator.all_told(self.seat.name)
         self.leave()
 
-    # --- nobody answers -------------------------------------------------------------------------
+    # --- no answer ------------------------------------------------------------------------------
     async def _look_around(self) -> None:
-        """One round of the search."""
-        self._work.changed.clear()  # what has changed here is said to all who are asked
+        """Run one round of the pre-vote."""
+        self._work.changed.clear()  # this round's requests report what has changed here
         begun = self._now
         if self._search is None:
-            self._ask_no_more()  # so there is a connection to ask on
+            self._ask_no_more()  # to free a connection for the round
             self._search = Search(self._secret)
         search = self._search
         term, holder = await asyncio.to_thread(newest_term, self._store)
@@ -419,7 +432,7 @@ class Follower:
     # --- leading --------------------------------------------------------------------------------
     async def _claim(self) -> None:
         term, number = self._own, self.seat.term
-        if self._faults:  # what ended a term so may end the next: others are to have a chance
+        if self._faults:  # the same fault may end the next term, so let another agent claim it
             await asyncio.sleep(min(2.0**self._faults, LONGEST_REST))
         if term is None:
             await self._check()
@@ -451,7 +464,7 @@ class Follower:
             self._work.changed.set()
         if (error := task.exception()) is not None:
             self._faults += 1
-            self._complain(f"the coordinator ended by a fault of its own: {error!r}")
+            self._complain(f"the coordinator failed with an internal error: {error!r}")
 
     # --- the rest -------------------------------------------------------------------------------
     @property

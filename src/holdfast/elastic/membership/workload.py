@@ -1,5 +1,4 @@
-"""What an agent's place in the run (`role_loop`) asks of its workers' side:
-`node_runner.Station`."""
+"""The node's work as the role loop (`role_loop`) sees it; `node_runner` implements it."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from holdfast.policy.membership.transitions import Stage
 
 
 class Work(Protocol):
-    """What this node does in a generation. `at`, `stage` and `held` are told with every question;
+    """This node's part in a generation. Every heartbeat reports `at`, `stage` and `held`;
     `changed` is set whenever one of them has changed."""
 
     changed: asyncio.Event
@@ -31,16 +30,16 @@ class Work(Protocol):
 
     @property
     def ready(self) -> int | None:
-        """Places with a process that works or could at once; None: it cannot say."""
+        """Places with a process that works or could at once; None if not known."""
         ...
 
     def outside(self) -> None:
-        """The others work without this node: told with every heartbeat."""
+        """Note that the other nodes work without this one; every heartbeat's answer repeats it."""
         ...
 
     def start(self, generation: int, record: GenerationRecord, begin: StartState) -> None:
-        """Take part in a newer generation, and what it begins from. Returns at
-        once, as the others do."""
+        """Take part in a newer generation, which begins from `begin`. Returns at once, as `halt`
+        and `leave` do."""
         ...
 
     def halt(self, generation: int, reason: str, *, gentle: bool) -> None: ...
@@ -49,15 +48,15 @@ class Work(Protocol):
 
     @property
     def still(self) -> dict[str, Any]:
-        """Who stands still here (`noticing.Lookout.told`); {} if nobody does."""
+        """The hang monitor's report on the workers here without progress; {} if there are none."""
         ...
 
     @property
     def paces(self) -> list[list[Any]]:
-        """What the workers here took for their microbatches (`Generation.paces`); [] if nothing is
-        to be told now."""
+        """Seconds that the workers here took for their microbatches (`Generation.paces`); [] if
+        there is nothing to report now."""
         ...
 
     def blame(self, generation: int, blamed: Sequence[Blame]) -> None:
-        """For whom the others wait, of the workers here."""
+        """Take the coordinator's list of hung workers on this node."""
         ...
