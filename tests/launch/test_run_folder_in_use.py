@@ -254,6 +254,7 @@ def test_a_folder_whose_leader_is_lost_is_still_that_of_the_others(tmp_path: Pat
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_a_node_beside_a_run_of_one_node_is_refused_before_it_writes(
     run_file: Path, tmp_path: Path
 ) -> None:

@@ -308,7 +308,7 @@ def test_what_cannot_be_run_is_one_sentence() -> None:
     assert str(caught.value) == ("layout.workers: there is no place for a worker; wait for a node")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(name=st.sampled_from(list(RUN_FILES)), data=st.data())
 def test_any_history_of_losses_and_returns(name: str, data: st.DataObject) -> None:
     """Whatever happened before: all workers are used, and the moves of a live rebuild exist

@@ -96,6 +96,7 @@ def test_too_few_nodes_wait_with_what_they_hold(
         _same_run(nodes, undisturbed)
 
 
+@pytest.mark.slow
 def test_all_nodes_are_lost_and_the_newest_checkpoint_is_rotten(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path, gate: Armoury
 ) -> None:

@@ -12,6 +12,8 @@ import signal
 import threading
 from pathlib import Path
 
+import pytest
+
 from holdfast.checkpoint.restore.catalog import listing
 from holdfast.checkpoint.restore.reader import Checkpoint
 from holdfast.core.sharding.boxes import whole
@@ -71,6 +73,7 @@ def test_killed_workers_go_on_from_memory_and_end_in_the_same_bits(run_file: Pat
     assert f"{6 * STEPS:,} samples in {STEPS} steps: none missing, none twice" in audit.out
 
 
+@pytest.mark.slow
 def test_beside_a_snapshot_of_every_step_the_durable_saves_come_first(run_file: Path) -> None:
     """Steps take milliseconds, so most durable saves meet slots that are in use."""
     folder = run_file.parent / "every-step"

@@ -232,7 +232,7 @@ def test_of_four_replicas_whoever_is_not_hit_stays(run_file: Path, alone: Path) 
     assert sum(story.time.values()) == pytest.approx(story.wall)
 
 
-@pytest.mark.parametrize("layout", ["dp_shard", "tp"])
+@pytest.mark.parametrize("layout", ["dp_shard", pytest.param("tp", marks=pytest.mark.slow)])
 def test_what_only_the_lost_one_held_comes_from_memory(
     run_file: Path, alone: Path, layout: str
 ) -> None:

@@ -134,6 +134,7 @@ def test_a_second_ctrl_c_leaves_at_once(running: tuple[Path, subprocess.Popen[st
     assert "Traceback" not in left.err
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_on_another_number_of_workers(tmp_path: Path) -> None:
     run_file = write_run_file(tmp_path)
     process = start("train", run_file, "train.steps=120", "train.evaluate.every=0", "--json")

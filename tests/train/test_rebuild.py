@@ -62,8 +62,7 @@ LAYOUTS = {
 """Every kind of layout (the names are those of `tests/support/layouts.py`), and the other one that
 it becomes."""
 EACH_AXIS = (
-    "dp2", "shard2", "tp2", "pp2", "pp2-dp2-tp2", "tp2+one", "pp2-shard2+tp2", "zero1.2-dp2",
-    "plain.tp2-shard2", "untied.pp2-tp2", "qknorm.tp4",
+    "dp2", "shard2", "tp2", "pp2", "pp2-dp2-tp2", "tp2+one", "zero1.2-dp2",
 )  # fmt: skip
 """Each axis, one product, unlike replicas and each kind of model; the campaign takes all."""
 

@@ -46,7 +46,8 @@ NEAR = [(a, LAYOUTS[(i + n) % 5]) for i, a in enumerate(LAYOUTS) for n in (1, 2,
 MIXED = [("pp2-tp2", "shard4"), ("shard4", "pp2-tp2"), ("tp4", "pp4"), ("pp4", "tp4"),
          ("pp2-dp2-tp2", "one"), ("one", "pp3+pp2"), ("pp3+pp2", "shard2-tp2"),
          ("pp2-shard2", "tp2"), ("tp2", "pp2-shard2")]  # fmt: skip
-CHOSEN = {*NEAR, *MIXED}
+CHOSEN = {*NEAR[::2], *MIXED[::2]}
+"""Every other pair: each axis is saved under and resumed under; the campaign takes all pairs."""
 STEPS = 4
 SAVED = STEPS // 2
 BATCH = 16  # four microbatches, one for each stage of the deepest pipeline

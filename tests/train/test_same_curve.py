@@ -123,8 +123,8 @@ def _sharded_state(rank: RankContext, dp_shard: int, **changes: Any) -> list[Any
 @pytest.mark.parametrize(
     ("dp_shard", "changes"),
     [
-        (2, {}),
-        (2, {"layout__zero": 2}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"layout__zero": 2}, marks=pytest.mark.slow),
         (4, {"train__microbatch_size": 4, "model__ffn_dim": 22, "model__qk_norm": True}),
     ],
 )

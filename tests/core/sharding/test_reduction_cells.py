@@ -97,7 +97,7 @@ def all_cells(
 
 
 @given(st.data(), st.sampled_from(MODELS), st.booleans(), st.sampled_from([1, 3]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_cells_add_up_every_gradient_once(
     data: st.DataObject, model: ModelConfig, sequence_parallel: bool, zero: int
 ) -> None:
@@ -149,7 +149,7 @@ def assert_each_element_once(world: World, rank: int, cells: tuple[Cell, ...]) -
 
 
 @given(st.data(), st.sampled_from(MODELS), st.booleans(), st.sampled_from([1, 2, 3]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_members_agree(
     data: st.DataObject, model: ModelConfig, sequence_parallel: bool, zero: int
 ) -> None:

@@ -123,7 +123,7 @@ def topologies(draw: st.DrawFn, generation: int) -> Topology:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_element_arrives_once_and_only_where_it_is_not_held(data: st.DataObject) -> None:
     old, new = data.draw(topologies(1)), data.draw(topologies(2))
     pool = [*range(old.world_size), *[None] * new.world_size]

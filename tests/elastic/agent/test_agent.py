@@ -306,6 +306,7 @@ def test_a_snapshot_handed_over_is_not_lost_with_its_worker(tmp_path: Path) -> N
     assert [e.step for e in trainer.events(StepDone, 2)] == [4, 5, 6]
 
 
+@pytest.mark.slow
 def test_restarts_leave_nothing_behind(tmp_path: Path) -> None:
     """Neither descriptors in agent, template and mover, nor arenas of older generations."""
     plan = ENDLESS | {"map": {"generation": 0, "rank": 1, "step": 1}}

@@ -130,7 +130,7 @@ def _run(
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (Layout(dp_replicate=2), Layout(dp_shard=2)),
+        pytest.param(Layout(dp_replicate=2), Layout(dp_shard=2), marks=pytest.mark.slow),
         (Layout(dp_shard=2), Layout(dp_shard=2)),
         (Layout(tp=2), Layout(pp=2, stages=(1, 1))),
     ],
