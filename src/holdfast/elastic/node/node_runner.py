@@ -220,7 +220,7 @@ class Station:
     def _told(self, task: asyncio.Task[None]) -> None:
         """Log the failure only: workers that have their state keep training without the mover."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._say(f"a fault of this node's agent, which told its mover: {error!r}")
+            self._say(f"a fault of this node's agent, while updating its mover: {error!r}")
 
     # --- one generation -------------------------------------------------------------------------
     async def _run(self, generation: int, record: GenerationRecord, begin: StartState) -> None:
@@ -380,7 +380,7 @@ class Station:
         if task.cancelled() or (error := task.exception()) is None:
             return
         if not isinstance(error, HoldfastError):
-            self._say(f"a fault of this node's agent, which makes standbys: {error!r}")
+            self._say(f"a fault of this node's agent, while starting standbys: {error!r}")
 
     async def _judge(self, verdict: Verdict) -> None:
         verdict = await self._ended(verdict)

@@ -254,7 +254,7 @@ class Host:
             left = begun + limit - asyncio.get_running_loop().time()
             if left <= 0:
                 heard = "stop" if process.heard else "answer"
-                process.why = f"did not {heard} within {limit:g} s of being told to"
+                process.why = f"did not {heard} within {limit:g} s of the command"
                 return
             await wait_event(process.changed, left)
 
@@ -307,7 +307,7 @@ class Host:
         except HoldfastError:
             raise
         except Exception as error:
-            self._say(f"a fault of this node's agent, which starts its template: {error!r}")
+            self._say(f"a fault of this node's agent, while starting its fork server: {error!r}")
             raise ChildFailedError(f"the template did not start: {error!r}") from error
 
     async def _start_template(self) -> None:
@@ -387,7 +387,7 @@ class Host:
         )
 
     def _holds(self, process: Process) -> None:
-        assert process.held is not None, "the desk tells of those who do"
+        assert process.held is not None, "only processes that hold are reported"
         self._news.held(process.generation, process.rank, process.held)
 
 

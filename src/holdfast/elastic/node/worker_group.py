@@ -291,7 +291,7 @@ class Generation:
         it."""
         if blame.rank == NOBODY:
             several = self.topology.world_size > 1
-            what = "all workers wait for one another" if several else "the worker stands still"
+            what = "all workers wait for one another" if several else "the worker makes no progress"
             self.decide(Lost("hang", f"{what} for {blame.seconds:.1f} s"))
             return
         member = self.members[blame.rank]

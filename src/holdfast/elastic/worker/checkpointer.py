@@ -38,8 +38,7 @@ _LATE_SECONDS = 2.0
 def where_there_is_room(
     make: Callable[[int], Made], rules: CheckpointConfig, ignored: Callable[[str, str], None]
 ) -> Made:
-    """Call `make` with the slots that the run file asks for, or with two if "auto" leaves the
-    choice."""
+    """Call `make` with the most slots; if that fails and `checkpoint.slots` is auto, with two."""
     slots = rules.most_slots
     try:
         return make(slots)

@@ -275,7 +275,7 @@ class Orders:
         trains = self._trains if woken.is_set() else None
         threads = [each for each in (trains, self._wakes) if each is not None]
         if stuck(threads, _VAIN_SECONDS) and self._may_be_stuck(over):
-            print("waits for a message that never comes whole: ends", flush=True)
+            print("stuck in a receive that cannot complete; exiting (lost its peers)", flush=True)
             os._exit(exit_codes.PEER_LOST)
 
     def _may_be_stuck(self, over: float) -> bool:

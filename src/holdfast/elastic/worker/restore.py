@@ -73,7 +73,7 @@ def restore(
         except (*_UNREAD, RottenError) as error:
             if MappedSource.name not in {source for source, _, _ in tally.problems}:
                 raise  # all who may have it were asked
-            print(f"others are asked for it too: {error}", flush=True)
+            print(f"trying all peers too: {error}", flush=True)
             read(everywhere=True)
     except (CorruptError, MissingKeyError) as error:
         raise RottenError(str(error)) from error
@@ -99,7 +99,7 @@ def _load(session: Session, boxes: _Boxes, run_folder: str) -> None:
         session.engine.load(boxes)
         return
     except (RunFolderError, StoreError, PeerError) as error:
-        print(f"asked once more: {error}", flush=True)
+        print(f"trying once more: {error}", flush=True)
     try:
         session.engine.load(boxes)
     except PeerError as error:

@@ -106,7 +106,7 @@ class Trace:
         threading.Event().wait(max(0.0, due + _NEAR - time.monotonic()))
         if self._due == due:
             with suppress(OSError):  # a disk may be full
-                os.write(2, b"was told to stop and is not back: its threads stand as above\n")
+                os.write(2, b"was halted and has not stopped: its threads are as above\n")
             with self._lock:
                 self._due = None
 

@@ -102,7 +102,7 @@ class Worker:
     @property
     def reporter(self) -> Reporter:
         if self._voice is None:
-            raise RuntimeError("a process without a place has no voice")
+            raise RuntimeError("a process without a rank has no reporter")
         return self._voice
 
     @property
@@ -252,7 +252,7 @@ class Worker:
         """Enter the generation with the state that the survivors hold between them."""
         assert order.came_from is not None
         if order.before is None:
-            raise HoldfastError("orders to go on live do not say from which topology")
+            raise HoldfastError("the command to recover live names no previous topology")
         topology, rank, before = order.boot.placed(), order.boot.rank, order.before.topology
         self.training = False
         self._let_go()
