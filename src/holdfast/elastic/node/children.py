@@ -165,7 +165,7 @@ class Template(Child):
 
 
 async def start_mover(line: bytes, lifeline: int, log: Path, gone: Callable[[], None]) -> Child:
-    """Start the mover; `line` (its MoverBoot) goes to its standard input, and nowhere else.
+    """Start the mover; `line` (its MoverSpec) goes to its standard input, and nowhere else.
 
     Raises ChildFailedError if it does not report that it listens.
     """
@@ -211,7 +211,7 @@ async def _spawn(
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """Raises RunFolderError, OutOfSpaceError."""
+    """Open a log for appending, and make its folder. Raises RunFolderError, OutOfSpaceError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab")

@@ -225,7 +225,7 @@ class MoverLink:
         return await asyncio.to_thread(client.damage, key)
 
     async def upload(self, generation: int, wait: float) -> dict[str, Any] | None:
-        """Wait for an upload as `MoverClient.upload` does; None without a bucket."""
+        """Wait for an upload as `MoverClient.upload_progress` does; None without a bucket."""
         if not self._settings.bucket:
             return None
         client = MoverClient(self.socket_path, self._secret, generation)

@@ -53,7 +53,7 @@ class News(Protocol):
     def exited(
         self, generation: int, rank: int, process: int, code: int, log: Path, doom: str
     ) -> None:
-        """Note that a worker has exited. kill_reason: why the manager killed it; "" if it did not."""
+        """Note that a worker has exited. kill_reason: why it was given up; "" if it was not."""
 
     def held(self, generation: int, rank: int, held: Held) -> None:
         """Note that a worker has stopped and waits for commands."""

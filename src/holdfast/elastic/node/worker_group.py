@@ -259,7 +259,7 @@ class Generation:
             self._watch.tell()
 
     def still(self) -> dict[str, Any]:
-        """Return the stall report for the coordinator, which compares nodes; {} if none is stalled."""
+        """Return the stall report for the coordinator; {} if no worker is stalled."""
         return {} if self.ended is not None else self.lookout.told(self._loop.time())
 
     def paces(self) -> list[list[Any]]:

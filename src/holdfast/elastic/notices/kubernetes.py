@@ -193,7 +193,7 @@ class Api:
         return json_object(self._one(path))
 
     def opened(self, path: str, seconds: float) -> AbstractContextManager[HTTPResponse]:
-        """Open a reply with status 200, to read from; anything else raises SourceError."""
+        """Open a reply with status 200, to read from; anything else raises NoticeSourceError."""
         return _Checked(self._service.opened("GET", path, self._headers(), None, seconds), path)
 
     def _headers(self) -> dict[str, str]:
@@ -238,7 +238,7 @@ class Watched(Source):
         Args:
             find_collection_path: returns the path of all objects of the kind.
             find_name: returns the object's name. Both are called when needed and may raise
-                SourceError.
+                NoticeSourceError.
             to_warning: returns the warning in an object, or None.
         """
         self._api, self._verdict = api, verdict

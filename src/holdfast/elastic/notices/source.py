@@ -85,7 +85,7 @@ class Source:
         """Return the worst present warning; may block until something changes, half a minute at
         most.
 
-        Raises SourceError.
+        Raises NoticeSourceError.
         """
         raise NotImplementedError
 
@@ -95,7 +95,7 @@ class Source:
 
     def acknowledge(self) -> None:
         """Notify the service that the run has left this machine, if it waits for that. Raises
-        SourceError."""
+        NoticeSourceError."""
 
     def close(self) -> None:
         """Release all resources: no poll follows."""
@@ -153,7 +153,7 @@ class Service:
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None,
         seconds: float = ANSWER_SECONDS,
     ) -> Answer:  # fmt: skip
-        """Send a request; return its reply. Raises SourceError if none comes within `timeout_s`."""
+        """Return the reply to a request. Raises NoticeSourceError if none comes in `timeout_s`."""
         with self.opened(method, path, headers, body, seconds) as answer:
             said = answer.read(ANSWER_BYTES)
             return Answer(answer.status, said, answer.headers.get("ETag", ""))
@@ -163,7 +163,7 @@ class Service:
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None,
         seconds: float,
     ) -> Iterator[http.client.HTTPResponse]:  # fmt: skip
-        """Yield a reply to read from. Raises SourceError, also for an error while it is read."""
+        """Yield a reply to read from. Raises NoticeSourceError, also for an error while reading."""
         until = time.monotonic() + seconds
         try:
             with closing(self._connection(seconds)) as connection:
@@ -185,14 +185,14 @@ class Service:
         return http.client.HTTPConnection(self._host, self._port, timeout=wait)
 
     def get(self, path: str, headers: Mapping[str, str]) -> bytes | None:
-        """Return the body; None for nothing (404). Raises SourceError for any other answer."""
+        """Return the body; None for nothing (404). Raises NoticeSourceError for any other status."""
         answer = self.request("GET", path, headers)
         if answer.status == 404:
             return None
         return self.good(path, answer).body
 
     def good(self, path: str, answer: Answer) -> Answer:
-        """Return the reply if its status is 200; raise SourceError otherwise."""
+        """Return the reply if its status is 200; raise NoticeSourceError otherwise."""
         if answer.status != 200:
             raise SourceError(f"{self.base}{path.partition('?')[0]} answered {answer.status}")
         return answer

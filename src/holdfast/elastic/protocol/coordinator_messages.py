@@ -24,8 +24,9 @@ HANG = "hang"
 class Known:
     """An agent's report, beyond what the decisions need.
 
-    told: from when it joined.
-    held: the states of its stopped workers, and how generation `at` ended there; None: nothing yet.
+    join_info: from when it joined.
+    node_outcome: the states of its stopped workers, and how `generation` ended there; None: nothing
+        yet.
     """
 
     told: Mapping[str, Any]

@@ -45,9 +45,9 @@ class WorkerBoot:
     for `WorkerReady.seconds`.
 
     `hazard` is the failure rate that the agent has seen so far, as Hazard's JSON. `classes` is what
-    the failures took with them, as the counts of `Classes`. Both are None if they are not needed.
-    `skips` is the data that the run leaves out, as Skips' JSON. `again` is the step that this
-    generation retries, as Retry's JSON.
+    the failures took with them, as the counts of `FailureClassCounts`. Both are None if they are
+    not needed. `skips` is the data that the run leaves out, as Skips' JSON. `again` is the step
+    that this generation retries, as Retry's JSON.
 
     `orders`: the agent answers /orders, so the process stays when its generation ends, and waits
     for commands. `rank` is then -1 for a standby, whose topology is any of the run's.

@@ -58,7 +58,7 @@ class Held:
     """The state of a stopped worker, by its own report: see docs/elastic.md.
 
     state: generation and rank whose boxes it holds; None if it holds none.
-    bad: `policy.recovery.survivors.BadStep` as JSON.
+    bad: `policy.recovery.survivors.RejectedStep` as JSON.
     """
 
     generation: int

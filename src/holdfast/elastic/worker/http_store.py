@@ -118,7 +118,7 @@ class HttpStore(Store):
     def _until_ready(
         self, op: str, keys: list[str], timeout: timedelta, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """Wait for all keys and return the answer. Each request waits at most LONGEST_POLL."""
+        """Wait for all keys and return the answer. Each request waits at most MAX_POLL_WAIT_S."""
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
             left = max(0.0, deadline - time.monotonic())

@@ -130,7 +130,7 @@ class Worker:
         """Become `rank` of `topology`, which is that of a newer generation, and keep the state.
 
         Collective over `topology`. The agent and the mover must have begun the generation.
-        came_from: see `core.sharding.reshard_plan.transfers`. Raises LayoutError, PeerLostError,
+        came_from: see `core.sharding.reshard_plan.plan_reshard`. Raises LayoutError, PeerLostError,
         FencedError and HaltedError; `held_state` then reports whether this process has lost the
         state.
         """
