@@ -185,7 +185,7 @@ class Service:
         return http.client.HTTPConnection(self._host, self._port, timeout=wait)
 
     def get(self, path: str, headers: Mapping[str, str]) -> bytes | None:
-        """Return the body; None for nothing (404). Raises NoticeSourceError for any other status."""
+        """Return the body; None for a 404. Raises NoticeSourceError for any other status."""
         answer = self.request("GET", path, headers)
         if answer.status == 404:
             return None

@@ -3,13 +3,13 @@
     <folder>/gate            the step up to which workers may go; missing: no limit
     <folder>/7.order         what is to happen, in which rank, and when
     <folder>/7.hit           written by the worker that is about to do it, durable: rank and step
-    <folder>/7.done          for an order that waits: the test harness has done its part
+    <folder>/7.done          for an order that waits: the outside part of the fault is done
     <folder>/wrong           what always comes out NaN: data, wherever it is computed, or a node
     <folder>/slow            ranks, and the seconds that each microbatch takes them longer
 
-`cluster.faults` names the folder; no run without it looks here. The test harness writes gate,
-orders and `done`. The one worker that makes the `hit` carries an order out, once, even if steps are
-repeated.
+`cluster.faults` names the folder; no run without it looks here. The injecting program (`holdfast
+chaos`, or a test) writes gate, orders and `done`. The one worker that makes the `hit` carries an
+order out, once, even if steps are repeated.
 """
 
 from __future__ import annotations
@@ -93,13 +93,13 @@ class Hit:
 
 
 class Armoury:
-    """The folder, for both sides: the test harness and the workers."""
+    """The folder, for both sides: the injecting program and the workers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._known: dict[str, Order] = {}
 
-    # --- the test harness -------------------------------------------------------------------------
+    # --- the injecting program --------------------------------------------------------------------
     def prepare(self, gate: int | None = None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if gate is not None:

@@ -155,10 +155,8 @@ class Worker:
         self.begin()
 
     def train(self) -> Outcome:
-        """Train on from the state after `step`. Raises what `train.runner.run` raises.
-
-        Also after an error, `step` is right. The state is then intact, unless a replica was sharded
-        over a lost process.
+        """Train on from the state after `step`. Raises what `train.runner.run` raises; `step` is
+        right then, too. The state is then intact, unless a replica was sharded over a lost process.
         """
         session, saver = self._present, self._saver
         assert saver is not None, "the capturer is made with the session"
@@ -367,10 +365,7 @@ class Worker:
 
     def _speak(self, topology: Topology, rank: int, start: int = 0) -> None:
         """Connect to the agent as `rank` of a generation that continues from the state after
-        `start_step`.
-
-        Unsent events of the previous generation are sent now.
-        """
+        `start_step`. Unsent events of the previous generation are sent now."""
         boot, untold = self._boot, None
         if self._voice is not None:
             untold = self._voice.leave().until(start)
@@ -390,9 +385,7 @@ class Worker:
 
     def _equip(self, begun: float, *, behind: bool = False) -> None:
         """Make an arena for the session's state, and report the worker as ready then.
-
-        in_background: make it while the first step computes, if the agent sends commands.
-        """
+        in_background: make it while the first step computes, if the agent sends commands."""
         boot, config, rank = self._boot, self._config, self._rank
         topology, reporter, let_go, step = self._topology, self.reporter, self._equipped, self.step
         state = self._present.engine.state()
@@ -453,11 +446,8 @@ class Worker:
             control.abort()  # it was not there yet when the others were woken
 
     def _wake_joining(self, inside: bool) -> None:
-        """Wake the training thread on its way into a generation.
-
-        The first call ends waits for ranks to come, and for state. The second ends waits for ranks
-        that came and got stuck.
-        """
+        """Wake the training thread on its way into a generation. The first call ends waits for
+        ranks to come, and for state. The second ends waits for ranks that came and got stuck."""
         if self._control is not None:
             self._control.abort()
         if not self._store.aborted:
@@ -472,10 +462,8 @@ class Worker:
         self._present.engine.interrupt(inside)
 
     def _outdated(self, step: int) -> None:
-        """Handle a newer generation before `step` is voted on: the vote must not happen.
-
-        If the agent sends commands, the ranks of a replica reach the end of the step together.
-        """
+        """Handle a newer generation before `step` is voted on: the vote must not happen. If the
+        agent sends commands, the ranks of a replica reach the end of the step together."""
         if self._orders is None:
             raise FencedError(f"a newer generation began before step {step} was voted on")
         self._present.engine.interrupt(False)
