@@ -135,8 +135,8 @@ class MoverLink:
         self._child = child
 
     async def settle(self, generation: int) -> None:
-        """Wait until saves that lost workers of `generation` handed over are complete, at least in
-        memory."""
+        """Wait until the saves that workers of the ended `generation` handed over are complete, at
+        least in memory."""
         try:
             client = MoverClient(self.socket_path, self._secret, generation)
             await asyncio.to_thread(client.drain, durable=False)
