@@ -1,7 +1,7 @@
-"""The agent's own children, started by module name: the template and the mover.
+"""The agent's own children, started by module name: the fork server and the mover.
 
-Both get the read end of the lifeline; both are in sessions of their own, so that Ctrl-C in the
-terminal reaches the agent alone. Nothing secret stands in their arguments or environment.
+Both get the read end of the lifeline. Both are in sessions of their own, so that Ctrl-C in the
+terminal reaches the agent alone. Their arguments and environment hold no secrets.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from holdfast.wire.secret import Secret
 from holdfast.wire.store.run_store import spoken_error
 
 START_SECONDS = 180.0
-"""A template imports torch: seconds on a quiet machine, far more on a cold or a busy one."""
+"""Seconds that a fork server gets to import torch: few if the machine is quiet, far more if it is
+cold or busy."""
 
 
 class ChildFailedError(HoldfastError):
-    """A child did not come up; the message ends with its last words."""
+    """A child did not start; the message ends with the last lines of its log."""
 
 
 class Child:
-    """One running child process: its output goes to a log file, its end is reported once."""
+    """One running child process: its output goes to a log file, its exit is reported once."""
 
     def __init__(
         self, name: str, process: asyncio.subprocess.Process, log: Path, gone: Callable[[], None]
@@ -52,8 +53,10 @@ class Child:
         return self.process.returncode is None
 
     async def stop(self, seconds: float = 5.0) -> None:
-        """Ask it to end (a template that serves ends with its control socket, and ignores the
-        signal); kill it after `seconds`. Its end is not reported."""
+        """Ask the child to exit; kill it after `timeout_s`. Its exit is not reported.
+
+        A fork server that serves ignores the signal: it exits when its control socket closes.
+        """
         self._watch.cancel()
         with suppress(ProcessLookupError):
             self.process.terminate()
@@ -71,7 +74,7 @@ class Child:
 
 
 class Template(Child):
-    """The template, and its control socket."""
+    """The fork server and its control socket."""
 
     def __init__(
         self,
@@ -98,8 +101,12 @@ class Template(Child):
         told: Callable[[dict[str, Any]], None],
         gone: Callable[[], None],
     ) -> Template:
-        """Start one that imports `preloads` too; `told` gets its "forked" and "exited" messages,
-        `gone` its end."""
+        """Start a fork server that imports `preloads` too.
+
+        Args:
+            on_message: gets its "forked" and "exited" messages.
+            on_exit: called when the fork server has exited.
+        """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
@@ -111,14 +118,14 @@ class Template(Child):
         return Template(process, log, gone, ours, told)
 
     async def ready(self) -> None:
-        """Wait until it has imported what workers need. Raises ChildFailedError."""
+        """Wait until it has imported all that workers need. Raises ChildFailedError."""
         await _first(self._ready.wait(), self.process, self)
 
     async def fork(self, boot: WorkerBoot, secret: Secret) -> None:
         await self._send({"op": "fork", "boot": boot.to_json(), "secret": secret.hex()})
 
     async def kill(self) -> None:
-        """Kill every worker, those too whose fork has been asked for and not been told yet."""
+        """Kill every worker, including workers whose fork was requested and is not yet reported."""
         await self._send({"op": "kill"})
 
     async def stop(self, seconds: float = 5.0) -> None:
@@ -133,12 +140,12 @@ class Template(Child):
             await asyncio.get_running_loop().sock_sendall(self._control, encode(message))
 
     def hear_out(self) -> None:
-        """Take now what it said before it ended."""
+        """Read the messages that it sent before it exited."""
         while self._speaks and self._read():
             pass
 
     def _read(self) -> bool:
-        """Whether there was something to read."""
+        """Read and dispatch what the socket holds; return False if it holds nothing."""
         try:
             data = self._control.recv(1 << 16)
         except BlockingIOError:
@@ -158,9 +165,9 @@ class Template(Child):
 
 
 async def start_mover(line: bytes, lifeline: int, log: Path, gone: Callable[[], None]) -> Child:
-    """Start the mover; `line` (its MoverBoot) goes to its standard input, and nowhere else.
+    """Start the mover; `line` (its MoverSpec) goes to its standard input, and nowhere else.
 
-    Raises ChildFailedError when it does not say that it listens.
+    Raises ChildFailedError if it does not report that it listens.
     """
     process = await _spawn(["holdfast.checkpoint.mover.main"], log, (lifeline,), pipes=True)
     mover = Child("mover", process, log, gone)
@@ -204,7 +211,7 @@ async def _spawn(
 
 
 def _open_log(path: Path) -> BinaryIO:
-    """Raises RunFolderError, OutOfSpaceError."""
+    """Open a log for appending, and make its folder. Raises RunFolderError, OutOfSpaceError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab")
@@ -213,7 +220,8 @@ def _open_log(path: Path) -> BinaryIO:
 
 
 async def _first(wanted: Any, process: asyncio.subprocess.Process, child: Child) -> Any:
-    """What `wanted` gives, unless the process ends or START_SECONDS pass before."""
+    """Return the result of `awaitable`. If the process exits or CHILD_START_TIMEOUT_S pass first,
+    raise ChildFailedError."""
     task = asyncio.ensure_future(wanted)
     end = asyncio.ensure_future(process.wait())
     done, _ = await asyncio.wait(
@@ -229,14 +237,14 @@ async def _first(wanted: Any, process: asyncio.subprocess.Process, child: Child)
 
 
 def _tell_fault(task: asyncio.Task[None]) -> None:
-    """This task is never awaited, so a fault in the end callback is logged at once."""
+    """Log a fault of the exit callback at once: the task itself is never awaited."""
     if not task.cancelled() and (error := task.exception()) is not None:
         told = {"message": "a fault at the end of a child", "exception": error, "task": task}
         task.get_loop().call_exception_handler(told)
 
 
 def last_lines(path: Path, count: int, limit: int = 8192) -> str:
-    """The last non-empty lines of a log, of its last `limit` bytes."""
+    """Return the last non-empty lines of a log, out of its last `limit` bytes."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)

@@ -1,14 +1,14 @@
-"""Noticing who stands still: an agent looks at its own workers, the coordinator compares nodes.
+"""Detection of hung workers: an agent checks its own workers, the coordinator compares nodes.
 
-    Lookout     on each node: what the workers say of themselves, and what the operating system
-                says of them. A worker that is stopped is named here; where all ranks of the
-                generation are here, so is one that the others wait for.
-    Comparing   at the coordinator, where ranks sit on several nodes: whoever stands still for
-                longer than a step is told of with the node's next question, which is asked at once
-                then; while all is well nothing is sent.
+    HangMonitor     on each node: reads the workers' reports and the state that the operating system
+                    gives. It names a worker that is stopped (SIGSTOP). If all ranks of the
+                    generation are on this node, it also names a worker that blocks the rest.
+    HangDetector    at the coordinator, if ranks are on several nodes. A node reports a worker that
+                    makes no progress for longer than a step. The report goes with the next
+                    heartbeat, which is then sent at once. While all is well nothing is sent.
 
-The judgement is `policy.detection.hangs`'s. Ages travel, never times: clocks of two nodes are not
-compared. Who is named is told to his node, which looks once more before it kills.
+`policy.detection.hangs` decides. Ages travel, never times: clocks of two nodes are not compared.
+The coordinator reports the hung worker to its node. The node checks again before it kills it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from holdfast.policy.detection.hangs import (
 )
 
 WAITING = ("reduce", "vote")
-"""Phases in which a worker has nothing to do but wait for others."""
+"""Phases in which a worker only waits for other ranks."""
 KEPT_STEPS = 32
-"""Steps by which the normal one is known."""
+"""Number of past steps that define the normal step time."""
 OWN_CALLS = 10.0
 """Seconds that a worker's reporter may be busy with something else after its events were stored."""
 
@@ -49,15 +49,18 @@ _ASLEEP = 1.0  # seconds late: this agent was stopped itself, and nobody could r
 
 @dataclass(frozen=True)
 class Process:
-    """What the operating system says of a process. state: its letter. cpu: seconds that all its
-    threads have computed."""
+    """The operating system's view of a process.
+
+    state: the letter of its state.
+    cpu_seconds: CPU time of all its threads.
+    """
 
     state: str
     cpu: float
 
 
 def process_of(pid: int) -> Process | None:
-    """None where that is not known."""
+    """Return the operating system's view of a process, or None if it is unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
         ticks = int(fields[11]) + int(fields[12])
@@ -68,9 +71,13 @@ def process_of(pid: int) -> Process | None:
 
 @dataclass(frozen=True)
 class Watch:
-    """What is done about who stands still. steps: what past steps took, over generations; kill:
-    ends a process, with the reason; tell: somebody stands still of whom the coordinator is to
-    know. compiles: whether a first step may take as long as a compiler does."""
+    """The actions on a hung worker.
+
+    step_times: seconds of past steps, over generations.
+    kill_process: ends a process, with the reason.
+    report_to_coordinator: called when the coordinator must learn of a stalled worker.
+    is_first_step_compiled: a first step may take as long as a compiler does.
+    """
 
     steps: deque[float] = field(default_factory=deque)
     kill: Callable[[int, str], None] = lambda pid, why: None
@@ -80,7 +87,7 @@ class Watch:
 
 @dataclass
 class _Seen:
-    """What is known of one worker's process."""
+    """The observations of one worker's process."""
 
     at: float  # its last progress, at which `base` was read
     base: float | None = None
@@ -92,15 +99,20 @@ class _Seen:
 
 
 class Lookout:
-    """Looks at the workers of one generation that sit on this node. Lives in one event loop."""
+    """Checks the workers of one generation on this node. Lives in one event loop."""
 
     def __init__(
         self, members: Members, world_size: int, steps: deque[float], progress_seconds: float,
         compare: bool = True, look: Callable[[int], Process | None] = process_of, *,
         compiles: bool = False,
     ) -> None:  # fmt: skip
-        """steps: what past steps took, of this generation and older ones. compare: False: only
-        `progress_seconds` count. compiles: as in `Watch`."""
+        """Set up the monitor of one generation.
+
+        Args:
+            step_times: seconds of past steps, of this generation and older ones.
+            can_compare: if False, only `progress_timeout_s` counts.
+            is_first_step_compiled: as in `HangHooks`.
+        """
         self._members, self._steps, self._look = members, steps, look
         self._here = members.world_size == world_size  # nobody sits elsewhere
         self._progress_seconds, self._compare = progress_seconds, compare
@@ -117,8 +129,11 @@ class Lookout:
         return normal_step(tuple(self._steps))
 
     def heard(self, member: Member) -> None:
-        """A worker has reported. What counts is the step alone, as the worker has timed it: between
-        two a loader may wait, or a validation run. Its first report may be of its third step."""
+        """Record the step time of a worker's report.
+
+        Only the step itself counts, as the worker has timed it: between two steps a loader may
+        wait, or a validation may run. A worker's first report may be of its third step.
+        """
         seconds, steps = member.worked
         if self._furthest is None and not steps:
             if member.phase == "compute":
@@ -136,8 +151,10 @@ class Lookout:
                 self._steps.popleft()
 
     def tick(self, now: float, beat: float, over: bool = False) -> list[Blame]:
-        """Look at all of them; who is to be given up by what is known here. over: the generation
-        is, and nobody works any more."""
+        """Check all workers; return those that this node alone can declare hung.
+
+        is_over: the generation has ended, so no worker computes any more.
+        """
         late = 0.0 if self._last is None else max(0.0, now - self._last - beat)
         self._last = now
         if late > _ASLEEP:
@@ -153,7 +170,7 @@ class Lookout:
         return found if found or over or not self._here else self._judged(now)
 
     def _judged(self, now: float) -> list[Blame]:
-        """All ranks are here."""
+        """Find hung workers when all ranks are on this node."""
         marks = self.marks(now)
         named = judge(marks, self.normal, now, lag=max(self._late)) if self._compare else {}
         if named:
@@ -170,7 +187,7 @@ class Lookout:
         return Blame(rank, member.step, member.marks, found.sign, found.seconds)
 
     def confirms(self, blame: Blame) -> bool:
-        """Whether the worker that the coordinator has named stands where it stood."""
+        """Return True if the worker that the coordinator named has made no progress since."""
         member = next((one for one in self._watched if one.rank == blame.rank), None)
         return member is not None and (member.step, member.marks) == (blame.step, blame.marks)
 
@@ -180,7 +197,7 @@ class Lookout:
         return [m for m in self._members.alive if m.held is None and m.outcome is None]
 
     def _frozen(self, member: Member, now: float) -> Blame | None:
-        """Read what the operating system says; whether it has stopped the process for too long."""
+        """Read the process state; return the worker if it was stopped (SIGSTOP) for too long."""
         seen = self._seen.setdefault(member.rank, _Seen(member.since))
         process = self._look(member.pid) if member.pid else None
         if process is None:
@@ -200,7 +217,7 @@ class Lookout:
         return Blame(member.rank, member.step, member.marks, "stopped", seconds)
 
     def marks(self, now: float) -> dict[int, Mark]:
-        """Of every worker here that is at work, or holds for a pause."""
+        """Return the progress marks of every worker here that computes, or holds for a pause."""
         there = (m for m in self._members.alive if m.outcome is None)
         return {m.rank: self._mark(m, now) for m in there if m.held is None or m.pauses}
 
@@ -219,14 +236,14 @@ class Lookout:
         )  # fmt: skip
 
     def _times(self, member: Member) -> float:
-        """How many times as long as usual what this worker does may take."""
+        """Return the factor by which this worker's phase may exceed the usual time."""
         if member.phase not in AT_WORK or (self._compiles and not self._begun):
             return PATIENT
         return 1.0 if self._begun else FIRST
 
-    # --- what the coordinator is told -----------------------------------------------------------
+    # --- reports to the coordinator -------------------------------------------------------------
     def due(self, now: float) -> bool:
-        """Whether it is to hear at once of somebody who stands still."""
+        """Return True if the coordinator must learn of a stalled worker at once."""
         if self._here:
             return False
         for rank, mark in self._still(now).items():
@@ -236,7 +253,7 @@ class Lookout:
         return False
 
     def told(self, now: float) -> dict[str, Any]:
-        """What goes along with a question; {} while nobody stands still."""
+        """Return the stall report for the next heartbeat; {} while no worker is stalled."""
         if self._here:
             return {}
         still = self._still(now)

@@ -1,4 +1,4 @@
-"""What a generation is opened with: its Topology, and what the mover and each worker are told."""
+"""The inputs of a generation: its topology, and the specs of its mover and its workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from holdfast.wire.store.run_store import spoken_error
 
 
 def plan_topology(config: RunConfig, generation: int, node: str) -> Topology:
-    """All workers on this node. Raises LayoutError when the degrees do not fit the workers."""
+    """Return a topology with all workers on this node. Raises LayoutError if the degrees do not
+    fit."""
     layouts = layouts_of(config)
     workers = sum(layout.world_size for layout in layouts)
     return place_replicas(layouts, generation, (node,) * workers)
@@ -27,8 +28,8 @@ def plan_topology(config: RunConfig, generation: int, node: str) -> Topology:
 def here(
     config: RunConfig, nodes: Sequence[NodePlaces], generation: int, present: Present | None = None
 ) -> Plan:
-    """The Planner of a run of one node: all that the run file asks for, as it asks for it; with
-    fewer places, what the planner of several nodes makes of them."""
+    """Plan a run on one node exactly as the run file asks. With fewer places, use the general
+    planner."""
     topology = plan_topology(config, generation, nodes[0].name)
     ranks = topology.world_size
     if nodes[0].places < ranks:
@@ -55,7 +56,8 @@ def threads_per_worker(config: RunConfig, cores: int) -> int:
 
 
 def standbys(config: RunConfig) -> int:
-    """How many idle processes to keep. Only those who take orders can be used."""
+    """Return the number of idle processes to keep. Only processes that take commands can be
+    standbys."""
     if config.cluster.recovery == "restart":
         return 0
     wanted = config.cluster.standbys
@@ -63,14 +65,14 @@ def standbys(config: RunConfig) -> int:
 
 
 def wanted_workers(config: RunConfig) -> int:
-    """How many workers the run file asks for at most; 0: as many as there is room for."""
+    """Return the most workers that the run file asks for; 0: as many as there are places."""
     return config.layout.least_workers if config.layout.replicas else config.layout.workers
 
 
 def standby_boot(
     config: RunConfig, folder: Path, agent: str, mover_socket: str, cores: int
 ) -> WorkerBoot:
-    """Of a process without a place; its log is named by who forks it."""
+    """Return the spec of a standby, which has no rank; the process manager sets its log."""
     return WorkerBoot(
         config=config.model_dump(mode="json"),
         topology={}, generation=0, rank=-1,
@@ -104,9 +106,14 @@ def boots(
     meet: str = "",
     record: GenerationRecord | None = None,
 ) -> list[WorkerBoot]:
-    """One WorkerBoot a rank (of `node`, where one is named); makes the folder of their logs. meet:
-    where they find each other, if not at their agent's. record: the generation's, of which they
-    are to know what is left out and what is done again. Raises RunFolderError."""
+    """Return one WorkerSpec per rank (of `node`, if given) and make the folder of their logs.
+
+    Args:
+        rendezvous_address: where the workers find each other, if not at their agent's address.
+        record: of the generation, for the data that it skips and the step that it retries.
+
+    Raises RunFolderError.
+    """
     logs = worker_log(folder, topology.generation, 0).parent
     try:
         logs.mkdir(parents=True, exist_ok=True)

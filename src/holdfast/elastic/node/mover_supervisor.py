@@ -1,11 +1,13 @@
-"""The agent's view of its mover: started, asked, listened to, replaced when it dies.
+"""The agent's side of its mover: starts it, sends requests, collects events, replaces it if it
+dies.
 
-On one node `begin` is all that a generation needs. On several, the coordinator's agent has its
-mover `choose`, over the memory of the nodes that are left, and every agent tells its own mover what
-came of it (`expect`), with the machines of the generation: each agent's `peer` is how the others'
-movers reach its mover. A mover that dies is replaced while training goes on (`revive`): it is told
-the running generation, and the workers' capturers find it; others' movers find it where the old one
-listened, or, where that port was taken meanwhile, from the next generation on.
+If the run has several nodes, the coordinator's mover chooses the restore point, over the memory of
+the remaining nodes. Every agent then passes the choice and the generation's machines to its own
+mover. `peer` is the address at which other machines' movers reach this one.
+
+A mover that dies is replaced while training continues. The new mover learns of the running
+generation, and the workers' capturers find it. Other movers find it at the old port. If that port
+was taken meanwhile, they find it from the next generation on.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ from holdfast.wire.secret import Secret
 POLL_SECONDS = 5.0
 DURABLE_SECONDS = 600.0
 HUNG_SECONDS = 60.0
-"""A mover that lives and has answered nothing for so long is replaced."""
+"""Seconds without a reply after which a mover that is alive is replaced."""
 PAUSE_SECONDS = 1.0
-"""Before a mover that lives and did not answer is asked again."""
+"""Seconds before the next request to a mover that is alive and did not answer."""
 
 
 class MoverLink:
-    """One mover at a time. Its socket lies in a private folder, apart from the run folder: the
+    """Runs one mover at a time. Its socket lies in a private folder, not in the run folder: the
     path of a unix socket may have about a hundred bytes."""
 
     def __init__(
@@ -62,14 +64,18 @@ class MoverLink:
         node: str = "",
         check: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """node: what this node is called in topologies, where the run may have several nodes.
-        check: raises RunFolderError while the run folder is out of reach: a mover that starts then
-        would take what lies at its path for it."""
+        """Prepare the supervisor; `ensure_running` starts the mover.
+
+        Args:
+            node: this node's name in topologies, if the run may have several nodes.
+            check_run_folder: raises RunFolderError while the run folder is out of reach. A mover
+                that started then would mistake anything at that path for the run folder.
+        """
         self.peer: Peer | None = None
-        """How other machines' movers reach this one; None where it does not listen."""
+        """Address at which other machines' movers reach this one; None if it does not listen."""
         self._node = node
         self.suffix = f".{node}" if node else ""
-        """Of the names of this node's logs, where several nodes share the run folder."""
+        """Suffix of this node's log names, if several nodes share the run folder."""
         self._said: _Said | None = None
         self._safe = Safe()
         self._starting = asyncio.Lock()
@@ -94,7 +100,8 @@ class MoverLink:
         return self._child.process.pid if self._child is not None and self._child.alive else None
 
     async def ensure(self, lifeline: int, gone: Callable[[], None]) -> None:
-        """Start a mover unless one is alive. Raises ChildFailedError, and as `check` does."""
+        """Start a mover unless one is alive. Raises ChildFailedError, and what `check_run_folder`
+        raises."""
         async with self._starting:
             if not self.alive:
                 await self._start(lifeline, gone)
@@ -128,7 +135,8 @@ class MoverLink:
         self._child = child
 
     async def settle(self, generation: int) -> None:
-        """Let end what workers of `generation`, now gone, had handed over, in memory at least."""
+        """Wait until the saves that workers of the ended `generation` handed over are complete, at
+        least in memory."""
         try:
             client = MoverClient(self.socket_path, self._secret, generation)
             await asyncio.to_thread(client.drain, durable=False)
@@ -138,11 +146,14 @@ class MoverLink:
     async def choose(
         self, generation: int, tried: Mapping[str, str], machines: Sequence[Peer] | None = None
     ) -> Newest:
-        """What a generation, which has been opened, begins from; of several nodes, over the memory
-        of `machines`: those that are still there of the one before.
+        """Choose the restore point of a generation that has been opened.
 
-        tried: the keys of checkpoints that turned out to be rotten, and why. Raises CheckpointError
-        when no checkpoint can be trusted, MoverGoneError, FencedError.
+        Args:
+            rejected_checkpoints: keys of checkpoints that turned out to be corrupt, and why.
+            machines: of a run on several nodes, the nodes of the previous generation that still
+                run. Their memory is searched.
+
+        Raises CheckpointError if no checkpoint can be trusted, MoverGoneError, FencedError.
         """
         client = MoverClient(self.socket_path, self._secret, generation)
         return await asyncio.to_thread(client.newest, tried=tried, machines=machines)
@@ -156,10 +167,13 @@ class MoverLink:
         sources: Sequence[Peer] = (),
         stored: bool = True,
     ) -> None:
-        """A generation begins from the state after step `start`. Of several nodes: `machines` are
-        those that take part, `sources` others whose memory may hold what is begun from, `newest`
-        what was chosen, on whichever node; None where the workers have the state. stored: as in
-        `start_records.note_start`.
+        """Announce a generation that begins from the state after step `start_step`.
+
+        Args:
+            restore_point: the choice, whichever node made it; None if the workers have the state.
+            machines: of a run on several nodes, those that take part.
+            sources: further machines whose memory may hold the restore point.
+            is_stored: the state is a checkpoint in the run store.
 
         Raises MoverGoneError, FencedError.
         """
@@ -175,9 +189,11 @@ class MoverLink:
                 self._pump = asyncio.create_task(self._listen(client))
 
     async def revive(self, lifeline: int, gone: Callable[[], None]) -> None:
-        """In place of a mover that has died: a new one, which serves the running generation. What
-        was lost with the old one is told, and what protects the run now. Raises ChildFailedError,
-        MoverGoneError, FencedError."""
+        """Start a new mover in place of a dead one, for the running generation.
+
+        Emit an event for what was lost with the old one, and what protects the run now. Raises
+        ChildFailedError, MoverGoneError, FencedError.
+        """
         if not self.alive:  # else only the answer of the one that was started last is missing
             for event in self._safe.without_memory():
                 self._take(event)
@@ -198,24 +214,25 @@ class MoverLink:
         )  # fmt: skip
 
     async def made_durable(self, newest: Newest) -> str | None:
-        """Wait until a restore point that memory alone held is durable; None then, else why not."""
+        """Wait until a restore point that memory alone held is durable; return None, or why it is
+        not."""
         client = MoverClient(self.socket_path, self._secret, newest.generation)
         return await asyncio.to_thread(client.settle, newest.step, DURABLE_SECONDS)
 
     async def damage(self, generation: int, key: str) -> str | None:
-        """What is wrong with a checkpoint that no worker will read; None when nothing is."""
+        """Return what is wrong with a checkpoint that no worker will read; None if it is intact."""
         client = MoverClient(self.socket_path, self._secret, generation)
         return await asyncio.to_thread(client.damage, key)
 
     async def upload(self, generation: int, wait: float) -> dict[str, Any] | None:
-        """As `MoverClient.upload`."""
+        """Wait for an upload as `MoverClient.upload_progress` does; None without a bucket."""
         if not self._settings.bucket:
             return None
         client = MoverClient(self.socket_path, self._secret, generation)
         return await asyncio.to_thread(client.upload, wait)
 
     async def drain(self, generation: int) -> None:
-        """Take every event that has happened so far."""
+        """Process every event so far."""
         if self._pump is not None:
             self._pump.cancel()
             self._pump = None
@@ -233,8 +250,11 @@ class MoverLink:
         self._private.cleanup()
 
     async def _listen(self, client: MoverClient) -> None:
-        """Until the mover is gone (which is told otherwise) or a newer generation has begun. One
-        that lives and answers nothing for long is ended: a new one can take its place."""
+        """Collect events until the mover exits or a newer generation begins.
+
+        The exit callback reports an exit. A mover that is alive and silent for long is killed, so
+        that a new one can take its place.
+        """
         while self.alive:
             try:
                 await self._collect(client, POLL_SECONDS)
@@ -261,7 +281,7 @@ class MoverLink:
 
 @dataclass(frozen=True)
 class _Said:
-    """What the mover was told when the running generation began."""
+    """The announcement of the running generation, as sent to the mover."""
 
     topology: Topology
     start: int
@@ -272,7 +292,7 @@ class _Said:
 
 
 class Safe:
-    """Where the newest states lie, by what the mover has told."""
+    """The places of the newest states, by the mover's events."""
 
     def __init__(self) -> None:
         self._memory: int | None = None
@@ -281,8 +301,11 @@ class Safe:
         self._told = ""  # the newest commit object
 
     def observe(self, event: Event) -> bool:
-        """Whether it is news: a mover that took another one's place says once more what had been
-        committed last, because nobody knows whether that one was heard."""
+        """Record an event; return False if it repeats the last commit.
+
+        A new mover reports the last commit again, because the old mover's report may have been
+        lost.
+        """
         if isinstance(event, CheckpointCommitted):
             if event.key == self._told:
                 return False
@@ -297,7 +320,7 @@ class Safe:
         return True
 
     def without_memory(self) -> list[Event]:
-        """The mover is gone, and this node's memory with it: what that means, if it held any."""
+        """Forget this node's memory after the mover exited; return an event if it held a state."""
         lost, self._memory = self._memory, None
         if lost is None:
             return []
@@ -312,7 +335,7 @@ class Safe:
 
 
 def _free(interface: str, port: int) -> bool:
-    """Whether the port can be listened on again."""
+    """Return True if the port can be listened on again."""
     try:
         bind(interface, port, "checkpoint.peer_port").close()
     except HoldfastError:

@@ -1,14 +1,15 @@
-"""This node's part of a run on several nodes: what the coordinator's orders mean for its processes.
+"""Carries out the coordinator's directives on this node, in a run on several nodes.
 
-`role_loop.Follower` brings the orders; the `Host` has the processes; here is what lies between:
+`role_loop.RoleLoop` brings the directives; the `ProcessManager` has the processes. This module maps
+one to the other:
 
-    start   the generation's object says which ranks sit here and which process takes which; the
-            mover is told, the processes are, and what becomes of them is this node's stage
-    pause   the workers' next vote wishes it, and they hold after the same step everywhere
-    halt    they hold where they are
-    leave   the run is over
+    start   The generation record names the ranks of this node and their processes. The mover and
+            the processes receive their orders. The result is this node's stage.
+    pause   The workers' next vote asks for a pause: they hold after the same step everywhere.
+    halt    The workers hold where they are.
+    leave   The run has ended.
 
-What the workers hold, and how they ended, is told in `held`: by that the coordinator plans.
+`node_outcome` reports the workers' states and the generation's end. The coordinator plans by it.
 """
 
 from __future__ import annotations
@@ -51,16 +52,17 @@ from holdfast.policy.saving.failure_history import Seen
 from holdfast.wire.secret import Secret
 
 SPARE_SECONDS = 10.0
-"""Until standbys that were lost are replaced, at the earliest."""
+"""Least seconds between two checks for missing standbys."""
 ASK_AGAIN_SECONDS = 1.0
-"""Until a mover that did not answer is told once more."""
+"""Seconds before a mover that did not answer gets its announcement again."""
 HOLD_SECONDS = 10.0
-"""Beside three of its steps: how long a worker may take to stop where it is."""
+"""Seconds that a worker may take to stop, in addition to three of its steps."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a station is told once. control: where this node's agent listens."""
+    """The fixed context of a node runner. control_address: address at which this node's agent
+    listens."""
 
     config: RunConfig
     node: str
@@ -72,16 +74,22 @@ class Surroundings:
 
 
 class Station:
-    """One node's `Work` (see `role_loop`). Lives in one event loop."""
+    """One node's `Workload` (see `role_loop`). Lives in one event loop."""
 
     def __init__(
         self, around: Surroundings, host: Host, mover: MoverLink, board: Board, say: Say,
         opened: Callable[[int], None], began: Callable[[Generation], None],
         ended: Callable[[Verdict], Awaitable[Verdict]],
     ) -> None:  # fmt: skip
-        """opened: called with a generation's number before anything of it is done here; began: once
-        its workers can be heard; ended: with how it ended for this node, before anybody is told,
-        and makes of it what is told."""
+        """Set up an idle runner.
+
+        Args:
+            on_generation_started: called with the generation's number before this node does
+                anything.
+            on_group_started: called once its workers can report.
+            on_group_ended: called with this node's outcome before the coordinator receives it.
+                Returns the outcome to report.
+        """
         self.changed = asyncio.Event()
         self.at, self.stage = 0, Stage.IDLE
         self.pausing = 0  # the generation whose workers are asked to end their step and hold
@@ -109,16 +117,19 @@ class Station:
         self._halting = 0  # the newest generation that was to halt
         self._all_here = False  # whether no other node takes part
 
-    # --- what the coordinator hears -------------------------------------------------------------
+    # --- reports to the coordinator -------------------------------------------------------------
     @property
     def held(self) -> NodeOutcome:
-        """By process, what those who wait hold; and how the generation ended here."""
+        """Return the states of waiting workers, by process, and how the generation ended here."""
         return NodeOutcome(self._host.holding(), self._outcome)
 
     @property
     def ready(self) -> int | None:
-        """Places with a process that works or could at once. As long as no others work, and where
-        new processes begin each generation, that says nothing."""
+        """Return the number of places with a process that works or could start at once.
+
+        Return None if each generation starts new processes, or before any generation runs, here or
+        elsewhere.
+        """
         live = self._around.config.cluster.recovery == "live"
         return min(self._host.ready, self._room) if live and self._counts else None
 
@@ -157,12 +168,15 @@ class Station:
         self._replace_task(self._halt(generation))
 
     def leave(self, verdict: str) -> None:
-        """Its processes end with the agent."""
+        """Do nothing: the processes end with the agent."""
 
-    # --- who stands still -----------------------------------------------------------------------
+    # --- hung workers ---------------------------------------------------------------------------
     @property
     def still(self) -> dict[str, Any]:
-        """Of this node's workers; {} if nobody does. Those who hold for a pause wait for others."""
+        """Return the stall report of this node's workers; {} if none is stalled.
+
+        Workers that hold for a pause count, since they wait for other workers.
+        """
         current = self.current
         if current is None:
             return {}
@@ -172,7 +186,7 @@ class Station:
 
     @property
     def paces(self) -> list[list[Any]]:
-        """How quick this node's workers were lately, once for each heartbeat."""
+        """Return the recent speed of this node's workers, once per heartbeat."""
         now = asyncio.get_running_loop().time()
         current, every = self.current, self._around.config.cluster.beat_seconds / 2
         if current is None or self.stage is not Stage.WORKING or now - self._paced < every:
@@ -181,13 +195,13 @@ class Station:
         return current.paces()
 
     def blame(self, generation: int, blamed: Sequence[Blame]) -> None:
-        """The coordinator names workers of this node for whom the others wait."""
+        """Handle workers of this node that the coordinator declares hung."""
         current = self.current
         if current is not None and current.number == generation:
             current.blame(blamed)
 
     def _replace_task(self, coroutine: Any) -> None:
-        """Orders overtake each other: what was begun for an older one is given up."""
+        """Replace the running task: a newer directive cancels the work for an older one."""
         if self._task is not None:
             self._task.cancel()
         self._task = asyncio.create_task(coroutine)
@@ -204,9 +218,9 @@ class Station:
         self._become(Stage.BROKEN, Lost("", str(error)))
 
     def _told(self, task: asyncio.Task[None]) -> None:
-        """The workers train without what the mover could not be told."""
+        """Log the failure only: workers that have their state keep training without the mover."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._say(f"a fault of this node's agent, which told its mover: {error!r}")
+            self._say(f"a fault of this node's agent, while updating its mover: {error!r}")
 
     # --- one generation -------------------------------------------------------------------------
     async def _run(self, generation: int, record: GenerationRecord, begin: StartState) -> None:
@@ -269,8 +283,10 @@ class Station:
         await self._mover.expect(topology, step, newest, begin.peers, begin.extra_sources, stored)
 
     async def _tell_behind(self, generation: int, tell: Callable[[], Awaitable[None]]) -> None:
-        """Workers that have their state train without a mover that stands still; one that is
-        started in its place is told by whoever starts it."""
+        """Repeat the announcement until the mover takes it; the workers train meanwhile.
+
+        The code that restarts a mover announces the generation to the new mover itself.
+        """
         while self.at == generation and self._mover.alive:
             try:
                 await tell()
@@ -282,14 +298,17 @@ class Station:
                 await asyncio.sleep(ASK_AGAIN_SECONDS)
 
     def _done_before(self, record: GenerationRecord, newest: Newest | None, step: int) -> bool:
-        """Whether no step is left, and the state of the last one is this node's to look after."""
+        """Return True if all steps are done and this node must verify the final state."""
         restored = record.came_from is None and newest is not None
         chosen = self._meet == self._around.control  # by this node's mover
         return restored and step >= self._around.config.train.steps and self._all_here and chosen
 
     async def _nothing_to_do(self, generation: int, newest: Newest) -> Verdict:
-        """The last step has been done. No worker will read its checkpoint, so its mover does: a
-        run is not finished with a state that nobody can have back."""
+        """Verify the final state of a run whose steps are all done.
+
+        No worker will read its checkpoint, so the mover does. A run must not finish with a state
+        that cannot be restored.
+        """
         unsaved = None if newest.durable else await self._mover.made_durable(newest)
         problem = None
         if unsaved is None and newest.key is not None:
@@ -297,8 +316,11 @@ class Station:
         return Finished(newest.step, unsaved) if problem is None else Lost("rot", problem, problem)
 
     def _processes(self, record: GenerationRecord, ranks: list[int]) -> list[int | None]:
-        """Which process of this node takes which of its ranks; None: a newcomer. One that has died
-        since is replaced by a newcomer, too, which the others do not count on: they notice."""
+        """Return the process of each of this node's ranks; None: a newcomer.
+
+        A newcomer also replaces a process that has died since. The other workers do not expect it,
+        and they notice.
+        """
         living = {process.pid for process in self._host.workers}
         if not record.processes:
             return [None] * len(ranks)
@@ -308,8 +330,11 @@ class Station:
         self._all_ready = True
 
     def stored(self) -> None:
-        """What the workers have told so far is in the journal: whoever hears that this node works
-        finds there what it had still to tell of older generations."""
+        """Report WORKING once the workers' events so far are in the journal.
+
+        A node that learns that this one works then finds its late events of older generations
+        there.
+        """
         if self._all_ready and self.stage is Stage.BUILDING:
             self._all_ready = False
             self._become(Stage.WORKING)
@@ -320,13 +345,14 @@ class Station:
 
     # --- standbys -------------------------------------------------------------------------------
     def outside(self) -> None:
-        """Others work: what could take part here is made ready, and then offered."""
+        """Prepare standbys while other nodes work, so that this node can offer its places."""
         if self.stage in LET_GO:
             self._counts = True
             self._keep_spares(0, 0)
 
     def _keep_spares(self, here: int, everywhere: int) -> None:
-        """As many as the run file says, and one for each place that was given up with a worker."""
+        """Start missing standbys: as many as the run file asks for, and one for each lost worker's
+        place."""
         now = asyncio.get_running_loop().time()
         busy = self._spares is not None and not self._spares.done()
         if self._around.config.cluster.recovery != "live" or busy:
@@ -350,11 +376,11 @@ class Station:
         await self._host.standby(count, boot)
 
     def _spared_or_not(self, task: asyncio.Task[None]) -> None:
-        """Standbys that could not be made are tried again when somebody misses them."""
+        """Ignore a failed start of standbys: the next check tries again."""
         if task.cancelled() or (error := task.exception()) is None:
             return
         if not isinstance(error, HoldfastError):
-            self._say(f"a fault of this node's agent, which makes standbys: {error!r}")
+            self._say(f"a fault of this node's agent, while starting standbys: {error!r}")
 
     async def _judge(self, verdict: Verdict) -> None:
         verdict = await self._ended(verdict)
@@ -362,7 +388,7 @@ class Station:
         self._become(Stage.DONE if done else Stage.BROKEN, verdict)
 
     def held_one(self, rank: int, held: Held) -> None:
-        """A worker has stopped and waits. When all have for a pause, this node holds."""
+        """Note that a worker has stopped; once all hold for a pause, this node holds."""
         current = self.current
         if current is None or held.kind != "paused":
             return
@@ -372,7 +398,7 @@ class Station:
             self._become(Stage.HELD)
 
     async def _halt(self, generation: int) -> None:
-        """Whatever was under way here, nobody works when this returns."""
+        """Stop all workers, whatever the stage; none works when this returns."""
         current = self.current
         seconds = HOLD_SECONDS
         inside: list[int] = []
@@ -381,7 +407,8 @@ class Station:
             lost = {member.rank for member in current.members if not member.alive}
             verdict = current.ended
             lost |= verdict.ranks if isinstance(verdict, Lost) else frozenset()
-            # A replica that spans nodes may have lost somebody elsewhere: then all of it is woken.
+            # If a replica spans nodes, a rank elsewhere may be lost: then all of its ranks are
+            # woken.
             inside = [
                 rank
                 for replica in current.topology.replicas

@@ -1,4 +1,4 @@
-"""What a node's mover is told about the memory of other machines, out of the run file."""
+"""The mover's peer settings, out of the run file: the memory of other machines."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ UNBOUNDED = 1 << 60
 
 
 def peer_settings(config: CheckpointConfig, node: str = "", port: int = 0) -> PeerSettings | None:
-    """None where the run file names no peers and keeps nothing for others: then nobody listens.
+    """Return the peer settings; None if the run file names no peers and keeps no copies for them.
 
-    All machines of a run may share one run file: this machine is no peer of its own. node: what
-    this node is called in the topology, where the run may have several: then its mover listens in
-    any case and keeps copies for the others, in half of what memory is left where the run file does
-    not say how much. port: one that it had before, where the run file leaves it open.
+    All machines of a run may share one run file: this machine is no peer of its own.
+
+    Args:
+        node: this node's name in the topology, if the run may have several nodes. Its mover then
+            always listens and keeps copies for the other nodes. If the run file sets no size for
+            them, the copies get half of the free memory.
+        port: the port that it had before, if the run file sets none.
     """
     others = [peer for peer in config.peers if peer.name not in (node, config.machine.name)]
     if not others and not config.peer_memory_gb and not node:
@@ -44,7 +47,7 @@ def peer_settings(config: CheckpointConfig, node: str = "", port: int = 0) -> Pe
 
 
 def _half() -> int:
-    """Of the memory that is left. The arenas of the own ranks need some, too."""
+    """Return half of the free memory. The arenas of the own ranks need some, too."""
     left = available()
     return UNBOUNDED if left is None else left // 2
 

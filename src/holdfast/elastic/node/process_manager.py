@@ -1,13 +1,17 @@
-"""What one node has: a template, a mover, and processes that outlive generations.
+"""The processes of one node: a fork server, a mover, and workers that outlive generations.
 
-It decides nothing about the run: the agent says which of its processes becomes which rank
-(`begin`), that a generation is over (`halt`), how many idle processes to keep (`standby`), and
-it tells what becomes of them (`News`). All of that can travel as JSON.
+It decides nothing about the run. The agent assigns ranks to processes (`begin_generation`), ends
+generations (`halt_workers`) and sets the number of standbys (`keep_standbys`). A `ProcessListener`
+learns of starts, exits and held workers. All of these messages can travel as JSON.
 
-A process is taken from one of three places, cheapest first: it stays (its state with it), it is a
-standby (forked before, with its imports done), or it is forked from the template now. The template
-may die: its children live on, their end is then noticed by their pidfd, and a new template is
-started behind the training.
+A rank's process comes from one of three sources, cheapest first:
+
+    - a process that stays, with its state
+    - a standby, forked before, with its imports done
+    - a new fork of the fork server
+
+The fork server may die. Its children live on, and their pidfds report their exits. A new fork
+server starts while training continues.
 """
 
 from __future__ import annotations
@@ -34,31 +38,34 @@ from holdfast.wire.secret import Secret
 from holdfast.wire.waiting import wait_event
 
 CLEAR_SECONDS = 20.0
-"""How long killed processes are waited for."""
+"""Seconds that killed processes get to exit."""
 HEARD_SECONDS = 5.0
-"""Within this time a worker takes an order: the thread that asks for orders does nothing else."""
+"""Seconds within which a worker acknowledges a command: the thread that polls does nothing else."""
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
 
 class News(Protocol):
-    """Whoever wants to know what becomes of processes."""
+    """Receives starts, exits and held states of workers."""
 
     def joined(self, generation: int, rank: int, process: int) -> None:
-        """A process that was no worker before has become this rank."""
+        """Note that a process without a rank has become this rank."""
 
     def exited(
         self, generation: int, rank: int, process: int, code: int, log: Path, doom: str
     ) -> None:
-        """A worker has ended. doom: why it was killed by its host; "" if it was not."""
+        """Note that a worker has exited. kill_reason: why it was given up; "" if it was not."""
 
     def held(self, generation: int, rank: int, held: Held) -> None:
-        """A worker has stopped and waits for orders."""
+        """Note that a worker has stopped and waits for commands."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a node takes part in a generation: by rank, what to begin with, and which process does;
-    None: a newcomer. came_from and before as in a worker's orders; None: everybody restores."""
+    """A node's part in a generation: for each of its ranks, the spec and the process.
+
+    pids: None for a newcomer.
+    came_from, previous_state: as in a worker's begin command; None: all workers restore.
+    """
 
     generation: int
     boots: tuple[WorkerBoot, ...]
@@ -89,9 +96,16 @@ class Host:
         template_gone: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
-        """`folder` gets the logs, `entry` is a worker's main function, `preloads` are modules that
-        it needs besides, and the lifeline ends every child. mover_gone, template_gone: called when
-        one has ended. say: gets a sentence for the log."""
+        """Set up without starting any process.
+
+        Args:
+            folder: gets the logs.
+            entry: a worker's main function.
+            preloads: further modules that it needs.
+            lifeline: descriptor that ends every child when the agent exits.
+            on_mover_exit, on_fork_server_exit: called when one has exited.
+            say: gets a sentence for the log.
+        """
         self.mover = mover
         self._folder, self._secret, self._lifeline = folder, secret, lifeline
         self._entry, self._preloads = entry, preloads
@@ -100,7 +114,7 @@ class Host:
         self._template: Template | None = None
         self._starting: asyncio.Task[None] | None = None
         self.noticed: Callable[[], None] = lambda: None
-        """Called when `ready` may be another."""
+        """Called when the number of ready processes may have changed."""
         self._desk = Desk(self._holds, lambda: self.noticed())
         self.orders = self._desk.handle
         self._pending: deque[Process] = deque()  # whose fork has been asked for
@@ -117,7 +131,7 @@ class Host:
         return [p for p in everybody if p.alive and p.rank != STANDBY]
 
     def holding(self) -> dict[int, Held]:
-        """What those who wait for orders hold, by process."""
+        """Return the states of workers that wait for commands, by process."""
         return {p.pid: p.held for p in self.workers if p.held is not None and not p.doomed}
 
     @property
@@ -126,7 +140,7 @@ class Host:
 
     @property
     def ready(self) -> int:
-        """Processes that have a rank, or are prepared for one."""
+        """Return the number of processes that have a rank or are prepared for one."""
         there = [p for p in (*self._desk, *self._pending) if p.alive and not p.doomed]
         return sum(p.rank != STANDBY or p.seen >= 0 for p in there)
 
@@ -136,8 +150,11 @@ class Host:
 
     # --- beginning ------------------------------------------------------------------------------
     async def prepare(self, workers: int) -> None:
-        """A mover that is alive; a template, too, where `workers` are more than those who hold and
-        stand by, else one is started behind this. Raises HoldfastError when they do not start."""
+        """Ensure a live mover, and a fork server for `workers` processes.
+
+        If held workers and standbys are enough, a missing fork server starts in the background.
+        Raises HoldfastError if a start fails.
+        """
         starting: list[Any] = [self.mover.ensure(self._lifeline, self._mover_gone)]
         if len(self.holding()) + len(self._idle) < workers:
             starting.append(asyncio.shield(self._mend()))
@@ -146,7 +163,7 @@ class Host:
         await asyncio.gather(*starting)
 
     async def begin(self, start: Start) -> None:
-        """Give every rank to a process. One that has died meanwhile is told as any that ends."""
+        """Give every rank to a process. If one has died meanwhile, report its exit as any other."""
         staying = set(start.processes)
         for process in self.workers:
             if process.pid in staying:
@@ -184,7 +201,7 @@ class Host:
         process.begin(boot.rank, start.generation, Path(boot.log), start.orders(boot))
 
     async def standby(self, count: int, boot: WorkerBoot) -> None:
-        """Keep so many idle processes from now on; `boot` says all but rank and log."""
+        """Keep `count` standbys from now on; `spec` gives all but rank and log."""
         self._wanted = count, boot
         for _ in range(count - len(self._idle) if self.can_fork else 0):
             self._standbys += 1
@@ -209,9 +226,13 @@ class Host:
     async def halt(
         self, generation: int, inside: Collection[int], seconds: float
     ) -> dict[int, Held]:
-        """Stop all workers, and wait until they hold; what each holds, by process. inside: ranks
-        that lost somebody of their own replica. Who has not heard of it within HEARD_SECONDS, or
-        does not hold after `seconds`, is killed."""
+        """Stop all workers; return their states, by process, once all hold.
+
+        Args:
+            bereft_ranks: ranks that lost a member of their own replica.
+            timeout_s: after so many seconds a worker that does not hold is killed. It is killed
+                after COMMAND_ACK_TIMEOUT_S if it has not acknowledged the command.
+        """
         workers = self.workers
         for process in workers:
             if process.held is None and process.obeys:
@@ -224,7 +245,7 @@ class Host:
         return self.holding()
 
     async def _stopped(self, process: Process, seconds: float) -> None:
-        """Until it holds or has ended, or its time is over."""
+        """Wait until the worker holds, has exited, or its time is over."""
         begun = asyncio.get_running_loop().time()
         if not process.obeys or process.doomed:
             return
@@ -233,19 +254,19 @@ class Host:
             left = begun + limit - asyncio.get_running_loop().time()
             if left <= 0:
                 heard = "stop" if process.heard else "answer"
-                process.why = f"did not {heard} within {limit:g} s of being told to"
+                process.why = f"did not {heard} within {limit:g} s of the command"
                 return
             await wait_event(process.changed, left)
 
     def kill(self, pid: int, why: str = "") -> None:
-        """End one worker that makes no progress."""
+        """Kill one worker that makes no progress."""
         process = self._desk.find(pid)
         if process is not None:
             process.why = process.why or why
             process.kill()
 
     async def clear(self) -> None:
-        """Nobody is left when this returns, neither worker nor standby."""
+        """Kill all workers and standbys and wait until they have exited."""
         everybody = [p for p in (*self._desk, *self._pending) if p.alive]
         for process in everybody:
             process.doomed = True
@@ -255,12 +276,12 @@ class Host:
         self.kill_all()  # what a dead template could not kill
 
     def kill_all(self) -> None:
-        """Without the template's help."""
+        """Kill all workers and standbys without the fork server."""
         for process in (*self._desk, *self._pending):
             process.kill()
 
     async def end(self) -> None:
-        """Leave nothing behind."""
+        """Kill every process and stop the fork server and the mover."""
         self._wanted = None
         self.kill_all()
         if self._starting is not None:
@@ -273,20 +294,20 @@ class Host:
 
     # --- the template ---------------------------------------------------------------------------
     def _mend(self) -> asyncio.Task[None]:
-        """A template that is alive and ready, at once or behind what is done now."""
+        """Return the task of a fork server's start; start one if none is alive."""
         if self._starting is None or (self._starting.done() and not self.can_fork):
             self._starting = asyncio.create_task(self._try_template())
             self._starting.add_done_callback(_looked_at)
         return self._starting
 
     async def _try_template(self) -> None:
-        """Whatever goes wrong is a failed start to whoever waits for it."""
+        """Start the fork server; turn every fault into ChildFailedError for the waiters."""
         try:
             await self._start_template()
         except HoldfastError:
             raise
         except Exception as error:
-            self._say(f"a fault of this node's agent, which starts its template: {error!r}")
+            self._say(f"a fault of this node's agent, while starting its fork server: {error!r}")
             raise ChildFailedError(f"the template did not start: {error!r}") from error
 
     async def _start_template(self) -> None:
@@ -302,7 +323,7 @@ class Host:
             await self.standby(*self._wanted)
 
     def _template_gone(self) -> None:
-        """Its children live on as ours: from here on their end is noticed by their pidfd."""
+        """Watch the children through their pidfds, now that the fork server has exited."""
         if self._template is not None:
             self._template.hear_out()
         for process in self._desk:
@@ -332,12 +353,12 @@ class Host:
         loop.add_reader(fd, ended)
 
     def _bury(self) -> None:
-        """Forks that were asked for and will not be."""
+        """Report every pending fork as exited: the fork server will not make it."""
         while self._pending:
             self._exited(self._pending.popleft(), -signal.SIGKILL)
 
     def _told(self, message: dict[str, Any]) -> None:
-        """The template has forked a process, or one has ended."""
+        """Handle a message of the fork server: it forked a process, or one has exited."""
         pid = int(message["pid"])
         if message["event"] == "forked":
             process = self._pending.popleft()  # they are forked in the order of asking
@@ -366,12 +387,12 @@ class Host:
         )
 
     def _holds(self, process: Process) -> None:
-        assert process.held is not None, "the desk tells of those who do"
+        assert process.held is not None, "only processes that hold are reported"
         self._news.held(process.generation, process.rank, process.held)
 
 
 async def _ended(processes: Iterable[Process]) -> None:
-    """Wait until they have ended, for a while."""
+    """Wait until the processes have exited, for KILLED_EXIT_TIMEOUT_S at most."""
 
     async def one(process: Process) -> None:
         while process.alive:
@@ -383,6 +404,6 @@ async def _ended(processes: Iterable[Process]) -> None:
 
 
 def _looked_at(task: asyncio.Task[None]) -> None:
-    """A template that does not start is told to whoever waits for it; nobody may be waiting."""
+    """Retrieve the error of a failed start: a caller that waits gets it, but there may be none."""
     if not task.cancelled():
         task.exception()

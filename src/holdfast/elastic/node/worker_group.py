@@ -1,8 +1,8 @@
-"""One generation while it lives: its workers, their news, and the verdict that ends it.
+"""The workers of one generation on this node: their events, and the outcome of the generation.
 
-Whatever ends a generation sets its verdict, once: what follows (peers that stop because one was
-lost, workers that are ended) is only the consequence, and is not reported as a loss. One that dies
-by itself while the others stop is.
+The first cause sets the outcome, once. Its consequences are not reported as losses: peers that stop
+because one was lost, workers that are killed. A worker that dies by itself while the other workers
+stop is reported.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from holdfast.layout import Topology
 from holdfast.policy.recovery.survivors import Held
 
 _WORDS = 120
-"""Of what a worker says: the rest, which may be a library's, stands in its log."""
+"""Most characters of a worker's reason. The rest, which may come from a library, is in its log."""
 _CONSEQUENCES = (exit_codes.PEER_LOST, exit_codes.FENCED)
-"""How a worker ends that has only lost the others."""
+"""Exit codes of a worker that has only lost its peers."""
 
 
 class Generation:
-    """A numbered membership, from its first worker to its verdict. Lives in one event loop."""
+    """The workers of a generation, from the first start to the outcome. Lives in one event loop."""
 
     def __init__(
         self,
@@ -54,9 +54,13 @@ class Generation:
         node: str = "",
         watch: Watch | None = None,
     ) -> None:
-        """`ready` is called once, when every worker is about to compute its first step. Of the
-        workers, those of `node` count, where one is named: others have agents of their own. watch:
-        what is done about who stands still."""
+        """Set up a generation without workers.
+
+        Args:
+            on_all_ready: called once, when every worker is about to compute its first step.
+            node: if given, only this node's workers count; other nodes' agents have the rest.
+            hang_hooks: the actions on a hung worker.
+        """
         self._loop = asyncio.get_running_loop()
         self.number = topology.generation
         self._begun = start_step
@@ -80,23 +84,26 @@ class Generation:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether a worker here has been through a whole step of it."""
+        """Return True if a worker here has completed a step of this generation."""
         return any(member.step > self._begun + 1 for member in self.members)
 
     # --- beginning and end ----------------------------------------------------------------
     def expect(self, processes: Mapping[int, int]) -> None:
-        """Before any of its workers is told to begin. processes: of those who stay, by rank."""
+        """Register the workers before any of them receives its begin command.
+
+        pids: of the processes that stay, by rank.
+        """
         for rank in self.ranks:
             self.members.expect(rank, self._loop.time(), processes.get(rank, 0))
 
     def decide(self, verdict: Verdict) -> None:
-        """The first verdict counts."""
+        """Set the outcome, unless it is set: the first counts."""
         if not self.verdict.done():
             self.verdict.set_result(verdict)
 
     @property
     def ended(self) -> Verdict | None:
-        """What has ended it, where that was found here."""
+        """Return the outcome, if this node found it."""
         verdict = self.verdict
         return verdict.result() if verdict.done() and not verdict.cancelled() else None
 
@@ -107,7 +114,7 @@ class Generation:
         self._board.emit("agent", WorkerStarted(rank, pid, node, step=self.step))
 
     def exited(self, rank: int, pid: int, code: int, log: Path, why: str) -> None:
-        """A worker has ended; `why`, if its host gave it up."""
+        """Handle a worker's exit; `kill_reason`, if the process manager gave the worker up."""
         member = self.members.exited(rank, pid, code)
         if member is None or member.lost:
             return
@@ -120,13 +127,13 @@ class Generation:
 
     @property
     def _lives_on(self) -> bool:
-        """Whether those who are left go on, so that nobody but the lost ones is to end."""
+        """Return True if the survivors continue, so that only lost workers may exit."""
         elsewhere = self.verdict.cancelled()  # nobody waits for it any more: others ended it
         lost = elsewhere or isinstance(self.ended, Lost)
         return lost and self._cluster.recovery == "live"
 
     def held(self, rank: int, held: Held) -> None:
-        """A worker has stopped, by itself or because it was told to, and waits."""
+        """Record that a worker has stopped, by itself or on command, and waits."""
         member = self.members[rank]
         member.held = held
         why = (held.text or held.kind)[:_WORDS]
@@ -136,7 +143,7 @@ class Generation:
             self._judge_held(member, held)
 
     def _judge_held(self, member: Member, held: Held) -> None:
-        """A worker has stopped by itself."""
+        """Derive the outcome from a worker that has stopped by itself."""
         cause = f"worker {member.rank}: {held.text or held.kind}"
         beat = self._cluster.heartbeat_seconds
         match held.kind:
@@ -150,13 +157,13 @@ class Generation:
             case "paused":
                 return  # it was asked to, with all the others
             case _:
-                # Whoever really died is told in the same moment; only if nobody is, does this
-                # worker's word stand.
+                # The worker that really died is reported at the same moment. Only if none is, this
+                # worker's report counts.
                 verdict = Lost("peer_lost", cause, ranks=frozenset({member.rank}))
                 self._loop.call_later(beat, self.decide, verdict)
 
     def _judge(self, member: Member, log: Path) -> None:
-        """A worker has ended while its generation lived."""
+        """Derive the outcome from a worker that exited while its generation ran."""
         if member.outcome is not None:
             if not self.members.alive:
                 self.decide(self._common_outcome())
@@ -172,8 +179,8 @@ class Generation:
                 said = last_lines(log, 1).partition(": ")[2] or "it could not be read"
                 self.decide(Lost("rot", f"worker {member.rank}: {said}", said))
             case exit_codes.PEER_LOST:
-                # The one who really died is reported in the same moment; only if nobody is
-                # does this worker's word stand.
+                # The worker that really died is reported at the same moment. Only if none is, this
+                # worker's report counts.
                 beat = self._cluster.heartbeat_seconds
                 self._loop.call_later(beat, self._lose_unless_over, member, log)
             case _:
@@ -220,7 +227,7 @@ class Generation:
 
     # --- news from the workers ------------------------------------------------------------
     def report(self, body: dict[str, Any]) -> list[Event]:
-        """Take a worker's report; the events in it that are new. Raises KeyError, ValueError."""
+        """Process a worker's report; return its new events. Raises KeyError, ValueError."""
         rank = int(body["rank"])
         now = self._loop.time()
         events = self.members.report(body, now)
@@ -239,12 +246,12 @@ class Generation:
         return events
 
     def answered(self, rank: int) -> None:
-        """A worker's report is answered."""
+        """Note that a worker's report is answered."""
         self.members.answered(rank, self._loop.time())
 
-    # --- who stands still -----------------------------------------------------------------
+    # --- hung workers ---------------------------------------------------------------------
     def watch_progress(self, now: float) -> None:
-        """Called at every tick: one that hangs is named, and ends the generation."""
+        """Check for hung workers; called at every tick. A hung worker ends the generation."""
         over = self.verdict.done()
         for blame in self.lookout.tick(now, self._cluster.heartbeat_seconds, over):
             self._give_up(blame)
@@ -252,12 +259,15 @@ class Generation:
             self._watch.tell()
 
     def still(self) -> dict[str, Any]:
-        """Who stands still here, for whoever compares nodes; {} if nobody does."""
+        """Return the stall report for the coordinator; {} if no worker is stalled."""
         return {} if self.ended is not None else self.lookout.told(self._loop.time())
 
     def paces(self) -> list[list[Any]]:
-        """What each worker here has computed since it was asked last: process, what is equal for
-        all who do the same work, seconds, microbatches. The first steps do not count."""
+        """Return what each worker here has computed since the last call.
+
+        Each row has the process, its position, seconds and microbatches. Workers with equal
+        positions do the same work. The first steps do not count.
+        """
         if not self._cluster.compare or not self.has_stepped or self.verdict.done():
             return []
         rows = []
@@ -271,17 +281,17 @@ class Generation:
         return rows
 
     def blame(self, blamed: Iterable[Blame]) -> None:
-        """The coordinator says for whom the others wait."""
+        """Give up workers that the coordinator declares hung, if they still are."""
         for one in blamed:
             if not self.verdict.done() and self.lookout.confirms(one):
                 self._give_up(one)
 
     def _give_up(self, blame: Blame) -> None:
-        """Name a worker, kill it, and end the generation for it; one that is over only waits for
-        its end."""
+        """Report a worker, kill it, and end the generation. If the generation has ended, only kill
+        it."""
         if blame.rank == NOBODY:
             several = self.topology.world_size > 1
-            what = "all workers wait for one another" if several else "the worker stands still"
+            what = "all workers wait for one another" if several else "the worker makes no progress"
             self.decide(Lost("hang", f"{what} for {blame.seconds:.1f} s"))
             return
         member = self.members[blame.rank]

@@ -1,11 +1,11 @@
-"""One process of a node, as its agent knows it: a worker, or a standby that could be one.
+"""One process of a node, as its agent knows it: a worker, or a standby.
 
-It is known by its process id and outlives generations. What it is told stands in numbered orders,
-of which only the newest count; it fetches them by a question that stays open (`Desk`).
+Its process id names it, and it outlives generations. Its commands are numbered, and only the newest
+counts. It fetches them by a long poll (`CommandServer`).
 
-    forked --told--> alive --begin--> working --holds--> holding --begin--> working
-                                         '--------- halt ---^
-    any --ended--> gone
+    forked --reported--> alive --begin--> working --holds--> holding --begin--> working
+                                             '--------- halt ---^
+    any --exited--> ended
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from holdfast.policy.recovery.survivors import Held
 from holdfast.wire.waiting import wait_event
 
 STANDBY = -1
-"""The rank of a process that has none."""
+"""The rank of a standby."""
 
 
 @dataclass(eq=False)
 class Process:
-    """`pid` is 0 until its fork is told. `seen` is the number of the newest orders that it has
-    taken, -1 as long as it has not asked."""
+    """A worker or standby.
+
+    pid: 0 until the fork server reports its fork.
+    acked_command: number of the newest command that it has taken; -1 until its first poll.
+    """
 
     log: Path
     obeys: bool  # it asks for orders; one that does not ends with its generation
@@ -55,17 +58,17 @@ class Process:
 
     @property
     def idle(self) -> bool:
-        """A standby."""
+        """Return True if it is a standby."""
         return self.alive and self.rank == STANDBY
 
     @property
     def heard(self) -> bool:
-        """Whether it has taken its newest orders, which its main thread may not have followed."""
+        """Return True if it has taken its newest command; its main thread may lag behind."""
         return self.seen >= self.number or self.held is not None
 
     # --- orders -------------------------------------------------------------------------------
     def begin(self, rank: int, generation: int, log: Path, orders: dict[str, Any]) -> None:
-        """Become a rank of a generation; from then on it writes into that log."""
+        """Order it to become a rank of a generation; from then on it writes into that log."""
         self.rank, self.generation, self.log, self.held = rank, generation, log, None
         self._give(orders)
         self.begun = self.number
@@ -82,16 +85,16 @@ class Process:
         self.stir()
 
     def stir(self) -> None:
-        """Wake whoever waits for a change of this process; each event is set once."""
+        """Wake the waiters for a change of this process; each event is set once."""
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 
     def asked(self, seen: int, held: Held | None) -> bool:
-        """Its question says what it has taken and what it holds; whether that is news.
+        """Record a poll's command number and held state; return True if the process newly holds.
 
-        A question may be older than what was ordered since, so what it holds counts as of the
-        generation that it was told to begin; of an older one only if it has taken a halt since
-        then, and so never began.
+        A poll may be older than the newest command. So its state counts if it is of the generation
+        that the process was ordered to begin. An older state counts only if the process has taken a
+        halt since, and so never began.
         """
         if seen > self.seen:
             self.seen = seen
@@ -118,7 +121,7 @@ class Process:
         self.stir()
 
     def kill(self) -> None:
-        """Kill it and what it started. One that is not known yet is killed when it is."""
+        """Kill it and what it started. If its process id is unknown, kill it once it is known."""
         self.doomed = True
         if self.alive and still_running(self.pidfd):
             with suppress(ProcessLookupError, PermissionError):
@@ -131,13 +134,17 @@ class Process:
 
 
 class Desk:
-    """Where processes ask for orders. Lives in one event loop."""
+    """Answers the polls of processes for commands. Lives in one event loop."""
 
     def __init__(
         self, held: Callable[[Process], None], ready: Callable[[], None] = lambda: None
     ) -> None:
-        """`held` is told of each process that has come to hold; `ready`, that one has asked for
-        the first time."""
+        """Set up a server without processes.
+
+        Args:
+            on_held: called with each process that newly holds.
+            on_first_poll: called when a process has polled for the first time.
+        """
         self._held, self._ready = held, ready
         self._processes: dict[int, Process] = {}
         self._known = asyncio.Event()
@@ -146,7 +153,7 @@ class Desk:
         return iter(tuple(self._processes.values()))
 
     def add(self, process: Process) -> None:
-        """Its fork was told: from here on it is known by its process id."""
+        """Add a process whose fork was reported; from here on its process id is known."""
         self._processes[process.pid] = process
         known, self._known = self._known, asyncio.Event()
         known.set()
@@ -158,15 +165,18 @@ class Desk:
         self._processes.pop(pid, None)
 
     async def handle(self, generation: int, body: dict[str, Any]) -> dict[str, Any]:
-        """A process asks for orders that are newer than those which it has seen. Raises KeyError,
-        ValueError and TypeError for what makes no sense."""
+        """Answer a process's poll for commands newer than those that it has taken.
+
+        Raises KeyError, ValueError and TypeError if the request makes no sense.
+        """
         pid, seen = int(body["process"]), int(body["seen"])
         held = None if body.get("held") is None else Held.from_json(body["held"])
         loop = asyncio.get_running_loop()
         deadline = loop.time() + LONGEST_POLL
         while (process := self._processes.get(pid)) is None:  # it may ask before its fork is told
             if not await wait_event(self._known, deadline - loop.time()):
-                # Forked by a template that died before it could say so: nobody counts on it.
+                # Its fork server died before it could report the fork, so no generation counts on
+                # the process.
                 return {"number": seen + 1, "orders": {"kind": "end"}}
         first = process.seen < 0
         if process.asked(seen, held):
@@ -181,7 +191,7 @@ class Desk:
 
 
 def pidfd_of(pid: int) -> int:
-    """A handle that follows this process and never a later one of the same number."""
+    """Return a handle of this process, never of a later one with the same number."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError):
@@ -189,7 +199,7 @@ def pidfd_of(pid: int) -> int:
 
 
 def still_running(pidfd: int) -> bool:
-    """Whether the process is alive (or a zombie that its parent has not reaped)."""
+    """Return True if the process is alive (or a zombie that its parent has not reaped)."""
     if pidfd < 0:
         return False
     try:

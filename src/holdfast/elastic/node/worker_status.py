@@ -1,4 +1,4 @@
-"""The workers of one generation, as the agent sees them: who is there, and who makes progress."""
+"""The workers of one generation, as the agent sees them: which run, and which make progress."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from holdfast.policy.recovery.survivors import Held
 
 @dataclass
 class Member:
-    """One worker. `since` is when it last got further, on the agent's monotonic clock; `marks`
-    counts how often it did within its step. asleep: by its own word it sleeps where ranks wait for
-    each other. heard: when it last reported anything. answering: its
-    report is not answered yet, so it cannot be heard. reporting: seconds of CPU that reports took
-    it. excused: by its own
-    word it may do something else before it reports again."""
+    """One worker's status.
+
+    progress_at: when it last made progress, on the agent's monotonic clock.
+    progress_count: how often it made progress within its step.
+    blocked_in_collective: by its own report, it sleeps where ranks wait for each other.
+    last_heard_at: when it last reported anything.
+    reply_pending: its report is not answered yet, so it cannot report again.
+    report_cpu_s: CPU seconds that its reports took.
+    may_be_busy: by its own report, it may do something else before it reports again.
+    """
 
     rank: int
     pid: int  # 0 until its fork is told
@@ -46,18 +50,22 @@ class Member:
 
     @property
     def pauses(self) -> bool:
-        """Whether it holds because it was asked to end its step and wait."""
+        """Return True if it holds because it was asked to end its step and wait."""
         return self.held is not None and self.held.kind == "paused"
 
 
 class Members:
-    """Bookkeeping only: it decides nothing and touches nothing."""
+    """The table of a generation's workers. It only keeps records."""
 
     def __init__(
         self, generation: int, world_size: int, voices: dict[str, int] | None = None
     ) -> None:
-        """`voices`: of each process that ever reported, the number of its next event; what one
-        could not tell in an older generation it tells in this one, under the same numbers."""
+        """Create an empty table.
+
+        event_cursors: for each process that ever reported, the number of its next event. Events
+        that a process could not send in an older generation arrive in this one, with the same
+        numbers.
+        """
         self.generation = generation
         self.world_size = world_size
         self._voices = {} if voices is None else voices
@@ -78,7 +86,7 @@ class Members:
         return len(self._members) == self.world_size and all(m.ready for m in self)
 
     def expect(self, rank: int, now: float, pid: int = 0) -> None:
-        """A worker of the generation: its first report may overtake the news of its birth."""
+        """Add a worker. Its first report may arrive before the report of its fork."""
         self._members[rank] = Member(rank, pid, now, heard=now)
 
     def joined(self, rank: int, pid: int) -> Member:
@@ -87,12 +95,12 @@ class Members:
         return member
 
     def ready(self, rank: int) -> bool:
-        """A worker is about to compute; whether it is the last of all to say so."""
+        """Mark a worker as about to compute; return True if it is the last of all."""
         self._members[rank].ready = True
         return self.all_ready
 
     def exited(self, rank: int, pid: int, code: int) -> Member | None:
-        """The member that ended; None for one of an older generation."""
+        """Record an exit; return the worker, or None if it belongs to an older generation."""
         member = self._members.get(rank)
         if member is None or member.pid != pid:
             return None
@@ -100,11 +108,11 @@ class Members:
         return member
 
     def report(self, body: dict[str, Any], now: float) -> list[Event]:
-        """Take one report; the events in it that are new.
+        """Process one report; return its new events.
 
-        `first` numbers the first of its events: what has been seen is not taken again, and a
-        gap is what the worker had to drop. Raises KeyError for a rank that is not a member or an
-        event of an unknown kind.
+        `first` numbers the first of its events. Events that were seen before are skipped; a gap is
+        what the worker had to drop. Raises KeyError for a rank without a worker or an event of an
+        unknown kind.
         """
         rank = int(body["rank"])
         member = self._members[rank]
@@ -134,17 +142,18 @@ class Members:
         return fresh
 
     def answered(self, rank: int, now: float) -> None:
-        """A report of this worker is answered: from here on it can be heard again."""
+        """Note that a report of this worker is answered, so it can report again."""
         member = self._members.get(rank)
         if member is not None:
             member.heard, member.answering = now, False
 
     def hung(self, now: float, limit: float) -> Member | None:
-        """The worker to blame when none has got further for `limit` seconds; else None.
+        """Return the worker to blame if none has made progress for `limit_s` seconds; None
+        otherwise.
 
-        When one hangs, the others go on to the next collective and wait there; as long as any
-        of them gets further, the run does. So all must have stood still, and the one that got
-        least far is what they wait for.
+        If one hangs, the other workers reach the next collective and wait there. While any of them
+        makes progress, the run does. So all must have stalled. The worker with the least progress
+        blocks the rest.
         """
         working = [member for member in self.alive if member.held is None]
         if not working or any(now - member.since <= limit for member in working):
@@ -152,7 +161,7 @@ class Members:
         return min(working, key=lambda m: (m.step, m.marks, m.since))
 
     def forgive(self, seconds: float) -> None:
-        """The agent itself was stopped for so long: nobody could have reported."""
+        """Move all times on: the agent itself was suspended, so no worker could report."""
         for member in self:
             member.since += seconds
             member.heard += seconds

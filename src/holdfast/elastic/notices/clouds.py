@@ -1,21 +1,21 @@
-"""Who is asked whether this machine is about to go, and what the clouds' metadata services say.
+"""The clouds' metadata services: sources of notices that this machine is about to end.
 
-Each cloud is a few small HTTP requests to an address on the machine's own link
+Each cloud needs a few small HTTP requests to an address on the machine's own link
 (`elastic/notices/source.py`). The base address can be given, for tests and for machines that reach
 it elsewhere.
 
     aws      a session token (IMDSv2), then `spot/instance-action` (404: nothing; about 120 s), and
              `events/recommendations/rebalance`, which may come earlier and names no time
     google   `instance/preempted` (TRUE: at most 30 s) and `instance/maintenance-event`, each by a
-             question that stays open until the value changes
-    azure    `scheduledevents`, of which those count that name this machine alone or with others
-    file     a file that somebody writes: seconds, or nothing at all
+             request that stays open until the value changes
+    azure    `scheduledevents`; those count that name this machine, alone or with more machines
+    file     a file that a user or a script writes: seconds, or nothing at all
 
-Clusters are asked by `elastic/notices/kubernetes.py`, `elastic/notices/slurm.py` and
+The sources for clusters are in `elastic/notices/kubernetes.py`, `elastic/notices/slurm.py` and
 `elastic/notices/ray.py`.
 
-Protocols: AWS EC2 user guide, "Spot Instance interruption notices" and "rebalance recommendations";
-Google Compute Engine, "Spot VMs: preemption process" and "VM metadata: wait for updates"; Azure,
+Protocols, AWS: EC2 user guide, "Spot Instance interruption notices", "rebalance recommendations".
+Google Compute Engine: "Spot VMs: preemption process", "VM metadata: wait for updates". Azure:
 "Scheduled Events for Linux VMs".
 """
 
@@ -63,9 +63,9 @@ TOKEN_SECONDS = 21600
 AWS_SECONDS = 120.0
 MAINTENANCE_SECONDS = 60.0
 GOOGLE_WAIT = 20
-"""Seconds that a question to Google stays open where nothing changes."""
+"""Seconds that a request to Google stays open if nothing changes."""
 AZURE_FIRST_SECONDS = 150.0
-"""The first question of a day switches Azure's service on, which may take two minutes."""
+"""The first request of a day switches Azure's service on, which may take two minutes."""
 
 AZURE: dict[str, Meaning] = {
     "Preempt": Meaning.GONE, "Terminate": Meaning.GONE,
@@ -80,10 +80,15 @@ def source_of(
     environment: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
 ) -> Source | None:
-    """The source that a run file names, None where it names none. Asks nobody, so it is quick.
+    """Return the source that a run file names, or None if it names none.
 
-    `clock` gives seconds since 1970; `root`: where the files of this machine are looked for.
-    Raises ConfigError for an address that is none, and for a cluster that this process is not in.
+    It sends no request, so it is quick.
+
+    Args:
+        clock: gives seconds since 1970.
+        root: the folder under which this machine's files are found.
+
+    Raises ConfigError for an invalid address, and for a cluster that this process is not in.
     """
     if cluster.notices == "none":
         return None
@@ -96,7 +101,7 @@ def _chosen(
     choice: Choice, cluster: ClusterConfig, clock: Callable[[], float],
     environment: Mapping[str, str],
 ) -> Source:  # fmt: skip
-    """What can be asked of what this machine seems to have; what cannot is said, and left out."""
+    """Return the usable ones of the detected sources; the startup message names the rest."""
     if cluster.notices_at:
         raise ConfigError(
             "with auto nobody knows whose address this is", where="cluster.notices_at",
@@ -184,8 +189,11 @@ class Aws(Source):
 
 
 class Google(Source):
-    """Compute Engine: one value of its metadata. The first answer comes at once; from then on a
-    question stays open until the value is another one than we know, or `GOOGLE_WAIT` is over."""
+    """Compute Engine: one value of its metadata.
+
+    The first answer comes at once. A later request stays open until the value changes, or
+    `GOOGLE_LONG_POLL_S` have passed.
+    """
 
     HEADERS = {"Metadata-Flavor": "Google"}  # noqa: RUF012  never changed
     MEANS: Mapping[str, Mapping[str, Warned | None]] = {
@@ -224,7 +232,7 @@ class Google(Source):
 
 
 class Azure(Source):
-    """Scheduled events. They are told to all machines of a set: those that name this one count."""
+    """Scheduled events. Azure sends them to a set of machines; those that name this one count."""
 
     HEADERS = {"Metadata": "true"}  # noqa: RUF012  never changed
     EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
@@ -278,8 +286,11 @@ class Azure(Source):
         return warned(left, AZURE[kind], f"azure: {kind}", f"{kind} {event.get('EventId')}")
 
     def acknowledge(self) -> None:
-        """Start our own events early. One that names others too is left alone: whoever starts it
-        starts it for all of them. So is a pause, which nobody has to leave for."""
+        """Start this machine's own events early.
+
+        An event that names more machines is left alone: an early start would hit all of them. So is
+        a pause, since no run has to leave for it.
+        """
         with self._lock:
             own, self._own = self._own, ()
         if not own:
@@ -292,8 +303,10 @@ class Azure(Source):
 
 
 class FileSource(Source):
-    """A file that somebody writes when the machine is to go: the seconds that are left, or nothing,
-    which means `seconds`."""
+    """A file that a user or a script writes when the machine is to end: the seconds left.
+
+    An empty file means `default_s`.
+    """
 
     def __init__(self, path: Path, seconds: float) -> None:
         self._path, self._seconds = path, seconds

@@ -1,8 +1,8 @@
-"""`cluster.notices: auto`: which sources this machine has, by what lies on it.
+"""`cluster.notices: auto`: the sources that this machine has, by its files and environment.
 
-Nobody is asked over a network, so the start is not slowed: environment variables say whether this
-process is in a pod, a Slurm job or a Ray cluster, and the firmware says whose machine it is. A
-source that then does not answer says so once, like any other.
+Nothing is sent over a network, so the start is not slowed. Environment variables tell whether this
+process is in a pod, a Slurm job or a Ray cluster. The firmware names the cloud that owns the
+machine. If a detected source then does not answer, that is reported once, as for any source.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CLUSTERS = (
 
 
 class Choice(NamedTuple):
-    """told: one line for the person."""
+    """The detected sources. startup_message: one line for the user."""
 
     names: tuple[str, ...]
     told: str
@@ -40,7 +40,7 @@ def choose(environment: Mapping[str, str], root: Path) -> Choice:
 
 
 def _cloud(root: Path) -> tuple[str, str] | None:
-    """The cloud that made this machine, and what says so."""
+    """Return the cloud that made this machine, and the evidence."""
     vendor = _firmware(root, "sys_vendor")
     if vendor.startswith("Amazon"):
         return "aws", f"made by {vendor}"

@@ -1,18 +1,23 @@
-"""What a run does when it hears that a machine is about to go: the save that will be complete.
+"""Handles a notice that a machine is about to end: chooses the save that will be complete in time.
 
-A notice is a deadline in seconds, the nodes that go (none named: this one), and whether the run is
-to leave. It comes from SIGTERM where `cluster.grace_seconds` says how long afterwards the kill
-follows, from the cloud's metadata service (`clouds.py`, `cluster.notices`), or by the verb
-`/notice`, which `holdfast notice` speaks, signed like every request. From the measured bandwidth of
-each tier `policy/saving/emergency.py` picks what will be complete in time:
+A notice has a deadline in seconds, the nodes that end (none named: this one), and whether the run
+must leave. There are three sources:
 
-    the run goes on   rank 0 is asked, once, for a save into those tiers after the next step
-    the run leaves    a durable save, as always; where the disk would not make it and a peer does,
-                      a snapshot for peers instead ("brief"), and the agent waits until they have it
+    - SIGTERM, if `cluster.grace_seconds` gives the time until the kill
+    - the cloud's metadata service (`clouds.py`, `cluster.notices`)
+    - the verb `/notice`, which `holdfast notice` sends, signed like every request
 
-Where nothing would be complete the quickest is tried all the same: a bandwidth is a guess, too.
+From the measured bandwidth of each tier `policy/saving/emergency.py` picks the tiers in which a
+save will be complete in time:
 
-In the same way a durable save is asked for that a change of generation has cut off.
+    the run continues   rank 0 receives one request for a save into those tiers, after the next step
+    the run leaves      a durable save, as always. If the disk would be too slow and a peer is not,
+                        a snapshot for peers instead ("brief"), and the agent waits until they have
+                        it
+
+If no tier would be complete, the fastest is tried anyway: a bandwidth is a guess, too.
+
+A durable save that a change of generation has cut off is requested again in the same way.
 """
 
 from __future__ import annotations
@@ -42,14 +47,14 @@ from holdfast.policy.saving.tiers import BUCKET, DISK, PEERS, Tiers
 from holdfast.wire.waiting import wait_event
 
 NOTICE = "/notice"
-"""The path of a notice on the agent's control port."""
+"""HTTP path of a notice on the agent's control port."""
 ASSUMED = {PEERS: 100e6, DISK: 200e6, BUCKET: 50e6}
-"""Bytes a second where nothing was measured yet: a link of 1 Gbit/s, a slow disk."""
+"""Bytes per second of a tier before the first measurement: a link of 1 Gbit/s, a slow disk."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """seconds: until the nodes are gone. leave: the run is to end by then."""
+    """A notice. seconds: time until the nodes end. must_leave: the run must end by then."""
 
     seconds: float
     nodes: tuple[str, ...] = ()
@@ -58,7 +63,7 @@ class Notice:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Notice:
-        """Raises ValueError, KeyError and TypeError for what is none."""
+        """Parse a notice. Raises ValueError, KeyError and TypeError if it is malformed."""
         seconds, nodes = float(value["seconds"]), tuple(map(str, value.get("nodes", ())))
         if not 0 < seconds < 1e6:
             raise ValueError(f"a notice of {seconds:g} seconds makes no sense")
@@ -66,20 +71,24 @@ class Notice:
 
 
 class Pending:
-    """Notices that came while no generation was at work, for the one that begins next. Pure: who
-    calls says what time it is, in seconds of any clock that goes evenly."""
+    """Notices that came while no generation ran, kept for the next one.
+
+    Pure: the caller gives the time, in seconds of any steady clock.
+    """
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, tuple[str, ...], bool], tuple[float, Notice]] = {}
 
     def hold(self, notice: Notice, now: float) -> None:
-        """Of two from one source about the same nodes the later counts."""
+        """Keep a notice. Of two from one source about the same nodes the later counts."""
         self._held[notice.source, notice.nodes, notice.leave] = (now + notice.seconds, notice)
 
     def take(self, now: float) -> list[Notice]:
-        """All that is held, with the seconds that are left, and nothing is held any more: first
-        what makes the run leave, the soonest first. What was only a warning is dropped when its
-        time is over; who has to leave has to, with a second left."""
+        """Return and forget all notices, with the seconds that are left.
+
+        Notices that make the run leave come first, the soonest first. A mere warning is dropped
+        when its time is over. A notice to leave stays valid, with at least a second left.
+        """
         found = [replace(notice, seconds=max(1.0, end - now))
                  for end, notice in self._held.values() if notice.leave or end > now]  # fmt: skip
         self._held.clear()
@@ -87,7 +96,8 @@ class Pending:
 
 
 class Notices:
-    """What was heard, and what the workers are asked for. Lives in the agent's event loop."""
+    """The notices of a run, and the resulting requests to its workers. Lives in the agent's event
+    loop."""
 
     def __init__(
         self, config: RunConfig, emit: Callable[[Event], object], say: Callable[[str], None]
@@ -106,7 +116,8 @@ class Notices:
 
     # --- what is done about it ------------------------------------------------------------------
     def heard(self, notice: Notice, topology: Topology, step: int) -> Emergency:
-        """Decide, write it down, and ask for it. Raises ValueError for a node that is not there."""
+        """Choose the tiers, record the choice and request the save. Raises ValueError for an
+        unknown node."""
         nodes = notice.nodes or tuple(sorted(set(topology.nodes)))
         table = state_table(self._config.model, self._config.train.precision)
         lost = at_risk(topology, table, nodes)
@@ -119,18 +130,20 @@ class Notices:
         chosen = plan.tiers or self._quickest(lost.bytes)
         if notice.leave:
             self._deadline = time.monotonic() + notice.seconds * (1 - MARGIN / 2)
-            # A bucket that will have it is fed by a durable save, and keeps it for good.
+            # A bucket that will have it gets it from a durable save, and keeps it for good.
             self._brief = PEERS in chosen and not {DISK, BUCKET} & set(chosen)
         else:
             self._request += 1
-            # The bucket is fed from the run folder, wherever that lies.
+            # The bucket is fed from the run folder, wherever that is.
             fed = BUCKET in chosen and DISK not in chosen
             self._into = (*chosen, DISK) if fed else tuple(chosen)
         return plan
 
     def routes(self, nbytes: int) -> tuple[Route, ...]:
-        """The ways out of this machine, as measured. A save begins at the next step boundary, and
-        the bucket is fed from the run store."""
+        """Return the ways out of this machine, as measured.
+
+        A save begins at the next step boundary, and the bucket is fed from the run store.
+        """
         wait = self.measured.step_seconds
         speed = {
             tier: self.measured.bytes_per_second(tier) or assumed
@@ -148,10 +161,12 @@ class Notices:
         surviving = [route for route in routes if route.survives] or routes
         return (min(surviving, key=lambda route: route.needs(nbytes)).tier,)
 
-    # --- what the workers are told --------------------------------------------------------------
+    # --- replies to the workers -----------------------------------------------------------------
     def answer(self, rank: int, first: int = 0) -> dict[str, Any]:
-        """Part of the answer to a worker's report. first: the rank of this node that asks for all,
-        with its vote."""
+        """Return this handler's fields of the reply to a worker's report.
+
+        first_rank: the rank of this node that passes the requests on for all, with its vote.
+        """
         told: dict[str, Any] = {"brief": self._brief}
         if rank == first:
             told |= {"request": self._request, "into": list(self._into)}
@@ -160,12 +175,12 @@ class Notices:
         return told
 
     def begin(self) -> None:
-        """A generation begins: what peers had of older ones is not its state."""
+        """Begin a generation: peers' copies of older generations are not its state."""
         self._kept = -1
 
     # --- leaving --------------------------------------------------------------------------------
     def seconds_left(self) -> float | None:
-        """Until this machine is gone, with some to spare; None where nobody said when."""
+        """Return the seconds until this machine ends, minus a margin; None without a deadline."""
         return None if self._deadline is None else self._deadline - time.monotonic()
 
     def observe(self, record: Record) -> None:
@@ -186,15 +201,21 @@ class Notices:
             self._owed, self._into = None, ()
 
     def _owe(self, step: int) -> None:
-        """Whoever was to write a save of an older generation may not any more. The present one
-        makes it good at once: where nodes come and go, the next that is due may be cut off too."""
+        """Request a durable save in place of one that a new generation cut off: its writer is
+        fenced.
+
+        Request it at once: if nodes come and go, the next regular save may be cut off too.
+        """
         self._owed = step
         self._request += 1
         self._into = tuple(dict.fromkeys((*self._into, DISK)))
 
     async def not_kept(self, step: int) -> str | None:
-        """Where the run leaves with a snapshot for peers: why none has the state after `step`, or
-        None. Waits for it until time is up."""
+        """Wait for a peer's copy of the state after `step`, if the run leaves with a snapshot for
+        peers.
+
+        Return why no peer has it when time is up; None otherwise.
+        """
         if not self._brief or self._deadline is None:
             return None
         while self._kept < step:

@@ -1,16 +1,16 @@
-"""What a Kubernetes API server says of this pod's end, and of its node's.
+"""The notices of a Kubernetes API server: the end of this pod, and of its node.
 
-Two objects are watched, as every controller does it: listed once, then followed from the version
-that the list names. News come within milliseconds, and a quiet hour costs a request every
-`WATCH_SECONDS`. A watch that ends, or breaks off, is taken up where it was; a version that is too
-old for the server (410) is listed anew.
+Two objects are watched, as every controller does it: listed once, then followed from the version in
+the list. News come within milliseconds, and a quiet hour costs a request every `WATCH_TIMEOUT_S`. A
+watch that ends or breaks off resumes from its version. If that version is too old for the server
+(410), the object is listed again.
 
     the pod    metadata.deletionTimestamp, which is when its grace is over
-    the node   taints that say it is going (`TAINTS`, and `cluster.notices_taints`), AKS' condition
-               VMEventScheduled, and its own deletion
+    the node   taints that announce its end (`KNOWN_TAINTS`, and `cluster.notices_taints`), AKS'
+               condition VMEventScheduled, and its own deletion
 
-The token is read anew for each request, since it is renewed; it is sent by https alone, to a server
-whose certificate is signed by the account's own authority.
+Each request reads the token again, since it is renewed. The token is sent by https alone, to a
+server whose certificate is signed by the account's own authority.
 """
 
 from __future__ import annotations
@@ -42,17 +42,22 @@ from holdfast.elastic.notices.source import (
 from holdfast.errors import ConfigError
 
 NODE, POD, NAMESPACE = "HOLDFAST_NODE_NAME", "HOLDFAST_POD_NAME", "HOLDFAST_POD_NAMESPACE"
-"""Environment variables, to be set by the downward API: spec.nodeName, metadata.name and
+"""Environment variables that the downward API must set: spec.nodeName, metadata.name and
 metadata.namespace."""
 WATCH_SECONDS = 30
 OBJECT_BYTES = 2**23
-"""Of one line of a watch, or of a list with one object in it; etcd keeps objects of 1.5 MiB."""
+"""Most bytes of one line of a watch, or of a list with one object; etcd keeps objects of 1.5 MiB.
+"""
 HANDLER = "aws-node-termination-handler/"
 AT_ONCE = 1.0
 
 
 class Taint(NamedTuple):
-    """`key` may end with `*`; seconds: what is left once it is there."""
+    """A taint that announces a node's end.
+
+    key: may end with `*`.
+    notice_s: seconds that are left once the taint is set.
+    """
 
     key: str
     seconds: float
@@ -76,7 +81,7 @@ TAINTS = (
     Taint("node.kubernetes.io/out-of-service", AT_ONCE),
     Taint("node.cloudprovider.kubernetes.io/shutdown", AT_ONCE),
 )
-"""The first that matches counts."""
+"""Known taints; the first that matches counts."""
 
 CONDITIONS = {  # in the reason or the message of VMEventScheduled
     "Preempt": Meaning.GONE, "Terminate": Meaning.GONE, "Redeploy": Meaning.BACK,
@@ -87,7 +92,7 @@ CONDITIONS = {  # in the reason or the message of VMEventScheduled
 def kubernetes(
     cluster: ClusterConfig, environment: Mapping[str, str], clock: Callable[[], float]
 ) -> Source:
-    """The node and the pod that this process runs on and in, as far as both are known.
+    """Return a source for this process's node and pod, or the one of them that is known.
 
     Raises ConfigError for a process in no pod, unless the address is given, and for a taint that
     cannot be read.
@@ -126,7 +131,7 @@ def kubernetes(
 
 
 def _more_taints(text: str) -> tuple[Taint, ...]:
-    """`KEY` or `KEY=SECONDS`, with commas between."""
+    """Parse taints: `KEY` or `KEY=SECONDS`, separated by commas."""
     found = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         key, _, seconds = part.partition("=")
@@ -145,8 +150,10 @@ def _more_taints(text: str) -> tuple[Taint, ...]:
 
 # --- the API server -----------------------------------------------------------------------------
 class Api:
-    """Requests with the token of a service account. `account`: its folder: token, ca.crt,
-    namespace."""
+    """Requests with the token of a service account.
+
+    account_folder: holds token, ca.crt and namespace.
+    """
 
     def __init__(self, base: str, account: Path) -> None:
         self._account = account
@@ -154,7 +161,7 @@ class Api:
 
     def _tls(self) -> ssl.SSLContext:
         authority = self._account / "ca.crt"
-        # Where the account names no authority, the machine's own count.
+        # If the account names no authority, the machine's own count.
         context = ssl.create_default_context(cafile=authority if authority.exists() else None)
         # Python 3.13 asks for extensions that the authorities of many clusters do not have.
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
@@ -186,7 +193,7 @@ class Api:
         return json_object(self._one(path))
 
     def opened(self, path: str, seconds: float) -> AbstractContextManager[HTTPResponse]:
-        """A 200, to read from; anything else raises SourceError."""
+        """Open a reply with status 200, to read from; anything else raises NoticeSourceError."""
         return _Checked(self._service.opened("GET", path, self._headers(), None, seconds), path)
 
     def _headers(self) -> dict[str, str]:
@@ -196,7 +203,7 @@ class Api:
 
 
 class GoneError(SourceError):
-    """The server does not remember the version that was asked for."""
+    """The server no longer has the requested version."""
 
 
 WHY = {401: "the token is not accepted", 403: "the account may not (see docs/notices.md)"}
@@ -220,14 +227,20 @@ class _Checked(AbstractContextManager[HTTPResponse]):
 
 
 class Watched(Source):
-    """One object, listed once and followed from then on."""
+    """One object, listed once and then watched."""
 
     def __init__(
         self, api: Api, kind: Callable[[], str], name: Callable[[], str],
         verdict: Callable[[dict[str, Any]], Warned | None],
     ) -> None:  # fmt: skip
-        """`kind`: the path of all objects of the kind; both are asked for when they are needed, and
-        may raise SourceError."""
+        """Watch one object.
+
+        Args:
+            find_collection_path: returns the path of all objects of the kind.
+            find_name: returns the object's name. Both are called when needed and may raise
+                NoticeSourceError.
+            to_warning: returns the warning in an object, or None.
+        """
         self._api, self._verdict = api, verdict
         self._kind, self._name = kind, name
         self._path = ""
@@ -263,7 +276,7 @@ class Watched(Source):
             return self._news(answer)
 
     def _news(self, answer: HTTPResponse) -> Warned | None:
-        """The first of this watch that matters; None when it ends."""
+        """Return the first warning of this watch; None when the watch ends."""
         while True:
             try:
                 line = answer.readline(OBJECT_BYTES)
@@ -339,7 +352,7 @@ def of_node(node: dict[str, Any], taints: tuple[Taint, ...]) -> Warned | None:
         key = str(taint.get("key"))
         known = next((t for t in taints if t.matches(key)), None)
         if known is not None:
-            # A taint that is taken away and put there again is another notice.
+            # A taint that is removed and set again is another notice.
             said = f"{key}={taint.get('value')} {taint.get('timeAdded')}"
             found.append(warned(known.seconds, known.meaning, f"kubernetes: taint {key}", said))
     for condition in _many(_at(node, "status"), "conditions"):

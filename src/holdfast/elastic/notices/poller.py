@@ -1,10 +1,10 @@
-"""Asking notice sources again and again, beside the agent's event loop.
+"""Polls notice sources on background threads.
 
-A thread asks each, because a service that is out of reach answers after seconds, and because some
-questions stay open until there is news; it is a daemon, so that leaving does not wait for it. What
-is new is told once, in the agent's loop: a service says the same thing until the machine is gone. A
-source that fails stops nothing, however it fails: that is said and written down once, and said once
-more when it answers again.
+Each source has its own thread: a service out of reach answers after seconds, and some requests stay
+open until there is news. The threads are daemons, so that leaving does not wait for them. A service
+repeats its warning until the machine ends, so each warning is reported once, in the agent's loop. A
+failing source stops nothing. Its failure is reported and written down once, and its recovery is
+reported once.
 """
 
 from __future__ import annotations
@@ -24,18 +24,24 @@ T = TypeVar("T")
 
 ACKNOWLEDGE_SECONDS = 6.0
 OF_THE_AGENT = frozenset({signal.SIGTERM, signal.SIGINT})
-"""Signals with a meaning of their own: the agent has them, and passes them on by `signalled`."""
+"""Signals that the agent handles itself; it passes them on by `pass_on_signal`."""
 
 
 class NoticeWatch:
-    """Tells `heard` of every warning that is new, and `say` when a source fails and recovers."""
+    """Calls `on_warning` with every new warning, and `say` when a source fails and recovers."""
 
     def __init__(
         self, source: Source | None, every: float, heard: Callable[[Warned], None],
         say: Callable[[str], None], emit: Callable[[Event], object] = lambda event: None,
     ) -> None:  # fmt: skip
-        """`source`: None asks nobody. `every`: seconds from one question to the next, at least.
-        Call in the loop that `heard`, `say` and `emit` want."""
+        """Start a thread for each source.
+
+        Args:
+            source: None to poll nothing.
+            interval_s: least seconds from one request to the next.
+
+        Call in the loop in which `on_warning`, `say` and `emit` must run.
+        """
         self._every = every
         self._heard, self._say, self._emit = heard, say, emit
         self._loop = asyncio.get_running_loop()
@@ -48,18 +54,18 @@ class NoticeWatch:
             self._signals |= part.signals()
             threading.Thread(target=self._ask, args=(part,), name="notices", daemon=True).start()
         for number in self._signals.keys() - OF_THE_AGENT:
-            # Only a process's main thread may; elsewhere whoever started us has them.
+            # Only a process's main thread may; elsewhere the embedding process has the signals.
             with suppress(ValueError, RuntimeError):
                 self._loop.add_signal_handler(number, self._signals[number])
 
     def close(self) -> None:
-        """Nothing is told afterwards."""
+        """Stop: no callback runs afterwards."""
         self._over.set()  # signals stay caught: their default action would end this process
         for part in self._parts:
             part.close()
 
     def signalled(self, number: int) -> bool:
-        """Whether a source knows what this signal means, and will tell `heard` of it shortly."""
+        """Return True if a source knows this signal and will call `on_warning` shortly."""
         meant = self._signals.get(number)
         if meant is None or self._over.is_set():
             return False
@@ -67,8 +73,11 @@ class NoticeWatch:
         return True
 
     async def acknowledge(self) -> None:
-        """The run has left this machine, or moved: whoever waits for that is told, and what waits
-        behind may begin early. Takes seconds at most; a failure is said and stops nothing."""
+        """Notify the sources that the run has left this machine, or moved.
+
+        A service that waits for that may begin early. Takes seconds at most. A failure is reported
+        and stops nothing.
+        """
         asked = [asyncio.to_thread(part.acknowledge) for part in self._parts]
         try:
             async with asyncio.timeout(ACKNOWLEDGE_SECONDS):

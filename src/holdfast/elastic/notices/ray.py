@@ -1,12 +1,13 @@
 """Ray's warning: this node is being drained, and until when.
 
-Ray tells it to those who ask its head (GCS) for the nodes that drain; there is no call back, and
-its client ends the whole process when the head is away for a minute. So a child asks
-(`elastic/notices/ray_probe.py`), and a line of JSON comes from it for every answer; a child that
-ends, or says nothing for too long, is started again. The agent itself never imports ray.
+Ray's head (GCS) answers requests for the draining nodes; there is no callback. Its client ends the
+process if the head is away for a minute. So a child sends the requests
+(`elastic/notices/ray_probe.py`), and prints a line of JSON for every answer. A child that exits, or
+is silent for too long, is started again. The agent itself never imports ray.
 
-Which node is ours: HOLDFAST_RAY_NODE_ID, which whoever starts an agent inside Ray sets from
-`ray.get_runtime_context().get_node_id()`; else the one node that has an address of this machine.
+HOLDFAST_RAY_NODE_ID names our node. A program that starts an agent inside Ray sets it from
+`ray.get_runtime_context().get_node_id()`. If it is not set, our node is the one node that has an
+address of this machine.
 """
 
 from __future__ import annotations
@@ -32,18 +33,21 @@ from holdfast.errors import ConfigError
 
 NODE = "HOLDFAST_RAY_NODE_ID"
 START_SECONDS = 60.0
-"""To import ray and reach its head."""
+"""Seconds to import ray and reach its head."""
 ANSWER_SECONDS = 15.0
 OPEN_SECONDS = 10.0
-"""A question ends after so long where nothing is new."""
+"""Seconds after which a poll without news ends."""
 LINE_BYTES = 2**16
 
 
 def ray(
     where: str, every: float, environment: Mapping[str, str], clock: Callable[[], float]
 ) -> Source:
-    """`where`: HOST:PORT of the head; default: RAY_ADDRESS. Raises ConfigError where no address is
-    known or ray is not installed."""
+    """Return a source that asks Ray's head.
+
+    head_address: HOST:PORT of the head; default: RAY_ADDRESS. Raises ConfigError if no address is
+    known or ray is not installed.
+    """
     address = (where or environment.get("RAY_ADDRESS", "")).removeprefix("ray://")
     if not address or address == "auto":
         raise ConfigError(
@@ -58,7 +62,7 @@ def ray(
 
 
 class Ray(Source):
-    """The child, and what it said last."""
+    """Runs the child and reads its lines."""
 
     def __init__(
         self, address: str, node: str, every: float, environment: Mapping[str, str],
@@ -73,7 +77,7 @@ class Ray(Source):
         self._over = False
 
     def ask(self) -> Warned | None:
-        """The next thing that the child says and has not said before."""
+        """Return the warning in the child's next line that differs from the last one."""
         patience = ANSWER_SECONDS + self._every
         wait, until = patience, time.monotonic() + OPEN_SECONDS
         if self._child is None:
@@ -93,7 +97,7 @@ class Ray(Source):
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self._over:
-            raise SourceError("nobody asks any more")
+            raise SourceError("the source is closed")
         try:
             return subprocess.Popen(
                 self._command, env=self._environment, stdin=subprocess.PIPE,
@@ -129,7 +133,7 @@ class Ray(Source):
             return None
         if not isinstance(deadline, int) or deadline < 0:
             raise SourceError(f"Ray says {str(deadline)[:40]!r} where a time was expected")
-        # 0: it drains without a deadline.
+        # 0: the node drains without a deadline.
         left = max(1.0, deadline / 1000 - self._clock()) if deadline else SHORTEST
         return _warned(left, Meaning.GONE, "ray: the node is drained", f"drain {deadline}")
 

@@ -1,9 +1,9 @@
-"""A child of the agent that asks Ray's head which nodes drain: see `elastic/notices/ray.py`.
+"""A child of the agent that asks Ray's head for the draining nodes: see `elastic/notices/ray.py`.
 
     python -m holdfast.elastic.notices.ray_probe HOST:PORT NODE_ID EVERY
 
-Prints {"deadline_ms": null or milliseconds since 1970} for this node, again and again, or
-{"error": ...} and ends. Ends with its standard input, that is with the agent.
+Prints {"deadline_ms": null or milliseconds since 1970} for this node, again and again, or {"error":
+...} and exits. Exits when its standard input closes, that is with the agent.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def main(address: str, node: str, every: float) -> None:
 
 
 def _connected(address: str) -> Any:
-    """Ray's own view of its head. Private, as is every way to the nodes that drain."""
+    """Connect to Ray's head; return Ray's own view of it. Private, as is every way to the draining
+    nodes."""
     state = importlib.import_module("ray._private.state").GlobalState()
     options = importlib.import_module("ray._raylet").GcsClientOptions
     state._initialize_global_state(
@@ -47,7 +48,7 @@ def _connected(address: str) -> Any:
 
 
 def _own_node(table: list[dict[str, Any]]) -> str:
-    """The one node with an address of this machine."""
+    """Return the one node with an address of this machine."""
     here = {a.address for found in psutil.net_if_addrs().values() for a in found}
     own = [n["NodeID"] for n in table if n.get("Alive") and n.get("NodeManagerAddress") in here]
     if len(own) != 1:

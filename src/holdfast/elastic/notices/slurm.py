@@ -5,12 +5,12 @@
     SIGTERM   preemption, whose SIGKILL follows after the partition's GraceTime; scancel, a requeue
               and the time limit itself, whose SIGKILL follows after KillWait
 
-How much is left is asked of `squeue`, which knows the job's end as it is now: a preemption moves it
-nearer. After a SIGTERM to a job that ends as late as ever, or that is over already, KillWait is
-what is left; Slurm is asked for it at the start, and `cluster.grace_seconds` wins. Where squeue
-does not answer in time, SLURM_JOB_END_TIME says when the time limit is.
+`squeue` gives the remaining time: it knows the job's present end, which a preemption moves nearer.
+If a SIGTERM comes and the end has not moved, or is over already, KillWait remains. It is read from
+Slurm at the start, and `cluster.grace_seconds` overrides it. If squeue does not answer in time,
+SLURM_JOB_END_TIME gives the time limit.
 
-Whether the job is queued again afterwards is decided by whoever started it.
+The user who starts the job decides whether it is queued again.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ ANSWER_SECONDS = 3.0
 ASK_SECONDS = 30.0
 AT_WORK = frozenset({"RUNNING", "SIGNALING", "RESIZING"})
 AGAIN = (0.2, 0.4)
-"""Seconds between questions after a SIGTERM whose reason is not known."""
+"""Seconds between requests after a SIGTERM whose reason is not known."""
 MOVED = 5.0
-"""An end that is nearer by less has not been moved: times are told in whole seconds."""
+"""Least seconds by which an end must be nearer to count as moved: times are given in whole seconds.
+"""
 
 
 def slurm(grace: float, environment: Mapping[str, str], clock: Callable[[], float]) -> Slurm:
-    """Raises ConfigError for a process that runs in no job."""
+    """Return a source for this process's job. Raises ConfigError if it runs in no job."""
     job = environment.get("SLURM_JOB_ID", "")
     if not job.isdigit():
         raise ConfigError(
@@ -52,7 +53,7 @@ class Slurm(Source):
     def __init__(
         self, job: str, grace: float, environment: Mapping[str, str], clock: Callable[[], float]
     ) -> None:
-        """`grace`: seconds from SIGTERM to SIGKILL; 0: what Slurm says."""
+        """grace_s: seconds from SIGTERM to SIGKILL; 0: as Slurm is configured."""
         self._job, self._grace = job, grace
         self._environment, self._clock = dict(environment), clock
         self._first: float | None = None  # the job's end as it was at first
@@ -67,7 +68,7 @@ class Slurm(Source):
         }
 
     def signalled(self, number: int) -> None:
-        """This process got a signal. Returns at once."""
+        """Note a signal to this process. Returns at once."""
         with self._news:
             self._came.append(number)
             self._news.notify_all()
@@ -88,7 +89,7 @@ class Slurm(Source):
         return warned(self.left(number), Meaning.GONE, f"slurm: {name}", name)
 
     def learn(self) -> None:
-        """What is not to be asked for when time is short."""
+        """Read the settings at the start: there is no time for that after a signal."""
         at_first = self._environment.get("SLURM_JOB_END_TIME", "")
         self._first = self._end() or (float(at_first) if at_first.isdigit() else None)
         if not self._grace:
@@ -97,7 +98,7 @@ class Slurm(Source):
             self._grace = float(found[1]) if found else KILL_WAIT
 
     def left(self, number: int) -> float:
-        """Seconds until the job is killed."""
+        """Return the seconds until the job is killed."""
         now = self._end()
         if number != signal.SIGTERM:
             end = now or self._first
@@ -114,8 +115,12 @@ class Slurm(Source):
         return end is not None and (self._first is None or end < self._first - MOVED)
 
     def _end(self) -> float | None:
-        """When the job will end, in seconds since 1970, as squeue says; None where it does not say,
-        and for a job that does not run any more, of which it says when the next try would end."""
+        """Return when the job will end, in seconds since 1970, by squeue; None if squeue does not
+        tell.
+
+        Also return None for a job that does not run any more: squeue then gives the end of its next
+        try.
+        """
         said = self._says("squeue", "--noheader", "--job", self._job, "--format", "%T %e").split()
         if len(said) != 2 or said[0] not in AT_WORK:
             return None
@@ -125,8 +130,8 @@ class Slurm(Source):
             return None
 
     def _says(self, *command: str) -> str:
-        """What a command of Slurm's prints, "" where it fails or takes too long."""
-        # Times are printed in the zone of whoever asks.
+        """Return the output of a Slurm command; "" if it fails or takes too long."""
+        # Slurm prints times in the caller's time zone.
         environment = self._environment | {"TZ": "UTC", "SLURM_TIME_FORMAT": "standard"}
         try:
             done = subprocess.run(

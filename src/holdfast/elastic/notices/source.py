@@ -1,12 +1,12 @@
-"""What every source of notices shares: the warning, and small requests with a deadline.
+"""The common parts of notice sources: the warning, and small requests with a deadline.
 
-A source is one question, asked again and again by a thread of its own
-(`elastic/notices/poller.py`); the answer is a `Warned` or nothing. A question may stay open until
-something changes: then the answer comes within milliseconds, and nobody is asked in vain.
+A source is polled again and again by a thread of its own (`elastic/notices/poller.py`). A poll
+returns a `TerminationWarning` or nothing. It may stay open until something changes: then the answer
+comes within milliseconds, and no request is in vain.
 
-Requests need no library, go past every proxy, and end: `seconds` bounds the whole of an answer, so
-that a server which sends a byte now and then holds nobody for ever. What answers nonsense raises
-`SourceError`, which is said once and stops nothing.
+Requests need no library, bypass every proxy, and end. Their time limit bounds the complete answer,
+so that a server that sends a byte now and then cannot block a thread for ever. An invalid answer
+raises `NoticeSourceError`, which is reported once and stops nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from holdfast.errors import ConfigError
 ANSWER_SECONDS = 5.0
 ANSWER_BYTES = 2**20
 SHORTEST = 30.0
-"""Seconds that Google and Azure promise at least, where an answer names none."""
+"""Least notice that Google and Azure promise, in seconds, if an answer names none."""
 
 
 class Meaning(StrEnum):
-    """What becomes of the machine."""
+    """The fate of the machine."""
 
     GONE = "gone"  # it will not come back, nor what it held
     BACK = "back"  # its memory is lost, and what it can lose on disk; then it comes back
@@ -43,8 +43,12 @@ class Meaning(StrEnum):
 
 
 class Warned(NamedTuple):
-    """seconds: until it happens. leave: the machine will not come back, so what runs on it has to
-    go. key: equal for two answers that say the same."""
+    """A warning.
+
+    seconds_left: time until it happens.
+    must_leave: the machine will not come back, so the run must leave it.
+    dedup_key: equal for two answers with the same content.
+    """
 
     seconds: float
     leave: bool
@@ -58,39 +62,43 @@ def warned(seconds: float, meaning: Meaning, source: str, key: str) -> Warned:
 
 
 def worst(found: list[Warned]) -> Warned | None:
-    """What ends the machine comes before what does not, the soonest first."""
+    """Return the worst warning: one that ends the machine comes first, then the soonest."""
     return min(found, key=lambda w: (not w.leave, w.seconds), default=None)
 
 
 class SourceError(Exception):
-    """The service did not answer, or not in a way that can be understood; it is asked again."""
+    """The service did not answer, or not in a valid form; the poller tries again."""
 
 
 class Source:
-    """One who can be asked whether this machine is about to go."""
+    """A source that knows whether this machine is about to end."""
 
     told = ""
-    """One line for the start, where the choice of this source needs one."""
+    """One line for the start, if the choice of this source needs one."""
 
     @property
     def parts(self) -> tuple[Source, ...]:
-        """Each is asked by a thread of its own."""
+        """Return the sources of which each gets a thread of its own."""
         return (self,)
 
     def ask(self) -> Warned | None:
-        """The worst that is known now; may block until something changes, half a minute at most.
-        Raises SourceError."""
+        """Return the worst present warning; may block until something changes, half a minute at
+        most.
+
+        Raises NoticeSourceError.
+        """
         raise NotImplementedError
 
     def signals(self) -> Mapping[int, Callable[[], None]]:
-        """What to call, in the event loop, when this process gets a signal."""
+        """Return the functions to call, in the event loop, when this process gets a signal."""
         return {}
 
     def acknowledge(self) -> None:
-        """The run has left this machine: whoever waits for that may go on. Raises SourceError."""
+        """Notify the service that the run has left this machine, if it waits for that. Raises
+        NoticeSourceError."""
 
     def close(self) -> None:
-        """Nobody will ask again."""
+        """Release all resources: no poll follows."""
 
 
 class Several(Source):
@@ -122,9 +130,10 @@ class Service:
         self, base: str, schemes: tuple[str, ...] = ("http",),
         tls: Callable[[], ssl.SSLContext] = ssl.create_default_context,
     ) -> None:  # fmt: skip
-        """`tls` is called for each request by https, as certificates are renewed.
+        """Check and split the base address.
 
-        Raises ConfigError for a base that is not scheme://host[:port][/path].
+        make_tls_context: called for each request by https, as certificates are renewed. Raises
+        ConfigError for a base that is not scheme://host[:port][/path].
         """
         parts = urlsplit(base)
         try:
@@ -144,7 +153,7 @@ class Service:
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None = None,
         seconds: float = ANSWER_SECONDS,
     ) -> Answer:  # fmt: skip
-        """Raises SourceError when nobody answers within `seconds`."""
+        """Return the reply to a request. Raises NoticeSourceError if none comes in `timeout_s`."""
         with self.opened(method, path, headers, body, seconds) as answer:
             said = answer.read(ANSWER_BYTES)
             return Answer(answer.status, said, answer.headers.get("ETag", ""))
@@ -154,7 +163,7 @@ class Service:
         self, method: str, path: str, headers: Mapping[str, str], body: bytes | None,
         seconds: float,
     ) -> Iterator[http.client.HTTPResponse]:  # fmt: skip
-        """An answer to read from. Raises SourceError, also for what goes wrong while it is read."""
+        """Yield a reply to read from. Raises NoticeSourceError, also for an error while reading."""
         until = time.monotonic() + seconds
         try:
             with closing(self._connection(seconds)) as connection:
@@ -176,21 +185,21 @@ class Service:
         return http.client.HTTPConnection(self._host, self._port, timeout=wait)
 
     def get(self, path: str, headers: Mapping[str, str]) -> bytes | None:
-        """The body, None where there is nothing (404). Raises SourceError for any other answer."""
+        """Return the body; None for a 404. Raises NoticeSourceError for any other status."""
         answer = self.request("GET", path, headers)
         if answer.status == 404:
             return None
         return self.good(path, answer).body
 
     def good(self, path: str, answer: Answer) -> Answer:
-        """Raises SourceError unless it is a 200."""
+        """Return the reply if its status is 200; raise NoticeSourceError otherwise."""
         if answer.status != 200:
             raise SourceError(f"{self.base}{path.partition('?')[0]} answered {answer.status}")
         return answer
 
 
 class _Timed(http.client.HTTPResponse):
-    """An answer whose last byte has to be there by `until`, however it trickles in."""
+    """A reply whose last byte must arrive by `deadline`, however slow the stream."""
 
     def __init__(self, sock: socket.socket, *given: Any, until: float, **named: Any) -> None:
         super().__init__(sock, *given, **named)
@@ -230,7 +239,7 @@ def json_object(body: bytes) -> dict[str, Any]:
 def seconds_until(
     at: str, parse: Callable[[str], datetime], clock: Callable[[], float], otherwise: float
 ) -> float:
-    """Seconds until a time, at least one; `otherwise` where none is given."""
+    """Return the seconds until a time, at least one; `default_s` if no time is given."""
     if not at:
         return otherwise
     try:

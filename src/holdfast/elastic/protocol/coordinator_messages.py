@@ -13,18 +13,21 @@ JOIN, BEAT = "/join", "/beat"
 
 
 JOIN_FIRST, REPLACED = "join", "replaced"
-"""Orders to whom the coordinator does not know, or knows as another process by now."""
+"""Orders to an agent that the coordinator does not know, or knows as another process by now."""
 
 
 HANG = "hang"
-"""Why a generation is ended in which all wait."""
+"""Reason for ending a generation whose workers all wait."""
 
 
 @dataclass
 class Known:
-    """What an agent said of itself, beyond what the decisions need. told: when it joined. held:
-    what its workers hold, once they have stopped, and how its last generation ended there: `at`;
-    None: nothing yet."""
+    """An agent's report, beyond what the decisions need.
+
+    join_info: from when it joined.
+    node_outcome: the states of its stopped workers, and how `generation` ended there; None: nothing
+        yet.
+    """
 
     told: Mapping[str, Any]
     held: NodeOutcome | None = None
@@ -33,15 +36,15 @@ class Known:
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """An agent says who it is.
+    """An agent's request to join.
 
-    mark     random: which of the agents that have had this name
+    mark     random: tells apart the agents that have had this name
     places   how many workers its node has room for
-    told     "address": where it listens; "peer": its mover, where it has one
+    told     "address": where it listens; "peer": its mover, if it has one
     at       the newest generation that it has begun; 0: none
     stage    what its workers do there
-    held     what those hold, told in the stages HELD and DONE only
-    ready    places with a process that works or could at once; None: it cannot say
+    held     their states, sent in the stages HELD and DONE only
+    ready    places with a process that works or could at once; None: unknown
     wait     seconds; always 0: a join is answered at once
     """
 
@@ -64,7 +67,7 @@ class JoinRequest:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> JoinRequest:
-        """Raises KeyError, TypeError and ValueError for what is none."""
+        """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
         return JoinRequest(
             str(value["name"]), str(value["mark"]), int(value["places"]), dict(value["told"]),
             int(value["at"]), Stage(value["stage"]), _held(value), _ready(value),
@@ -114,7 +117,7 @@ class Heartbeat:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Heartbeat:
-        """Raises KeyError, TypeError and ValueError for what is none."""
+        """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
         order, generation = value["doing"]
         return Heartbeat(
             str(value["name"]), str(value["mark"]), int(value["term"]),
@@ -134,5 +137,5 @@ def _held(value: Mapping[str, Any]) -> NodeOutcome | None:
 
 
 def _ready(value: Mapping[str, Any]) -> int | None:
-    """An older agent does not say it."""
+    """Return the ready places; None from an older agent, which does not send them."""
     return None if value.get("ready") is None else int(value["ready"])

@@ -1,4 +1,4 @@
-"""What a worker's exit code tells its agent."""
+"""The exit codes of a worker, for its agent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AGENT_LOST = 79  # the lifeline ended
 
 
 def describe(code: int) -> str:
-    """An exit code as `os.waitstatus_to_exitcode` gives it (negative: a signal), in words."""
+    """Return an exit code of `os.waitstatus_to_exitcode` in words; a negative code is a signal."""
     if code < 0:
         try:
             return signal.Signals(-code).name
@@ -25,7 +25,7 @@ def describe(code: int) -> str:
         PEER_LOST: "lost its peers",
         FENCED: "fenced by a newer generation",
         NON_FINITE: "not finite",
-        ROTTEN: "a rotten checkpoint",
+        ROTTEN: "a corrupt checkpoint",
         AGENT_LOST: "lost its agent",
     }
     return f"exit {code} ({words[code]})" if code in words else f"exit {code}"

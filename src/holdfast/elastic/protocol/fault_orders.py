@@ -1,14 +1,15 @@
-"""Faults that a worker brings about itself, at a named point of a step: the folder of orders.
+"""Faults that a worker causes in itself, at a named point of a step: the folder of orders.
 
-    <folder>/gate            the step up to which workers may go; left out: as far as they like
-    <folder>/7.order         what is to happen, where, when
-    <folder>/7.hit           written by the worker that is about to do it, durable: who, when
-    <folder>/7.done          an order that waits: whoever ordered it has done its part
+    <folder>/gate            the step up to which workers may go; missing: no limit
+    <folder>/7.order         what is to happen, in which rank, and when
+    <folder>/7.hit           written by the worker that is about to do it, durable: rank and step
+    <folder>/7.done          for an order that waits: the outside part of the fault is done
     <folder>/wrong           what always comes out NaN: data, wherever it is computed, or a node
     <folder>/slow            ranks, and the seconds that each microbatch takes them longer
 
-`cluster.faults` names the folder; no run without it looks here. Whoever orders writes gate, orders
-and `done`; the one worker that makes the `hit` carries an order out, once, whatever is done again.
+`cluster.faults` names the folder; no run without it looks here. The injecting program (`holdfast
+chaos`, or a test) writes gate, orders and `done`. The one worker that makes the `hit` carries an
+order out, once, even if steps are repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ POINTS: dict[str, str] = {
     "backward": "a gradient has just come out of a backward pass",
     "sending": "before something is handed to another stage of the pipeline",
     "computed": "all microbatches are computed, not everything is reduced",
-    "reduced": "the whole gradient is held, and not voted on",
+    "reduced": "the complete gradient is held, and not voted on",
     "voted": "every vote is heard, and nothing is applied",
     "applying": "the update has begun",
     "applied": "the update is made",
@@ -37,14 +38,18 @@ POINTS: dict[str, str] = {
     "restoring": "in a recovery: a checkpoint or snapshot is about to be read",
 }
 RECOVERY = ("agreeing", "regrouping", "moving", "restoring")
-"""Points that are no step's: an order for them waits for a generation after `generation`."""
+"""Points outside any step: an order for them waits for a generation after `generation`."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """One fault in a worker. deed: see `elastic/worker/fault_injection.py`. step: 0 at a point of a
-    recovery. rank: counted round where a generation has fewer. generation: it is due in a later
-    one."""
+    """One fault in a worker.
+
+    deed: see `elastic/worker/fault_injection.py`.
+    step: 0 at a point of a recovery.
+    rank: taken modulo the number of ranks.
+    generation: the order is due in a later one.
+    """
 
     number: int
     fault: str
@@ -57,9 +62,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Wrong:
-    """The loss of microbatches from step `first` to `last` is NaN whenever it is computed.
-    microbatch: one of each step; None: all. node: only there; "": everywhere. times: it is only so
-    many times as large."""
+    """Microbatches, from step `first` to `last`, whose loss is NaN whenever it is computed.
+
+    microbatch: one of each step; None: all.
+    node: only there; "": everywhere.
+    times: the loss is only multiplied by this.
+    """
 
     first: int
     last: int
@@ -74,7 +82,7 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Hit:
-    """A worker was about to carry an order out."""
+    """The record of a worker that was about to carry an order out."""
 
     number: int
     generation: int
@@ -85,13 +93,13 @@ class Hit:
 
 
 class Armoury:
-    """The folder, from both sides."""
+    """The folder, for both sides: the injecting program and the workers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._known: dict[str, Order] = {}
 
-    # --- whoever orders ---------------------------------------------------------------------------
+    # --- the injecting program --------------------------------------------------------------------
     def prepare(self, gate: int | None = None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if gate is not None:
@@ -107,14 +115,14 @@ class Armoury:
         (self.folder / f"{number}.order").unlink(missing_ok=True)
 
     def hit(self, number: int) -> Hit | None:
-        """Who carries the order out; None: nobody did so far."""
+        """Return the worker that carries the order out; None: none so far."""
         try:
             return Hit(**json.loads((self.folder / f"{number}.hit").read_bytes()))
         except (FileNotFoundError, ValueError):  # not there, or not whole yet
             return None
 
     def when(self, number: int) -> float:
-        """Of a hit: its moment, on this machine's wall clock."""
+        """Return the time of a hit, on this machine's wall clock."""
         return (self.folder / f"{number}.hit").stat().st_mtime
 
     def done(self, number: int) -> None:
@@ -124,11 +132,12 @@ class Armoury:
         self._write("wrong", json.dumps([asdict(one) for one in wrong]))
 
     def make_slow(self, seconds: Mapping[int, float]) -> None:
-        """By rank, for each microbatch. Of nobody else any more."""
+        """Set the seconds by rank, for each microbatch. Ranks that are not named are not slowed any
+        more."""
         self._write("slow", json.dumps(dict(seconds)))
 
     def _write(self, name: str, text: str) -> None:
-        """Whole or not at all for whoever reads."""
+        """Write a file atomically."""
         path = self.folder / f".{name}.new"
         path.write_text(text)
         path.replace(self.folder / name)
@@ -136,7 +145,7 @@ class Armoury:
     # --- a worker ---------------------------------------------------------------------------------
     @property
     def gate(self) -> int | None:
-        """The step up to which workers may go; None: no bound."""
+        """Return the step up to which workers may go; None: no bound."""
         try:
             return int((self.folder / "gate").read_bytes())
         except (FileNotFoundError, ValueError):
@@ -150,14 +159,14 @@ class Armoury:
             return []
 
     def slow(self, rank: int) -> float:
-        """Seconds that each microbatch takes this rank longer."""
+        """Return the seconds that each microbatch takes this rank longer."""
         try:
             return float(json.loads((self.folder / "slow").read_bytes()).get(str(rank), 0.0))
         except FileNotFoundError:
             return 0.0
 
     def due(self, point: str, step: int, rank: int, world: int, generation: int) -> Order | None:
-        """What this rank is to do here and now, if anything."""
+        """Return the order that this rank must carry out here and now, if any."""
         for order in self._orders():
             if order.point != point or order.rank % world != rank:
                 continue
@@ -168,7 +177,7 @@ class Armoury:
         return None
 
     def claim(self, hit: Hit) -> bool:
-        """Whether the order is this worker's to carry out. Durable when it returns."""
+        """Claim an order; return True if this worker must carry it out. Durable when it returns."""
         try:
             file = os.open(self.folder / f"{hit.number}.hit", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:

@@ -1,6 +1,6 @@
-"""Lines of JSON over an inherited socket: how the agent and its template talk.
+"""Messages between the agent and its fork server: lines of JSON over an inherited socket.
 
-The socket pair has no name and no port: whoever holds an end was given it, so nothing is signed.
+The socket pair has no name and no port. Only the two processes have its ends, so nothing is signed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 class Lines:
-    """Cuts what arrives into messages."""
+    """Cuts received bytes into messages."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """The messages that `data` completes."""
+        """Yield the messages that `data` completes."""
         *whole, self._rest = (self._rest + data).split(b"\n")
         for line in whole:
             yield parsed(line)
 
 
 def receive(control: socket.socket, lines: Lines) -> list[dict[str, Any]] | None:
-    """What has arrived on a readable socket; None when the other end is closed."""
+    """Return the messages on a readable socket; None when the other end is closed."""
     data = control.recv(1 << 16)
     return list(lines.feed(data)) if data else None

@@ -1,4 +1,4 @@
-"""How a generation ended, and what a node tells of it."""
+"""The outcome of a generation, and a node's report of it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from holdfast.policy.recovery.survivors import Held
 
 @dataclass(frozen=True)
 class Finished:
-    """Every step of the run file is done; committed, unless `unsaved` says why not. missing: what
-    the bucket does not have."""
+    """Every step of the run file is done; committed, unless `unsaved_reason` gives a reason.
+
+    missing_upload: what the bucket does not have.
+    """
 
     step: int
     unsaved: str | None = None
@@ -21,8 +23,10 @@ class Finished:
 
 @dataclass(frozen=True)
 class Left:
-    """The workers left, as they were asked to; saved, unless `unsaved` says why not. missing: as
-    in Finished."""
+    """The workers left on request; saved, unless `unsaved_reason` gives a reason.
+
+    missing_upload: as in `FinishedOutcome`.
+    """
 
     step: int
     unsaved: str | None = None
@@ -31,10 +35,10 @@ class Left:
 
 @dataclass(frozen=True)
 class Lost:
-    """Something died, hung or failed that another generation may mend."""
+    """A process died, hung or failed; another generation may repair that."""
 
-    # Of the next GenerationStarted: worker_lost, error, peer_lost, hang, mover_lost,
-    # template_lost, rot; "": not told.
+    # Reason of the next GenerationStarted: worker_lost, error, peer_lost, hang, mover_lost,
+    # template_lost, rot; "": unknown.
     reason: str
     cause: str  # a phrase for people
     rotten: str | None = None  # what is wrong with the checkpoint that the generation began from
@@ -43,7 +47,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Failed:
-    """Something that a restart would not mend."""
+    """A failure that a restart would not repair."""
 
     sentence: str
     exit_code: int = 1
@@ -54,9 +58,11 @@ Verdict = Finished | Left | Lost | Failed
 
 @dataclass(frozen=True)
 class NodeOutcome:
-    """What a node tells the coordinator once its workers have stopped. processes: by the process,
-    what those hold that wait. ending: how the generation ended on this node, without ranks; None:
-    it was halted, or still trains."""
+    """A node's report to the coordinator, once its workers have stopped.
+
+    processes: by process, the states of the workers that wait.
+    ending: the generation's outcome on this node, without ranks; None: halted, or still training.
+    """
 
     processes: Mapping[int, Held] = field(default_factory=dict)
     ending: Verdict | None = None
@@ -75,7 +81,7 @@ class NodeOutcome:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> NodeOutcome:
-        """Raises KeyError, TypeError and ValueError for what is none."""
+        """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
         processes = dict(value.get("processes", {}))
         held = {int(pid): Held.from_json(one) for pid, one in processes.items()}
         return NodeOutcome(held, _ending(value))

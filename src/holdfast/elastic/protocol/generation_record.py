@@ -57,7 +57,7 @@ class AgentEntry:
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """What a generation is.
+    """The definition of a generation.
 
     topology     None only where agents coordinate nothing that trains
     processes    by rank, the process of its node that takes it; None: a newcomer. (): all are
@@ -87,7 +87,7 @@ class GenerationRecord:
 
     @cached_property
     def addresses(self) -> Mapping[str, str]:
-        """Of the agents, by name, in the order of their names."""
+        """Return the agents' addresses by name, in the order of their names."""
         return {name: self.agents[name].address for name in sorted(self.agents)}
 
     def to_json(self) -> dict[str, Any]:
@@ -107,8 +107,10 @@ class GenerationRecord:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> GenerationRecord:
-        """What is not said is as by default. Raises KeyError, TypeError and ValueError for what is
-        none."""
+        """Parse a record; missing keys get their defaults.
+
+        Raises KeyError, TypeError and ValueError if it is malformed.
+        """
         topology, came_from = value.get("topology"), value.get("came_from")
         previous, retry = value.get("before"), value.get("again")
         return GenerationRecord(
@@ -130,7 +132,7 @@ class GenerationRecord:
 
 
 def record_of(store: RunStore, generation: int) -> GenerationRecord:
-    """Raises MissingKeyError, CorruptError, and what the run store raises."""
+    """Read a record. Raises MissingKeyError, CorruptError, and what the run store raises."""
     value = object_of(store, generation)
     try:
         return GenerationRecord.from_json(value)
@@ -139,5 +141,5 @@ def record_of(store: RunStore, generation: int) -> GenerationRecord:
 
 
 async def read_record(store: RunStore, generation: int) -> GenerationRecord:
-    """As `record_of`, without holding up the event loop."""
+    """Read a record as `record_of` does, without blocking the event loop."""
     return await asyncio.to_thread(record_of, store, generation)

@@ -1,4 +1,4 @@
-"""How a node names a hung worker to the coordinator."""
+"""The report of a hung worker, between a node and the coordinator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 NOBODY = -1
-"""Of all ranks: they stand still, and nothing says for whom they wait."""
+"""In place of a rank: all ranks are stalled, and no report names the rank that they wait for."""
 
 
 _STEP_BITS = 32
@@ -18,8 +18,10 @@ _ALL_MARKS = (1 << _STEP_BITS) - 1  # whoever holds has passed all points of its
 
 @dataclass(frozen=True)
 class Blame:
-    """Who is given up, where it stood, and why. sign: stopped, silent, behind, progress; stuck, of
-    nobody."""
+    """A worker that is given up, its position, and the symptom.
+
+    symptom: stopped, silent, behind or progress; stuck, for all ranks.
+    """
 
     rank: int
     step: int

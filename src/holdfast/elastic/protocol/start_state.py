@@ -1,4 +1,4 @@
-"""What the nodes of a generation begin from: told with the order to start."""
+"""The state that a generation's nodes begin from, sent with the order to start."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StartState:
 
     @cached_property
     def _json(self) -> dict[str, Any]:
-        """Made once: it is sent to every node, and names every node."""
+        """Return the JSON value. Made once: it is sent to every node, and names every node."""
         peers, newest = self.peers, self.restore_point
         return {
             "step": self.step,
@@ -45,7 +45,7 @@ class StartState:
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> StartState:
-        """Raises KeyError, TypeError and ValueError for what is none."""
+        """Parse the message. Raises KeyError, TypeError and ValueError if it is malformed."""
         newest, machines = value.get("newest"), value["machines"]
         return StartState(
             int(value["step"]),

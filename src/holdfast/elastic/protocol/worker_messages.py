@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 AT_WORK = ("compute", "reduce", "vote")
-"""Phases of a step: what lies between them may take long."""
+"""Phases of a step; the time between two steps may be long."""
 
 
 LONGEST_POLL = 20.0

@@ -1,4 +1,4 @@
-"""What a worker is told when it is forked: one frozen value, JSON on the way."""
+"""A worker's spec, received when it is forked: one frozen value, sent as JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ DEFAULT_ENTRY = "holdfast.elastic.worker.main:run"
 
 
 def preloads(config: RunConfig) -> tuple[str, ...]:
-    """What the workers of this run import beside their main function's module. The template does it
-    for them: FSDP2 brings DTensor and torch's compiler, which is as much again as all the rest."""
+    """Return the modules that this run's workers import in addition to their main function's
+    module.
+
+    The fork server imports them for the workers: FSDP2 brings DTensor and torch's compiler, which
+    is as much again as all the rest.
+    """
     kinds = [degrees for _, degrees in config.layout.kinds]
     needed = []
     if config.layout.zero > 1 and any(degrees.dp_shard > 1 for degrees in kinds):
@@ -33,18 +37,20 @@ _COMPILER = "torch._dynamo"
 
 @dataclass(frozen=True)
 class WorkerBoot:
-    """Everything a worker needs to begin, except the run's secret, which travels beside it.
+    """All that a worker needs to begin, except the run's secret, which travels separately.
 
-    `config` is the RunConfig as JSON (`RunConfig.model_validate` takes it back) and `topology`
-    the Topology's. `restore_key` is the commit to begin from; None means initial weights, and
-    `start_step` is then 0. `forked` is the node's monotonic clock just before the fork, in
-    seconds, for `WorkerReady.seconds`. `hazard` is what the agent has seen break so far, as
-    Hazard's JSON, and `classes` what it took with it, as the counts of `Classes`; None
-    where nobody asks. `skips` is what the run leaves out of its data, as Skips' JSON; `again` what
-    is said of a bad step that this generation does again, as Retry's.
+    `config` is the RunConfig as JSON (`RunConfig.model_validate` takes it back) and `topology` the
+    Topology's. `restore_key` is the commit to begin from; None means initial weights, and
+    `start_step` is then 0. `forked` is the node's monotonic clock just before the fork, in seconds,
+    for `WorkerReady.seconds`.
+
+    `hazard` is the failure rate that the agent has seen so far, as Hazard's JSON. `classes` is what
+    the failures took with them, as the counts of `FailureClassCounts`. Both are None if they are
+    not needed. `skips` is the data that the run leaves out, as Skips' JSON. `again` is the step
+    that this generation retries, as Retry's JSON.
 
     `orders`: the agent answers /orders, so the process stays when its generation ends, and waits
-    for what comes next. `rank` is then -1 for a standby, whose topology is any of the run's.
+    for commands. `rank` is then -1 for a standby, whose topology is any of the run's.
     """
 
     config: dict[str, Any]
@@ -82,6 +88,6 @@ class WorkerBoot:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> WorkerBoot:
-        """Keys of a newer version are dropped. Raises TypeError when one is missing."""
+        """Parse a spec; drop keys of a newer version. Raises TypeError if one is missing."""
         known = {f.name for f in fields(WorkerBoot)}
         return WorkerBoot(**{key: item for key, item in value.items() if key in known})

@@ -1,10 +1,9 @@
-"""How a worker's state becomes snapshots: the arena that the mover makes for it, and who says what
-about them when.
+"""Snapshots of a worker's state: the arena that the mover makes for them, and their announcements.
 
-A saver is made for one generation and let go with it: it refers to the state, and the mover takes
-nothing from an older generation. A mover that is being replaced is waited for. Where training goes
-on with the state that it has, nothing is to be captured before the end of its first step: the arena
-is made while that step computes (`LateSaver`).
+A saver serves one generation: it refers to the state, and the mover rejects older generations. If
+the mover is being replaced, the saver waits for it. If training continues with its own state, no
+capture is due before its first step ends. So the arena is made while that step computes
+(`LateSaver`).
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ Made = TypeVar("Made")
 _MOVER_SECONDS = 30.0  # that a mover which is gone is given to come back
 _MOVER_PAUSE = 0.1
 _LATE_SECONDS = 2.0
-"""A step whose work is done waits so long for a saver in the making; then it does without."""
+"""Seconds that a finished step waits for a saver in the making. After that it captures nothing."""
 
 
 def where_there_is_room(
     make: Callable[[int], Made], rules: CheckpointConfig, ignored: Callable[[str, str], None]
 ) -> Made:
-    """With as many slots as the run file asks for, or one fewer where that is left to us."""
+    """Call `make` with the most slots; if that fails and `checkpoint.slots` is auto, with two."""
     slots = rules.most_slots
     try:
         return make(slots)
@@ -52,8 +51,10 @@ def where_there_is_room(
 
 
 def while_replaced(make: Callable[[], Made], wait: Callable[[float], None]) -> Made:
-    """What needs the mover, made as soon as there is one. `wait` lets seconds pass, and may raise.
-    Raises MoverGoneError when there is none for long."""
+    """Call `make` until a mover serves it. `wait` lets seconds pass, and may raise.
+
+    Raises MoverGoneError if there is none for long.
+    """
     end: float | None = None  # one that stands still may have kept the first question for long
     while True:
         try:
@@ -66,13 +67,14 @@ def while_replaced(make: Callable[[], Made], wait: Callable[[float], None]) -> M
 
 
 class ArenaSaver:
-    """Snapshots into the mover's arena, announced in order behind the events of their steps."""
+    """Captures snapshots into the mover's arena and announces them in order, after their steps'
+    events."""
 
     def __init__(
         self, capturer: Capturer | ReconnectingCapturer, reporter: Reporter, rank: int,
         config: RunConfig, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`check` raises when what waits is to stop."""
+        """`check` raises if the wait must end."""
         self._check = check
         self._capturer, self._reporter, self._rank = capturer, reporter, rank
         self._hidden = config.checkpoint.hidden
@@ -85,7 +87,7 @@ class ArenaSaver:
         return self._capturer.ready()
 
     def capture(self, step: int, state: Sequence[LocalTensor], wait: float, durable: bool) -> bool:
-        """`state` is what the capturer was made with: its storage stays the same."""
+        """Capture `state`, whose storage must be the storage that the capturer was made with."""
         made = (self._capturer.begin if self._hidden else self._capturer.capture)(step, wait)
         if isinstance(made, Skipped):
             self._reporter.emit(CheckpointSkipped(self._rank, made.reason, step=step))
@@ -107,8 +109,12 @@ class ArenaSaver:
         return self._capturer.fence()
 
     def announce(self, step: int, meta: Mapping[str, Any], into: Into) -> None:
-        """The mover is told on the reporter's thread, once everything before it is in the
-        journal; that thread is asked when the copy is whole, so that it never waits for one."""
+        """Announce a snapshot to the mover on the reporter's thread, once all earlier events are
+        durable.
+
+        The call is queued when the copy is complete, so that the reporter's thread never waits for
+        one.
+        """
         position = self._schedule.position(step + 1)
 
         def tell() -> None:
@@ -124,7 +130,7 @@ class ArenaSaver:
         self._capturer.close()
 
     def settle(self, step: int, seconds: float, durable: bool = True) -> str | None:
-        """A slow disk is not a hang: progress is reported for as long as this waits."""
+        """Wait for the save's end. A slow disk is not a hang, so report progress meanwhile."""
         deadline = time.monotonic() + seconds
         self._capturer.fence()
         unsaved = until_stored(self._reporter, step, deadline, self._check)
@@ -137,8 +143,11 @@ class ArenaSaver:
 def until_stored(
     reporter: Reporter, step: int, deadline: float, check: Callable[[], None]
 ) -> str | None:
-    """Wait until the agent has stored the last reports, or why it has not by `deadline`, of
-    time.monotonic(). Raises what `check` raises."""
+    """Wait until the agent has stored the last reports. Return None, or why it has not by
+    `deadline`.
+
+    `deadline` is a time of time.monotonic(). Raises what `check` raises.
+    """
     while not reporter.flush(min(SETTLE_SLICE, deadline - time.monotonic())):
         if reporter.fenced or time.monotonic() >= deadline:
             return "the agent could not store the last reports"
@@ -152,15 +161,23 @@ def _alive(reporter: Reporter, step: int, check: Callable[[], None]) -> None:
 
 
 class LateSaver:
-    """An `ArenaSaver` that is made on a thread of its own. Until it is there this rank has no room,
-    as with a mover that is away: so nobody captures anything."""
+    """A `SnapshotSaver` that is made on a thread of its own.
+
+    Until it exists, this rank reports no room, as with an absent mover. So no rank captures
+    anything.
+    """
 
     def __init__(
         self, make: Callable[[], ArenaSaver], skipped: Callable[[Skipped], None],
         reporter: Reporter, check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """What `make` raises is raised by the next question for room. skipped: told of a capture
-        that was asked for all the same. `check` raises when what waits is to stop."""
+        """Start to make the saver.
+
+        Args:
+            make: makes the saver. The next call of `ready` or `capture` raises its error.
+            skipped: called for a capture that was requested before the saver existed.
+            check: raises if a wait must end.
+        """
         self._make, self._skipped = make, skipped
         self._reporter, self._check = reporter, check
         self._saver: ArenaSaver | None = None
@@ -210,7 +227,7 @@ class LateSaver:
         return self._saver.settle(step, seconds, durable)
 
     def close(self) -> None:
-        """What is being made refers to the state, too: its end is waited for."""
+        """Wait until the saver is made, since it refers to the state, and close it."""
         self._done.wait()
         if self._saver is not None:
             self._saver.close()

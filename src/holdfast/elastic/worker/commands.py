@@ -1,12 +1,13 @@
-"""What a worker is told to do, in a question to its agent that stays open.
+"""The commands of a worker's agent, fetched by a long poll.
 
-One thread asks, again and again. `begin` and `end` wait for the training thread, which fetches them
-when it has stopped (`next`); `halt` does not wait: it is carried out on this thread, which wakes
-the other one from whatever it blocks in. What is told is remembered as a generation ("all up to
-this one are over"), so nothing has to be reset when the next one begins, and a halt that comes late
-is one of the past. Who cannot be woken (`elastic/worker/stuck_threads.py`) ends with its process.
+One thread polls. `begin` and `end` wait for the training thread, which fetches them after it has
+stopped (`wait_for_command`). `halt` does not wait: the polling thread wakes the training thread
+from any blocking call. A command is kept as a number: all generations up to it have ended. So
+nothing has to be reset for the next generation, and a late halt only concerns the past. If the
+training thread cannot be woken (`elastic/worker/stuck_threads.py`), the process exits.
 
-An agent out of reach is asked again: when it is gone for good, the lifeline ends this process.
+If the agent is out of reach, the thread retries. If the agent has exited, the lifeline ends this
+process.
 """
 
 from __future__ import annotations
@@ -31,28 +32,34 @@ from holdfast.wire.secret import Secret
 
 PATH = "/orders"
 _AGAIN_SECONDS = 2.0
-"""Who has not come back from where it was woken after so long is woken once more, by all means."""
+"""Seconds after the first wake-up before a training thread that still blocks is woken by all means.
+"""
 _VAIN_SECONDS = 1.0
-"""Who stands still for so long after all connections were closed waits in vain."""
+"""A thread still blocked this many seconds after all connections closed will never return."""
 _TELL_SECONDS = 5.0
-"""Whose process has not come back after so long writes down where its threads are: it is killed
-after `elastic.node.node_runner.HOLD_SECONDS` and three of its steps, and nobody could say why."""
+"""Seconds after a halt before a process that has not stopped dumps its threads' stacks.
+
+After `elastic.node.node_runner.WORKER_HALT_TIMEOUT_S` and three of its steps it is killed. Without
+the dump the cause would be unknown.
+"""
 _PAUSE = 0.1  # seconds before an agent that did not answer is asked again
 
 Interrupt = Callable[[bool], None]
 """Wakes the training thread, wherever it blocks: between replicas, and with True inside its own.
-Called a second time when that was not enough."""
+Called a second time if that was not enough."""
 
 
 class HaltedError(HoldfastError):
-    """This generation is over: the training thread was told so between two operations."""
+    """Raised in the training thread between two operations: its generation was halted."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a worker that has stopped says of itself: see docs/elastic.md. state: generation and
-    rank whose boxes it holds, where it holds any. bad: `policy.recovery.survivors.BadStep` as
-    JSON."""
+    """The state of a stopped worker, by its own report: see docs/elastic.md.
+
+    state: generation and rank whose boxes it holds; None if it holds none.
+    bad: `policy.recovery.survivors.RejectedStep` as JSON.
+    """
 
     generation: int
     rank: int
@@ -67,7 +74,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Before:
-    """What a newcomer is told of the generation whose state it is sent."""
+    """The generation whose state a newcomer receives."""
 
     topology: Topology
     step: int
@@ -75,8 +82,11 @@ class Before:
 
 @dataclass(frozen=True)
 class Begin:
-    """Take part in the boot's generation. came_from: by rank, which rank of `before` it was;
-    None as a whole: everybody reads what `boot.restore_key` names."""
+    """The command to take part in the spec's generation.
+
+    came_from: by rank, the rank of `previous` that it was. If all of it is None, every worker reads
+    `spec.restore_key`.
+    """
 
     boot: WorkerBoot
     came_from: tuple[int | None, ...] | None = None
@@ -85,11 +95,12 @@ class Begin:
 
 @dataclass(frozen=True)
 class End:
-    """Nothing is left to do."""
+    """The command to exit: nothing is left to do."""
 
 
 class Orders:
-    """Asks from `start` on. `next` and `interruptible` belong to the training thread."""
+    """Polls from `start` on. Only the training thread may call `wait_for_command` and
+    `interruptible`."""
 
     def __init__(self, agent: str, secret: Secret, process: int | None = None) -> None:
         self._agent, self._secret = agent, secret
@@ -116,7 +127,7 @@ class Orders:
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop polling."""
         with self._changed:
             self._closed = True
             client = self._client
@@ -124,18 +135,18 @@ class Orders:
         client.abort()
         self._thread.join()
 
-    # --- what the training thread asks ----------------------------------------------------
+    # --- calls of the training thread -----------------------------------------------------
     def halted(self, generation: int) -> bool:
-        """Whether this generation has been ended."""
+        """Return True if this generation has been ended."""
         return self._over >= generation
 
     def check(self, generation: int) -> None:
-        """Raises HaltedError when it has been."""
+        """Raise HaltedError if this generation has been ended."""
         if self.halted(generation):
             raise HaltedError(f"generation {generation} was halted")
 
     def wait(self, generation: int, seconds: float) -> None:
-        """Let `seconds` pass, or raise HaltedError as soon as the generation is ended."""
+        """Wait `wait_s` seconds; raise HaltedError at once if the generation is ended meanwhile."""
         with self._changed:
             self._changed.wait_for(lambda: self.halted(generation), seconds)
         self.check(generation)
@@ -144,9 +155,12 @@ class Orders:
     def interruptible(
         self, generation: int, interrupt: Interrupt, *, mortal: bool = False
     ) -> Iterator[None]:
-        """While this is open, a halt of `generation` calls `interrupt` on the other thread. When it
-        is left, none is running any more. mortal: who can be woken by nothing ends with its
-        process. Raises HaltedError when there was a halt before."""
+        """Allow a halt of `generation` to call `interrupt` on the polling thread while this is
+        open.
+
+        When the block is left, no interrupt runs any more. exits_if_stuck: if nothing can wake the
+        thread, its process exits. Raises HaltedError if there was a halt before.
+        """
         with self._waking:
             self.check(generation)
             self._mortal, self._back = mortal, False
@@ -160,7 +174,7 @@ class Orders:
                 self._interrupt = None
 
     def next(self, held: Held | None) -> Begin | End:
-        """Say what this process holds, and wait for orders."""
+        """Report the state that this process holds, and wait for a command."""
         if held is not None:
             with self._changed:
                 self._held = held
@@ -191,7 +205,7 @@ class Orders:
                 threading.Event().wait(_PAUSE)
 
     def _pause(self, asked: Client) -> None:
-        """A new question is asked at once, the same one after a pause."""
+        """Pause before the same request is repeated; return at once if there is a new one."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._client is not asked, _PAUSE)
 
@@ -224,8 +238,12 @@ class Orders:
         woken.set()
 
     def _see_through(self, over: float, inside: bool, woken: threading.Event) -> None:
-        """Who was woken comes back by itself; or is woken by all means; or never comes. woken: the
-        first attempt is over, which takes long where there are many peers and few cores."""
+        """Escalate until the training thread returns: wait, then force the wake-up, then end the
+        process.
+
+        first_wakeup_done: set when the first wake-up call has returned. With many peers and few
+        cores that takes long.
+        """
         begun = time.monotonic()
         if inside:
             woken.wait(_VAIN_SECONDS)
@@ -243,26 +261,31 @@ class Orders:
             self._end_if_stuck(over, woken)
 
     def _away(self, over: float) -> bool:
-        """Whether who was to be woken has not come back. Asks without the lock, as below."""
+        """Return True if the training thread still blocks. Reads without the lock, as below."""
         return not self._back and self._interrupt is not None and self._generation <= over
 
     def _end_if_stuck(self, over: float, woken: threading.Event) -> None:
-        """It may be the thread that wakes the other which is stuck, within gloo. Who is still to be
-        woken sleeps with good reason."""
+        """End the process if a thread is stuck.
+
+        The waking thread may itself be stuck, within gloo. A training thread that is not yet woken
+        sleeps with good reason, so it does not count.
+        """
         if not self._may_be_stuck(over):
             return
         trains = self._trains if woken.is_set() else None
         threads = [each for each in (trains, self._wakes) if each is not None]
         if stuck(threads, _VAIN_SECONDS) and self._may_be_stuck(over):
-            print("waits for a message that never comes whole: ends", flush=True)
+            print("stuck in a receive that cannot complete; exiting (lost its peers)", flush=True)
             os._exit(exit_codes.PEER_LOST)
 
     def _may_be_stuck(self, over: float) -> bool:
-        """Asks without the lock: who waits in vain may hold it."""
+        """Return True if a thread may be stuck. Reads without the lock, which a stuck thread may
+        hold."""
         return self._mortal and self._interrupt is not None and self._generation <= over
 
     def _wake(self, over: float, inside: bool) -> None:
-        """Wake who is in a generation up to `over`; it may have left it long ago."""
+        """Wake the training thread if it is in a generation up to `ended_up_to`; it may have left
+        it long ago."""
         with self._waking:
             interrupt = self._interrupt
             if interrupt is None or not self._away(over):
@@ -277,7 +300,7 @@ class Orders:
 
 
 def _ends(told: dict[str, Any]) -> float:
-    """The newest generation that is over when these orders are given."""
+    """Return the newest generation that has ended when this command is given."""
     match told["kind"]:
         case "halt":
             return int(told["generation"])
@@ -288,7 +311,7 @@ def _ends(told: dict[str, Any]) -> float:
 
 
 def _parsed(told: dict[str, Any]) -> Begin | End | None:
-    """None for a halt."""
+    """Parse a command; return None for a halt."""
     match told["kind"]:
         case "halt":
             return None

@@ -1,11 +1,12 @@
-"""Faults that a worker brings about in itself, by orders that lie in a folder
+"""Faults that a worker causes in itself, by orders in a folder
 (`elastic/protocol/fault_orders.py`).
 
-Loaded only where the run file says `cluster.faults`. It wraps the places that orders may name, in
-this process alone. Whoever is about to break says so first: in the folder, durably, and in the
-journal; so what the journal shows is the moment itself, not what somebody made of it later. With a
-gate in the folder, workers also wait for it before each step: so a fault finds the step for which
-it was meant, however quick the machine is.
+Loaded only if the run file sets `cluster.faults`. It wraps the places that orders may name, in this
+process alone. Before a worker breaks, it records the fault durably in the folder, and in the
+journal. So the journal shows the moment itself, not a later interpretation.
+
+If the folder has a gate, workers also wait for it before each step. So a fault meets its intended
+step on a machine of any speed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _FIRST = 3  # gradients of a step that come before the one that counts as `backw
 
 
 class Faulted:
-    """One process under orders. `worker` is its `worker.Worker`."""
+    """One process that obeys fault orders. `worker` is its `worker.Worker`."""
 
     def __init__(self, worker: Any, folder: Path) -> None:
         self._worker, self._armoury = worker, Armoury(folder)
@@ -96,7 +97,7 @@ class Faulted:
                 raise ValueError(f"no worker knows the deed {deed!r}")
 
     def _never_answered(self) -> None:
-        """Inside a collective in which nobody else takes part."""
+        """Hang inside a collective that no other rank enters."""
         groups = self._worker._present.engine.groups
         others = list(groups.control.others)
         if not others:
@@ -109,7 +110,7 @@ class Faulted:
             time.sleep(_POLL)
 
     def wait_for_gate(self, step: int) -> None:
-        """Waiting is no hang: progress is told meanwhile."""
+        """Wait for the gate to open for `step`, and report progress: this is no hang."""
         worker = self._worker
         said = time.monotonic()
         while (gate := self._armoury.gate) is not None and step > gate:
@@ -124,7 +125,7 @@ class Faulted:
             time.sleep(_POLL)
 
     def look(self, engine: Any, batches: Any) -> None:
-        """Which of the share that is about to be computed comes out wrong."""
+        """Find the batches of the coming share whose loss is to be wrong."""
         wrong, node = self._armoury.wrong, self._worker._topology.nodes[self._worker._rank]
         share = engine.dealt[engine.groups.coordinate.replica]
         self._wrong = [
@@ -135,12 +136,12 @@ class Faulted:
         ]
 
     def drag(self, engine: Any) -> None:
-        """As on a device that is slow: the more of the step it is given, the longer it takes."""
+        """Sleep as a slow device would: the larger its share of the step, the longer it takes."""
         if seconds := self._armoury.slow(self._worker._rank):
             time.sleep(seconds * len(engine.dealt[engine.groups.coordinate.replica]))
 
     def spoil(self, targets: Any, out: Any) -> Any:
-        """What a forward pass gives, of these targets."""
+        """Return a forward pass's output for these targets, multiplied if they are marked."""
         times = next((times for one, times in self._wrong if one is targets), None)
         return out if times is None else out * times
 
@@ -148,7 +149,7 @@ class Faulted:
         return self._clock() + self._offset
 
     def gradient(self, feeder: Any, gradient: Any) -> None:
-        """One of a backward pass has come."""
+        """Count a gradient of a backward pass."""
         engine = getattr(self._worker._session, "engine", None)
         if engine is None or gradient is None:
             return
@@ -160,7 +161,7 @@ class Faulted:
 
 
 def arm(worker: Any, folder: Path) -> None:
-    """From here on this process breaks when it is told to."""
+    """Wrap this process's functions so that it breaks on order."""
     from holdfast.data.loader import Loader
     from holdfast.elastic.worker import worker as worker_module
     from holdfast.elastic.worker.checkpointer import ArenaSaver

@@ -1,14 +1,14 @@
-"""The template: a process that has imported torch and touched no device, and is forked.
+"""The fork server: a process that has imported torch and touched no device, and is forked.
 
     python -m holdfast.elastic.worker.fork_server --control FD --lifeline FD --entry MODULE:FUNCTION
         [MODULE ...]
 
 Imports are most of a worker's start, so they happen once, here; a worker is a fork away (a few
-milliseconds). The template itself has one thread, since a fork copies only the thread that calls
-it and any lock that another held would stay locked for ever in the child.
+milliseconds). The fork server itself has one thread. A fork copies only the calling thread, and a
+lock that another thread held would stay locked for ever in the child.
 
-On the control socket it takes {"op": "fork", "boot": ..., "secret": hex} and {"op": "kill"} (all
-its workers), and tells {"event": "ready"}, "forked" (rank, pid) and "exited" (pid, code).
+On the control socket it takes `{"op": "fork", "boot": ..., "secret": hex}` and `{"op": "kill"}`
+(all its workers). It sends `{"event": "ready"}`, "forked" (rank, pid) and "exited" (pid, code).
 """
 
 from __future__ import annotations
@@ -39,12 +39,13 @@ from holdfast.wire.secret import Secret
 Entry = Callable[[WorkerBoot, Secret], int]
 """A worker's main function: returns its exit code (`elastic.protocol.exit_codes`)."""
 
-# What any worker needs. The rest comes with the module of its entry, and with those named besides.
+# The imports of any worker. The entry's module brings the rest, and the arguments name further
+# ones.
 _PRELOAD = ("torch", "torch.distributed")
 
 
 class Template:
-    """Forks workers, reaps them, tells the agent."""
+    """Forks workers, reaps them, reports to the agent."""
 
     def __init__(self, control: socket.socket, lifeline_fd: int, entry: Entry) -> None:
         self._control = control
@@ -55,7 +56,7 @@ class Template:
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
     def run(self) -> None:
-        """Serve until the agent is gone."""
+        """Serve until the agent exits."""
         # A child's end writes a byte into the pipe: noticed at once, without polling.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
@@ -96,7 +97,7 @@ class Template:
         self._tell({"event": "forked", "rank": boot.rank, "pid": pid})
 
     def _become_worker(self, boot: WorkerBoot, secret: Secret) -> None:
-        """In the child: never returns."""
+        """Run the worker, in the child; never return."""
         code = exit_codes.CRASHED
         try:
             with suppress(PermissionError):  # the parent may have made the group already
@@ -154,8 +155,10 @@ def _end(code: int) -> NoReturn:
 
 
 def _reset_signals() -> None:
-    """A worker leaves when its agent says so: the signals of a terminal, or of a scheduler that
-    warns every process of a job, are the agent's."""
+    """Ignore the signals of a terminal and of a scheduler that warns every process of a job.
+
+    The agent handles these signals; a worker leaves when its agent asks it to.
+    """
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in lifeline.OF_THE_AGENT:
@@ -163,7 +166,7 @@ def _reset_signals() -> None:
 
 
 def _settle(boot: WorkerBoot) -> None:
-    """What must be set after the fork and before the first collective."""
+    """Apply the settings that must come after the fork and before the first collective."""
     import torch
 
     torch.set_num_threads(boot.threads)
@@ -174,7 +177,7 @@ def _settle(boot: WorkerBoot) -> None:
 
 
 def load_entry(name: str) -> Entry:
-    """The function that `module:function` names."""
+    """Return the function that `module:function` names."""
     module, _, function = name.partition(":")
     entry: Entry = getattr(importlib.import_module(module), function)
     return entry
@@ -194,8 +197,8 @@ def main() -> None:
         importlib.import_module(name)
     entry = load_entry(arguments.entry)
     gc.collect()
-    # For good: the collector of a child must not touch, and so copy, what it inherited, nor look
-    # through it (a third of a second) whenever it collects.
+    # Freeze for good: a child's collector must not touch, and so copy, inherited objects. Nor may
+    # it look through them (a third of a second) whenever it collects.
     gc.freeze()
     gc.enable()
     for number in lifeline.OF_THE_AGENT:  # from here on it ends when its control socket does

@@ -1,13 +1,13 @@
-"""A worker's life where its agent gives orders: generation after generation in one process.
+"""A worker's loop if its agent sends commands: generation after generation in one process.
 
-    .--> take part --> train --> finished, left: tell it, end
+    .--> take part --> train --> finished, left: report it, end
     |        |           |
     |        '---.-------'  a peer is lost, an exception, a halt, a pause, ...
     |            v
-    '---------- hold: stop, keep session and state, say what is held, wait for orders --> end
+    '---------- hold: stop, keep session and state, report what is held, wait --> end
 
-Nothing that goes wrong in a generation ends the process, but for what the person has to mend
-(UserError on the way into a generation that begins from a checkpoint or from nothing).
+A failure within a generation does not end the process. The exception is a UserError on the way into
+a generation that begins from a checkpoint or from nothing: the user must correct it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 
 def live(worker: Worker, boot: WorkerBoot, orders: Orders) -> int:
-    """Until the run or the agent ends it; the exit code. A standby first waits for a place.
+    """Run generations until the run or the agent ends the process; return the exit code.
 
-    Raises UserError, and what is no `Exception`.
+    A standby first waits for a place. Raises UserError, and any BaseException that is no
+    `Exception`.
     """
     held: Held | None = None
     if boot.rank < 0:
@@ -59,8 +60,11 @@ def _done(worker: Worker) -> int:
 def _generation(
     worker: Worker, orders: Orders, enter: Callable[[], None], *, fresh: bool
 ) -> Held | None:
-    """One generation; what is held after it, or None at the end of the run. fresh: it begins from
-    a checkpoint or initial weights, so that what is wrong there is the person's to mend."""
+    """Run one generation; return the state held after it, or None at the end of the run.
+
+    is_fresh: it begins from a checkpoint or initial weights, so the user must correct an error
+    there.
+    """
     try:
         enter()
         outcome = worker.train()
@@ -96,7 +100,10 @@ def _hold(
     worker: Worker, kind: str, text: str, *, orderly: bool = False,
     bad: BadStep | None = None,
 ) -> Held:  # fmt: skip
-    """orderly: all ranks stop alike, or the engine has seen to those who wait for this one."""
+    """Stop and report the held state.
+
+    is_orderly: all ranks stop alike, or the engine has released the ranks that wait for this one.
+    """
     worker.stop(orderly)
     held = worker.held(kind, text, None if bad is None else bad.to_json())
     state = "no state" if held.torn else f"the state after step {held.applied}"
@@ -105,14 +112,14 @@ def _hold(
 
 
 def _bad(error: NonFiniteError) -> BadStep:
-    """What the coordinator is told of a step that was not applied."""
+    """Return the report of a step that was not applied, for the coordinator."""
     what = f"is not finite ({error.parameter} on rank {error.rank})"
     dealt = tuple(tuple(share) for share in error.dealt)
     return BadStep(error.step, what, dealt, tuple(error.suspects), error.again)
 
 
 def _jumped(error: JumpError) -> BadStep | None:
-    """The same of a jump, by the rank that judged."""
+    """Return the report of a loss jump, or None on a rank that did not judge it."""
     if error.limit is None:
         return None
     what = f"has a loss of {error.loss:.4g}, where up to {error.limit:.4g} were to be expected"

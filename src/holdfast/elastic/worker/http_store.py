@@ -22,13 +22,14 @@ from holdfast.wire.http.client import Client
 
 
 class HttpStore(Store):
-    """The rendezvous of the client's generation. Threads may share it; `clone` is itself.
+    """The rendezvous of the client's generation. Threads may share it; `clone` returns the store
+    itself.
 
-    Keep a reference for as long as torch uses it: what torch holds (through a PrefixStore, too) is
-    the C++ half, and without this object its calls end in "Not implemented".
+    Keep a reference for as long as torch uses it. Torch (through a PrefixStore, too) holds only the
+    C++ half. Without this object its calls end in "Not implemented".
 
-    Raises `torch.distributed.DistStoreError` when keys do not appear in time, and FencedError
-    when a newer generation has been opened.
+    Raises `torch.distributed.DistStoreError` when keys do not appear in time, and FencedError when
+    a newer generation has been opened.
     """
 
     def __init__(self, client: Client, timeout: timedelta = timedelta(seconds=300)) -> None:
@@ -44,7 +45,7 @@ class HttpStore(Store):
         self._once("set", key=key, value=_encode(value))
 
     def get(self, key: str) -> bytes:
-        """The value, waited for."""
+        """Wait for a key and return its value."""
         value = self._poll([key], self._timeout)
         return b"" if value is None else value
 
@@ -104,20 +105,20 @@ class HttpStore(Store):
         return self
 
     def abort(self) -> None:
-        """End every wait, in whatever thread: it raises UnreachableError, as every later call."""
+        """End every wait, in any thread: it raises UnreachableError, as does every later call."""
         self.aborted = True
         self._client.abort()
 
     # --- requests -------------------------------------------------------------------------
     def _poll(self, keys: list[str], timeout: timedelta) -> bytes | None:
-        """Wait for all keys; the first one's value."""
+        """Wait for all keys; return the first one's value."""
         value = self._until_ready("wait", keys, timeout, {})["value"]
         return None if value is None else _decode(value)
 
     def _until_ready(
         self, op: str, keys: list[str], timeout: timedelta, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        """The answer when all keys are there. Each request waits at most LONGEST_POLL."""
+        """Wait for all keys and return the answer. Each request waits at most MAX_POLL_WAIT_S."""
         deadline = time.monotonic() + timeout.total_seconds()
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -131,7 +132,7 @@ class HttpStore(Store):
                 )
 
     def _once(self, op: str, **arguments: Any) -> dict[str, Any]:
-        """An operation that must not happen twice: it carries a number of its own."""
+        """Send an operation that must not happen twice: it carries a number of its own."""
         return self._ask(op, id=f"{self._prefix}.{next(self._numbers)}", **arguments)
 
     def _ask(self, op: str, seconds: float = 30.0, /, **arguments: Any) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""What a worker does between its fork and its exit code.
+"""A worker's main function, from its fork to its exit code.
 
     connect -> build -> restore (a committed checkpoint, or initial weights) -> train -> leave
                                                                    '-> adopt -'
 
-A process outlives generations: `elastic/worker/generation_loop.py` is its loop where the agent
-gives orders. The training loop knows three protocols (`train/protocols.py`); here they meet this
-process: events go to the agent through the reporter, state goes into the mover's arena, and the
-agent's wishes come back with its answers. Nothing here writes to a disk.
+A process outlives generations: `elastic/worker/generation_loop.py` is its loop if the agent sends
+commands. The training loop knows three protocols (`train/protocols.py`), which are connected to
+this process here. Events go to the agent through the reporter. The state goes into the mover's
+arena. The agent's requests come back with its answers. Nothing here writes to a disk.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from holdfast.train.precision import same_products_on_any_threads
 from holdfast.wire.secret import Secret
 
 _LAST_WORDS = 2.0
-"""Seconds that a worker tries to be heard before it ends."""
+"""Seconds that a worker tries to send its last report before it exits."""
 
 
 _COLLECTS = (700, 10, 1000)
-"""As Python's own, but that it looks through all objects a hundredth as often: a step makes next to
-no cycles, whoever drops a model collects it, and a tenth of a second for nothing is one for all who
-wait for this rank."""
+"""Python's own thresholds, except that a full collection is a hundred times as rare.
+
+A step makes next to no cycles, and dropping a model collects explicitly. A useless full collection
+takes a tenth of a second, and all ranks wait for this one.
+"""
 
 
 def run(boot: WorkerBoot, secret: Secret) -> int:
-    """A worker's entry; returns the exit code that tells the agent how it ended."""
+    """Run a worker; return the exit code that tells the agent how it ended."""
     same_products_on_any_threads()
     gc.set_threshold(*_COLLECTS)
     if boot.device == "cpu":
@@ -71,7 +73,7 @@ def _once(worker: Worker) -> int:
 
 
 def _end(reporter: Reporter, code: int, error: BaseException) -> int:
-    """Leave with a reason: into the log, and what was reported before it to the agent."""
+    """Exit with a reason: write it to the log, and send the pending reports to the agent."""
     print(f"{type(error).__name__}: {error}", flush=True)
     reporter.close(_LAST_WORDS)
     return code

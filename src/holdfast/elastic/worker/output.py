@@ -1,4 +1,4 @@
-"""Where a worker's output goes: a file for each generation and rank."""
+"""Redirection of a worker's output: a file for each generation and rank."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import sys
 
 
 def redirect(log: str) -> None:
-    """Standard output and error into the worker's log, input from nowhere. Where the log cannot be
-    opened, they stay: a run folder that is out of reach ends no worker."""
+    """Redirect standard output and error into the worker's log, and input from nowhere.
+
+    If the log cannot be opened, they stay: a run folder that is out of reach ends no worker.
+    """
     try:
         target = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     except OSError as error:

@@ -1,15 +1,14 @@
-"""A worker's voice: one thread, events in order.
+"""A worker's reporter: one thread, events in order.
 
-Training does not wait for the agent (but see `catch_up`). It drops events, progress and callables
-here; the thread posts them in batches and brings back what the agent wishes. A callable runs only
-after everything queued before it has been acknowledged as durable: that is how a snapshot is
-announced after the ledger of its steps, so that nobody ever knows of a checkpoint whose ledger
-might be missing. While it waits (a full disk), the events behind it go on to the agent, so that
-the run stays visible.
+Training does not wait for the agent (but see `wait_until_sent`). It queues events, progress and
+callbacks here. The thread posts them in batches and brings back the agent's requests. A callback
+runs only after the agent has acknowledged all earlier events as durable. So a snapshot is announced
+after the ledger of its steps, and no checkpoint is known whose ledger may be missing. While the
+callback waits (a full disk), later events still go to the agent, so that the run stays visible.
 
-Whoever knows beforehand that a callable will come says so (`foretell`): the events are made durable
-as they are posted then, and the callable needs no request of its own. What nobody waits for goes
-along with the next request (`mention`).
+A caller that knows of a coming callback announces it (`expect_callback`). Then the events are made
+durable as they are posted, and the callback needs no request of its own. Events that may wait go
+along with the next request (`emit_lazily`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _CALL_SECONDS = 1.0  # that a callable which is under way may delay the next gen
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the agent wants, as of its last answer."""
+    """The agent's requests, as of its last answer."""
 
     stop: bool = False
     newest_generation: int = 0
@@ -50,10 +49,13 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Untold:
-    """What a voice leaves to the next: its events that were not acknowledged, with their numbers.
-    Some may have been taken all the same: the number says so.
+    """The events of a reporter that were not acknowledged, with their numbers, for the next
+    reporter.
 
-    voice: names the numbering, which is this process's own. next: the number of the next event.
+    The agent may have taken some of them: the numbers tell.
+
+    stream_id: names the numbering, which is this process's own.
+    next_number: the number of the next event.
     """
 
     voice: str
@@ -61,19 +63,22 @@ class Untold:
     events: tuple[tuple[int, Event], ...] = ()
 
     def until(self, step: int) -> Untold:
-        """Without what a generation that begins from the state after `step` does again."""
+        """Drop the events of steps that a generation from the state after `step` will repeat."""
         return replace(self, events=tuple(e for e in self.events if e[1].step <= step))
 
     def without(self, kind: type[Event]) -> Untold:
-        """Of a process that had no part in some generation: what it fed before may have been done
-        again there, and what is missing of the ledger otherwise is made again."""
+        """Drop events of this kind. Used by a process that skipped a generation.
+
+        Its steps may have been repeated there, and the coordinator repairs the ledger.
+        """
         return replace(self, events=tuple(e for e in self.events if not isinstance(e[1], kind)))
 
 
 class Reporter:
-    """Posts this rank's events to the agent. Every method but `flush` and `close` returns at once.
+    """Posts this rank's events to the agent. Every method but `flush`, `close` and
+    `wait_until_sent` returns at once.
 
-    `on_error` is told when a queued callable raises; the thread goes on.
+    `on_error` is called if a queued callback raises; the thread continues.
     """
 
     def __init__(
@@ -86,8 +91,14 @@ class Reporter:
         untold: Untold | None = None,
         asleep: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`untold`: of the voice that this process had in an older generation. `asleep`: whether
-        training sleeps where ranks wait for each other; asked while it gets no further."""
+        """Prepare the reporter; `start` starts its thread.
+
+        Args:
+            heartbeat_s: seconds between reports without news.
+            unsent: the events that this process's reporter left in an older generation.
+            is_asleep: returns True if training sleeps where ranks wait for each other. It is called
+                while training makes no progress.
+        """
         untold = untold or Untold(secrets.token_hex(8))
         self._client = client
         self._rank = rank
@@ -111,7 +122,7 @@ class Reporter:
         self._worked = (0.0, 0)  # seconds from a step's arithmetic to the end of its vote, steps
         self._began = 0.0  # with the step that is under way
         self.share: Callable[[], int] | None = None
-        """How many microbatches of the open step are this rank's."""
+        """Returns this rank's number of microbatches in the open step."""
         self._outcome: dict[str, Any] | None = None
         self._one_by_one = 0  # events of a refused batch that are still to be sent alone
         self._busy = False
@@ -133,8 +144,10 @@ class Reporter:
             self._hurry()
 
     def mention(self, event: Event) -> None:
-        """Queue an event that nobody waits for: it is sent with what comes next, or the next
-        heartbeat. At most one waits so; no callable does for it."""
+        """Queue an event that may wait: it is sent with the next one, or the next heartbeat.
+
+        At most one event waits so; no callback waits for it.
+        """
         with self._changed:
             if self._events and self._events[-1][0] >= self._urgent:
                 self._hurry()
@@ -146,17 +159,17 @@ class Reporter:
         self._changed.notify_all()
 
     def foretell(self) -> None:
-        """Say that `then` will be called once more than it was: what is emitted until that has run
-        is made durable at once."""
+        """Announce one more call of `call_when_durable`: events emitted until it has run are made
+        durable at once."""
         with self._changed:
             self._foretold += 1
 
     def progress(self, step: int, phase: str) -> None:
-        """Say that this rank is alive, inside `phase` of `step`. Costs one assignment: it is
+        """Report that this rank is alive, inside `phase` of `step`. Costs one assignment: it is
         sent with the next heartbeat, and a newer one replaces it.
 
-        The calls within a step are counted: when all ranks stand still, the one that got least
-        far is the one that the others wait for.
+        The calls within a step are counted. If all ranks stall, the rank that got least far blocks
+        the rest.
         """
         now = time.monotonic()
         if phase == "compute":
@@ -180,8 +193,10 @@ class Reporter:
             self._changed.notify_all()
 
     def outcome(self, kind: str, step: int, unsaved: str | None = None) -> None:
-        """Say how this worker is about to end: "finished" or "left", after `step`; `unsaved` is
-        why the state after that step is not durable, when it is not."""
+        """Report how this worker is about to end: "finished" or "left", after `step`.
+
+        unsaved: why the state after that step is not durable; None if it is.
+        """
         with self._changed:
             self._outcome = {"kind": kind, "step": step, "unsaved": unsaved}
             self._changed.notify_all()
@@ -192,12 +207,12 @@ class Reporter:
 
     @property
     def fenced(self) -> bool:
-        """Whether a newer generation has been opened: stop writing, leave."""
+        """Return True if a newer generation has been opened: stop writing, leave."""
         return self._fenced.is_set()
 
     def flush(self, deadline: float = 10.0) -> bool:
-        """Wait until everything queued so far is acknowledged; False when `deadline` seconds
-        were not enough, or this worker is fenced."""
+        """Wait until all queued items are acknowledged. Return False if `timeout_s` seconds were
+        not enough, or if this worker is fenced."""
         end = time.monotonic() + deadline
         with self._changed:
             self._hurry()
@@ -218,7 +233,7 @@ class Reporter:
         return done
 
     def leave(self) -> Untold:
-        """Close at once; what is left to be told in the next generation."""
+        """Close at once; return the events to send in the next generation."""
         self.close(0.0)
         self._client.abort()  # an answer that is still waited for is not needed: numbers tell
         self._thread.join(_CALL_SECONDS)
@@ -226,9 +241,11 @@ class Reporter:
             return Untold(self._voice, self._next, tuple(self._events))
 
     def catch_up(self, step: int) -> None:
-        """Wait until the agent has what was queued of steps up to `step`: what a process that is
-        killed has not told can be told again by others for the last few steps only. Who once waited
-        in vain does not wait again before that."""
+        """Wait until the agent has the events of steps up to `step`.
+
+        If a process is killed, other processes can replace its unsent events for the last few steps
+        only. After one wait in vain, do not wait again until the agent has caught up.
+        """
         if self._told(step):
             self._patient = True
         elif self._patient:
@@ -246,7 +263,7 @@ class Reporter:
 
     @property
     def owes_calls(self) -> bool:
-        """Whether something waits for its events to be durable."""
+        """Return True if a callback waits for its events to be durable."""
         return bool(self._calls)
 
     # --- the thread -----------------------------------------------------------------------
@@ -283,7 +300,7 @@ class Reporter:
             self._turn(batch, call, outcome)
 
     def _at_once(self) -> Callable[[], None] | None:
-        """The next callable, where nothing keeps it waiting and the agent expects one."""
+        """Return the next callback, if it may run now and the agent expects one."""
         if self._excused and self._calls and self._calls[0][0] <= self._durable:
             return self._calls[0][1]
         return None
@@ -295,7 +312,7 @@ class Reporter:
             self._foretold = max(0, self._foretold - 1)
 
     def _batch(self) -> list[tuple[int, Event]]:
-        """The next events of which the numbers follow each other."""
+        """Return the next events whose numbers are consecutive."""
         most = islice(self._events, 1 if self._one_by_one else _BATCH)
         return [each for at, each in enumerate(most) if each[0] == self._events[0][0] + at]
 
@@ -305,7 +322,7 @@ class Reporter:
         call: Callable[[], None] | None,
         outcome: dict[str, Any] | None,
     ) -> None:
-        """Post one batch and drop it; once it is durable, run the callable that waits for it."""
+        """Post one batch and drop it; once it is durable, run the callback that waits for it."""
         some_new = self._first + len(batch) > self._durable
         sync = some_new and (call is not None or self._foretold > 0)
         taken, stored = self._post(batch, sync=sync, outcome=outcome)
@@ -338,7 +355,8 @@ class Reporter:
     def _post(
         self, batch: list[tuple[int, Event]], sync: bool, outcome: dict[str, Any] | None
     ) -> tuple[bool, bool]:
-        """(the agent has taken the batch, it is stored: with `sync`, durable)."""
+        """Post a batch; return (the agent has taken it, it is stored). With `sync`, stored means
+        durable."""
         still, self._said = self._said, self._progress
         step, phase, marks = self._said
         body: dict[str, Any] = {
@@ -367,8 +385,8 @@ class Reporter:
                 self._changed.notify_all()
             return False, False
         except (RequestError, TypeError, ValueError) as error:
-            # An event that cannot be sent or read is our own bug. It is found by sending its
-            # batch one by one, and dropped: the others are not held up by it.
+            # An event that cannot be sent or read is our own bug. To find it, its batch is sent one
+            # by one. It is dropped, so that it does not hold up the rest.
             if len(batch) > 1:
                 self._one_by_one = len(batch)
                 return False, False

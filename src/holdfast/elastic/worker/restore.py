@@ -1,11 +1,13 @@
-"""How a worker gets the state that its generation begins from.
+"""Restores the state that a worker's generation begins from.
 
-The mover says which blobs it has in memory; they are mapped and read where they lie, so a state
-that outlived its worker is copied once, into the tensors. What is not there comes from peers, then
-from the run store, then from the bucket, which is opened only for that. Every byte is checked on
-its way, by this process and only here. Where something in this node's memory is not as it was
-captured, all is read once more, from peers that hold the same too; what is rotten everywhere is the
-end of this worker, and its agent begins again from the next older checkpoint.
+The mover lists the blobs that it has in memory. They are mapped and read in place, so a state that
+outlived its worker is copied once, into the tensors. Missing blobs come from peers, then from the
+run store, then from the bucket, which is opened only for that. This process alone checks every
+byte, while it reads.
+
+If a blob in this node's memory is corrupt, everything is read once more, also from peers that hold
+the same. If a blob is corrupt everywhere, this worker exits, and its agent starts again from the
+next older checkpoint.
 """
 
 from __future__ import annotations
@@ -41,18 +43,17 @@ class RottenError(HoldfastError):
 
 
 _UNREAD = (CorruptError, MissingKeyError, RunFolderError, StoreError, PeerError)
-"""What a source says that does not give what it is asked for: it has it rotten, or not at all, or
-is out of reach."""
+"""Errors of a source that does not deliver: its copy is corrupt, missing, or out of reach."""
 
 
 def restore(
     boot: WorkerBoot, session: Session, reporter: Reporter, secret: Secret | None,
     check: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
-    """The state after `boot.start_step`: read by boxes, or made from the seed. `check` is called on
-    the way, and raises what is to end it.
+    """Load the state after `spec.start_step`, box by box, or make it from the seed.
 
-    Raises RottenError, and HoldfastError when a source that may be whole cannot be reached.
+    `check` is called meanwhile, and raises to end the restore. Raises CorruptCheckpointError, and
+    HoldfastError if a source that may be intact cannot be reached.
     """
     key = boot.restore_key
     if key is None:
@@ -72,7 +73,7 @@ def restore(
         except (*_UNREAD, RottenError) as error:
             if MappedSource.name not in {source for source, _, _ in tally.problems}:
                 raise  # all who may have it were asked
-            print(f"others are asked for it too: {error}", flush=True)
+            print(f"trying all peers too: {error}", flush=True)
             read(everywhere=True)
     except (CorruptError, MissingKeyError) as error:
         raise RottenError(str(error)) from error
@@ -88,14 +89,17 @@ def restore(
 
 
 def _load(session: Session, boxes: _Boxes, run_folder: str) -> None:
-    """Where a source fails, rather than the bytes, it is asked once more. A store that answers,
-    but cannot read this, has a rotten disk; one that does not answer says nothing. A peer that
-    fails twice is as good as rotten: what it alone holds must not keep the run from going on."""
+    """Load the state; if a source fails, rather than the bytes, try once more.
+
+    A store that answers but cannot read this has a corrupt disk. A store that does not answer
+    proves nothing. A peer that fails twice counts as corrupt: its blobs must not keep the run from
+    continuing.
+    """
     try:
         session.engine.load(boxes)
         return
     except (RunFolderError, StoreError, PeerError) as error:
-        print(f"asked once more: {error}", flush=True)
+        print(f"trying once more: {error}", flush=True)
     try:
         session.engine.load(boxes)
     except PeerError as error:
@@ -106,7 +110,7 @@ def _load(session: Session, boxes: _Boxes, run_folder: str) -> None:
 
 
 class _Boxes:
-    """Reads one box, or many in one pass, and says meanwhile that this rank is alive."""
+    """Reads one box, or many in one pass, and reports meanwhile that this rank is alive."""
 
     def __init__(
         self, checkpoint: Checkpoint, step: int, reporter: Reporter, check: Callable[[], None]
@@ -135,8 +139,11 @@ def _bytes(tensor: Tensor) -> memoryview:
 def _opened(
     boot: WorkerBoot, key: str, secret: Secret | None, everywhere: bool = False
 ) -> Iterator[Checkpoint]:
-    """The checkpoint over all sources, cheapest first; memory is given back at the end. everywhere:
-    peers too for what this node's memory has, which are not asked before it is needed."""
+    """Open the checkpoint over all sources, cheapest first; memory is given back at the end.
+
+    ask_all_peers: also use peers for blobs that this node's memory has. They are not asked before
+    that is needed.
+    """
     store = FolderStore(boot.run_folder)
     if not boot.mover_socket or secret is None:
         yield Checkpoint(store, Commit.from_bytes(store.get(key), key))

@@ -1,8 +1,8 @@
-"""The last means against a wait that nothing else ends: this process's connections are cut.
+"""The last resort against a wait that nothing else ends: shut down this process's connections.
 
-gloo offers no way to end a wait in a group that is still being made, or that a peer which stands
-still keeps open: `transport.Peers.abort` needs the group. But whoever waits on a connection is
-woken when it is shut down, from any thread. (Seen with torch 2.13: within a few milliseconds.)
+gloo cannot end a wait in a group that is still being made, nor a wait that a suspended peer keeps
+open. `transport.Peers.abort` needs the group. But a shutdown of a connection, from any thread,
+wakes the threads that wait on it. (Seen with torch 2.13: within a few milliseconds.)
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from contextlib import suppress
 
 
 def cut_connections(keep: str) -> int:
-    """Shut down every TCP connection of this process but those to `keep` ("host:port"), which is
-    its agent. How many these were. The descriptors stay their owners'."""
+    """Shut down every TCP connection of this process; return their number.
+
+    Connections to `except_address` ("host:port"), which is its agent, stay. Each descriptor stays
+    its owner's.
+    """
     port = int(keep.rpartition(":")[2])
     count = 0
     for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():

@@ -1,4 +1,4 @@
-"""What the agent wishes, as the training loop asks for it (`train.protocols.Membership`)."""
+"""The agent's requests, in the training loop's form (`train.protocols.Membership`)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from holdfast.train.vote import Wishes
 
 
 class AgentMembership:
-    """What the agent wishes, as of its last answer: asked without waiting, but for a ledger that
-    lies too far behind."""
+    """Reads the agent's requests, as of its last answer. It waits only if the ledger is too far
+    behind."""
 
     def __init__(
         self, reporter: Reporter, generation: int, outdated: Callable[[int], None],
         spread: bool = False,
     ) -> None:  # fmt: skip
-        """`outdated` ends the step, when a newer generation has been opened. spread: a replica lies
-        on several nodes, so that one that leaves may take a part of the state with it."""
+        """Bind the requests to a generation.
+
+        Args:
+            on_outdated: ends the step if a newer generation has been opened.
+            spans_nodes: a replica lies on several nodes, so a node that leaves may take a part of
+                the state with it.
+        """
         self._reporter, self._generation, self._outdated = reporter, generation, outdated
         self._spread = spread
         self._done = 0  # the newest request that has been passed on

@@ -1,14 +1,12 @@
-"""Whether the thread that trains sleeps where ranks wait for each other.
+"""Detects whether the training thread sleeps where ranks wait for each other.
 
-Its agent is told so while it gets no further: of two ranks of a replica that stand at the same
-point, one hangs and the other waits for it, and only the one that hangs is to be named.
+The worker reports this to its agent while it makes no progress. If two ranks of a replica are at
+the same point, one hangs and the other waits for it. Only the hung rank may be named.
 
-A thread may also wait for a message which never comes whole: only its process's end ends that.
-
-`parallel/comm/abortable_wait.py` says how that comes about. Between replicas an errand is left
-behind, and the state lives on. Inside a replica it is torch's own operations that wait, or ours a
-hundred times a step; there a rank is of no use anyway once one of them is gone, and its state is
-elsewhere.
+A thread may also wait for a message that never arrives completely: only the end of the process ends
+that. `parallel/comm/abortable_wait.py` gives the cause. Between replicas the wait is abandoned, and
+the state lives on. Inside a replica the waits are in torch's own operations, or in ours a hundred
+times a step. There a rank is useless once one member is lost, and its state is elsewhere.
 """
 
 from __future__ import annotations
@@ -29,10 +27,11 @@ import holdfast.parallel
 import holdfast.train
 
 BUSY = 0.1
-"""Of a core: who uses more of it than its own small threads do computes, and comes back."""
+"""Share of a core. A process that uses more, beyond its own small threads, computes and will
+return."""
 _LOOKS = 10
 _NEAR = 0.5
-"""Seconds around the moment when a trace is due in which it may be being written."""
+"""Seconds around the time of a stack dump in which it may be being written."""
 _LATE = 0.2  # seconds: who looks so late was kept from running, and so was whom he looks at
 _ROOMS = tuple(
     f"{Path(str(module.__file__)).parent}/" for module in (torch, holdfast.parallel, holdfast.train)
@@ -41,8 +40,8 @@ _ROOMS = tuple(
 
 @dataclass(frozen=True)
 class Who:
-    """A thread, as the interpreter calls it and as the operating system does. (What `threading`
-    says of the latter is the parent's after a fork.)"""
+    """A thread's numbers in the interpreter and in the operating system. (After a fork, `threading`
+    still gives the parent's number for the latter.)"""
 
     identity: int
     native: int
@@ -53,27 +52,30 @@ class Who:
 
 
 class Sleeper:
-    """Looks at a thread now and then."""
+    """Observes a thread from time to time."""
 
     def __init__(self, thread: Who) -> None:
         self._thread = thread
         self._before: tuple[int, int] | None = None
 
     def asleep(self) -> bool:
-        """Whether it sleeps in one operation of torch or between ranks, now as when it was looked
-        at last. False where nobody can say: a device computes unseen."""
+        """Return True if the thread sleeps in one operation of torch or between ranks, now as at
+        the last call.
+
+        Return False if that is unknown: a device computes unseen.
+        """
         place = _place(self._thread.identity)
         same, self._before = place is not None and place == self._before, place
         return same and _sleeps(self._thread.native) and not _on_a_device()
 
 
 class Trace:
-    """The log says where all threads stand, unless that is called off within so many seconds.
+    """Writes the stacks of all threads to the log, unless it is cancelled in time.
 
-    A thread of faulthandler's writes it, which needs no interpreter. But whoever calls it off while
-    it is being written, or arms the next one, waits for its end, and holds the interpreter: where
-    the log's disk hangs the whole process would. So from when it is due nobody does, until the same
-    log has taken something else.
+    A thread of faulthandler writes them, which needs no interpreter. But cancelling during the
+    write, or arming again, waits for its end and holds the interpreter. If the log's disk hangs,
+    all of the process would hang. So once the dump is due, no caller cancels or arms it until the
+    same log has taken another line.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -82,7 +84,7 @@ class Trace:
         self._due: float | None = None
 
     def arm(self) -> None:
-        """Begin to count, anew where it was armed."""
+        """Start the timer, or restart it if it runs."""
         with self._lock:
             if self._near:
                 return
@@ -104,16 +106,19 @@ class Trace:
         threading.Event().wait(max(0.0, due + _NEAR - time.monotonic()))
         if self._due == due:
             with suppress(OSError):  # a disk may be full
-                os.write(2, b"was told to stop and is not back: its threads stand as above\n")
+                os.write(2, b"was halted and has not stopped: its threads are as above\n")
             with self._lock:
                 self._due = None
 
 
 def stuck(threads: Sequence[Who], seconds: float) -> bool:
-    """Whether one of these threads sleeps in one operation of torch or between ranks for so long,
-    and the process computes nothing meanwhile. Takes these seconds in any case. False where nobody
-    can say: a device computes unseen, and one that was stopped, or waits for a core or a disk, does
-    not sleep."""
+    """Return True if one of these threads sleeps in one operation of torch or between ranks all the
+    time.
+
+    The process must also compute nothing meanwhile. The call takes `seconds` in any case. Return
+    False if the answer is unknown. A device computes unseen; a thread that was stopped, or waits
+    for a core or a disk, does not sleep.
+    """
     known = not _on_a_device()
     places, used = {thread: _place(thread.identity) for thread in threads}, time.process_time()
     asleep = {thread for thread, place in places.items() if place is not None}
@@ -133,7 +138,7 @@ def _on_a_device() -> bool:
 
 
 def _place(thread: int) -> tuple[int, int] | None:
-    """Where it is, if that is in one of the rooms that communicate."""
+    """Return the thread's position, if it is in one of the packages that communicate."""
     frame = sys._current_frames().get(thread)
     if frame is None or not frame.f_code.co_filename.startswith(_ROOMS):
         return None
@@ -141,7 +146,7 @@ def _place(thread: int) -> tuple[int, int] | None:
 
 
 def _sleeps(native: int) -> bool:
-    """What the operating system says of it."""
+    """Return True if the operating system reports the thread as sleeping."""
     try:
         line = Path(f"/proc/self/task/{native}/stat").read_bytes()
     except OSError:

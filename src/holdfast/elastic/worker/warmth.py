@@ -1,7 +1,7 @@
-"""What a process does once only, when it does it first, done before it is needed.
+"""Work that a process does only at its first step, done before it is needed.
 
-All that a step imports the template has imported. What is left are the threads of the backward
-pass, and whatever torch makes at its first use. A standby pays for it while nobody waits.
+The fork server has imported all that a step imports. The rest is the threads of the backward pass,
+and what torch makes at its first use. A standby does this while no rank waits for it.
 """
 
 from __future__ import annotations

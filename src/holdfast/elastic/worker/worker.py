@@ -56,13 +56,13 @@ from holdfast.wire.http.client import Client
 from holdfast.wire.secret import Secret
 
 _ANNOUNCING = 0.5
-"""Seconds that a worker which stops waits for snapshots to be announced, where no other replica has
-its state: the next generation begins when all have stopped, and the mover refuses what is announced
-later."""
+"""Seconds that a stopping worker waits for its snapshots' announcements, if no other replica has
+its state. The next generation begins when all have stopped, and the mover refuses later
+announcements."""
 
 
 _TOLD = 20.0
-"""Seconds that the mover is given to hear of a generation of which its agent tells all at once."""
+"""Seconds that the mover gets to learn of a generation that its agent announces to all at once."""
 
 
 _JOINING = 1800.0  # seconds that bound every wait in a group; a halt ends them before
@@ -70,16 +70,17 @@ _LAST_SLOT, _SETTLING = 60.0, 600.0  # seconds for the last save, as in `train.r
 
 
 class Worker:
-    """One process of a run, and what it holds, over all generations that it takes part in.
+    """One process of a run, and the state that it holds, over all its generations.
 
-    begin     connect, build, restore a checkpoint or make initial weights
-    train     until the run is finished, somebody wishes to leave, or a peer is lost
-    adopt     join the next generation with the state as it is; then `train` again
-    take      begin anew, adopt, or join as a newcomer: what the agent ordered
-    stop      give up what is left of a generation that is over; `held` says what remains
+    begin_generation   connect, build, restore a checkpoint or make initial weights
+    train              until the run is finished, a node asks to leave, or a peer is lost
+    adopt_generation   join the next generation with the present state; then `train` again
+    apply_command      begin, adopt, or join as a newcomer, as the agent ordered
+    stop_generation    abandon an ended generation; `held_state` reports what remains
 
-    step: the state is that after this step. reporter: this process's voice in the present
-    generation; each has its own, because the agent hears only the newest. Belongs to one thread.
+    step: the state is that after this step. reporter: the connection to the agent in the present
+    generation. Each generation has its own, because the agent accepts only the newest. Belongs to
+    one thread.
     """
 
     def __init__(self, boot: WorkerBoot, secret: Secret, orders: Orders | None = None) -> None:
@@ -101,7 +102,7 @@ class Worker:
     @property
     def reporter(self) -> Reporter:
         if self._voice is None:
-            raise RuntimeError("a process without a place has no voice")
+            raise RuntimeError("a process without a rank has no reporter")
         return self._voice
 
     @property
@@ -109,13 +110,13 @@ class Worker:
         return self._topology.generation if self._voice is not None else self._boot.generation
 
     def prepare(self) -> None:
-        """What can be done before this process has a place."""
+        """Do the work that needs no place in a generation."""
         self._read()
         warm_up()
 
     # --- into a generation --------------------------------------------------------------------
     def begin(self) -> None:
-        """Ready to compute the first step of the generation that the boot tells of."""
+        """Get ready to compute the first step of the spec's generation."""
         boot, self.training = self._boot, False
         if self._voice is None:
             self._speak(boot.placed(), boot.rank)
@@ -129,8 +130,9 @@ class Worker:
         """Become `rank` of `topology`, which is that of a newer generation, and keep the state.
 
         Collective over `topology`. The agent and the mover must have begun the generation.
-        came_from: see `core.sharding.reshard_plan.transfers`. Raises LayoutError, PeerLostError,
-        FencedError and HaltedError; `held` says whether the state is lost to this process then.
+        came_from: see `core.sharding.reshard_plan.plan_reshard`. Raises LayoutError, PeerLostError,
+        FencedError and HaltedError; `held_state` then reports whether this process has lost the
+        state.
         """
         before = Before(self._present.groups.topology, self.step)
         boot = replace(
@@ -139,7 +141,8 @@ class Worker:
         self.take(Begin(boot, tuple(came_from), before))
 
     def take(self, order: Begin) -> None:
-        """Ready to compute in the generation that was ordered. Raises as `begin` and `adopt`."""
+        """Get ready to compute in the ordered generation. Raises what `begin_generation` and
+        `adopt_generation` raise."""
         begun = time.monotonic()
         self._follow(replace(order.boot, forked=begun))
         if order.came_from is not None:
@@ -152,8 +155,9 @@ class Worker:
         self.begin()
 
     def train(self) -> Outcome:
-        """From the state after `step` on. Raises as `train.runner.run` does; `step` is right then
-        too, and the state is whole unless a replica was sharded over a process that is gone."""
+        """Train on from the state after `step`. Raises what `train.runner.run` raises; `step` is
+        right then, too. The state is then intact, unless a replica was sharded over a lost process.
+        """
         session, saver = self._present, self._saver
         assert saver is not None, "the capturer is made with the session"
         if self._live and self.step >= self._config.train.steps:
@@ -182,8 +186,8 @@ class Worker:
 
     # --- out of one ---------------------------------------------------------------------------
     def stop(self, orderly: bool) -> None:
-        """The generation is over for this process. Unless that is seen to already (`orderly`),
-        nobody may go on waiting for this one, inside its replica or outside."""
+        """Stop the generation. Unless that is done already (`is_orderly`), release all ranks that
+        wait for this one, inside its replica or outside."""
         engine = getattr(self._session, "engine", None)
         if engine is not None and not orderly:
             engine.interrupt(True)
@@ -194,15 +198,16 @@ class Worker:
 
     @property
     def _spread(self) -> bool:
-        """Whether a replica lies on several nodes: one that leaves may take a part of the state
-        that nobody else holds."""
+        """Return True if a replica lies on several nodes: one that leaves may take the only copy of
+        a part of the state."""
         nodes = self._topology.nodes
         return any(
             len({nodes[rank] for rank in each.ranks}) > 1 for each in self._topology.replicas
         )
 
     def held(self, kind: str, text: str, bad: dict[str, Any] | None = None) -> Held:
-        """What this process could go on from. bad: of a step, for which it stopped."""
+        """Return the state that this process could continue from. bad_step: the step for which it
+        stopped."""
         rank = self._rank if self._voice is not None else -1
         if not self._able:
             return Held(self.generation, rank, self.step, None, True, kind, text, bad=bad)
@@ -213,13 +218,13 @@ class Worker:
         return Held(self.generation, rank, applied, whole, False, kind, text, place, bad)
 
     def leave(self, outcome: Outcome) -> int:
-        """Tell how the run ended for this process; the exit code."""
+        """Report how the run ended for this process; return the exit code."""
         self.tell(outcome)
         self.reporter.close()
         return exit_codes.FENCED if self.reporter.fenced else exit_codes.DONE
 
     def tell(self, outcome: Outcome) -> bool:
-        """Whether the agent has heard it: not, where a newer generation rules."""
+        """Report the outcome; return False if a newer generation has replaced this one."""
         if outcome.unsaved is not None:
             print(f"the state after step {outcome.step} is not durable: {outcome.unsaved}")
         self.reporter.outcome(outcome.kind, outcome.step, outcome.unsaved)
@@ -227,7 +232,7 @@ class Worker:
         return not self.reporter.fenced
 
     def close(self) -> None:
-        """Leave the present generation in an orderly way. The reporter can still be heard."""
+        """Leave the present generation in an orderly way. The reporter stays connected."""
         self._let_go()
         if self._session is not None:
             self._session.close()
@@ -236,16 +241,16 @@ class Worker:
     # --- the state ----------------------------------------------------------------------------
     @property
     def _able(self) -> bool:
-        """Whether there is a state that somebody can go on from: a recovery that fails may have
-        taken the engine out of its session."""
+        """Return True if there is a state to continue from. A failed recovery may have taken the
+        engine out of its session."""
         engine = getattr(self._session, "engine", None)
         return self._whole and engine is not None and not engine.torn
 
     def _go_on(self, order: Begin, begun: float) -> None:
-        """Into the generation with what the survivors hold between them."""
+        """Enter the generation with the state that the survivors hold between them."""
         assert order.came_from is not None
         if order.before is None:
-            raise HoldfastError("orders to go on live do not say from which topology")
+            raise HoldfastError("the command to recover live names no previous topology")
         topology, rank, before = order.boot.placed(), order.boot.rank, order.before.topology
         self.training = False
         self._let_go()
@@ -269,7 +274,8 @@ class Worker:
             self._equip(begun, behind=True)
 
     def _found(self, found: Recovered) -> None:
-        """The session of the new generation, and what the journal would miss of the old one."""
+        """Take over the new generation's session, and emit events of the old one that the journal
+        may lack."""
         self._session, self.step, self._whole = found.session, found.step, True
         self._verdict, self._live = found.verdict, True
         for event in found.events:
@@ -278,7 +284,7 @@ class Worker:
         print(f"goes on from step {found.step} as rank {self._rank}: {parts}", flush=True)
 
     def _drop(self) -> None:
-        """Out of the old generation without the state."""
+        """Leave the old generation without the state."""
         self._let_go()
         session, self._session, self._whole, self._live = self._session, None, False, False
         if session is not None and hasattr(session, "engine"):
@@ -288,7 +294,7 @@ class Worker:
             gc.collect()  # the new model needs its room
 
     def _save_last(self) -> Outcome:
-        """The last step was applied, and who was to save it was interrupted: it is saved now."""
+        """Save the last step: it was applied, but its save was interrupted."""
         saver, step, verdict, session = self._saver, self.step, self._verdict, self._present
         assert saver is not None
         captured = saver.capture(step, session.engine.state(), _LAST_SLOT, True)
@@ -319,11 +325,11 @@ class Worker:
         return session_of(config, engine, batches, self._device)
 
     def _dealer(self, topology: Topology) -> Dealer:
-        """By the weights of the replicas, which need not be alike."""
+        """Return the dealer by the weights of the replicas, which may differ."""
         return dealer_of(topology, self._config.layout.schedule)
 
     def _read(self) -> Batches:
-        """The data, opened once."""
+        """Return the data, opened once."""
         if self._batches is None:
             config = self._config
             dataset = Dataset.open(self._boot.dataset)
@@ -332,7 +338,7 @@ class Worker:
         return self._batches
 
     def _follow(self, boot: WorkerBoot) -> None:
-        """Take over what a newer boot says of this process."""
+        """Apply a newer spec to this process."""
         if boot.config != self._boot.config or boot.dataset != self._boot.dataset:
             self._config, self._batches = RunConfig.model_validate(boot.config), None
         if boot.threads != self._boot.threads:
@@ -346,7 +352,7 @@ class Worker:
         return torch.device(self._boot.device)
 
     def _let_go(self) -> None:
-        """Of the saver, which refers to the state."""
+        """Close the saver, which refers to the state."""
         if self._saver is not None:
             self._saver.close()
             self._saver = None
@@ -358,8 +364,8 @@ class Worker:
         return self._session
 
     def _speak(self, topology: Topology, rank: int, start: int = 0) -> None:
-        """Connect to the agent as `rank` of a generation that goes on from the state after `start`.
-        What could not be told in the one before is told now."""
+        """Connect to the agent as `rank` of a generation that continues from the state after
+        `start_step`. Unsent events of the previous generation are sent now."""
         boot, untold = self._boot, None
         if self._voice is not None:
             untold = self._voice.leave().until(start)
@@ -378,8 +384,8 @@ class Worker:
         self._voice.start()
 
     def _equip(self, begun: float, *, behind: bool = False) -> None:
-        """An arena for the state of the session, which is ready then. behind: while the first step
-        computes, where the agent gives orders."""
+        """Make an arena for the session's state, and report the worker as ready then.
+        in_background: make it while the first step computes, if the agent sends commands."""
         boot, config, rank = self._boot, self._config, self._rank
         topology, reporter, let_go, step = self._topology, self.reporter, self._equipped, self.step
         state = self._present.engine.state()
@@ -419,7 +425,7 @@ class Worker:
 
     # --- being interrupted --------------------------------------------------------------------
     def _check(self) -> None:
-        """Raises HaltedError when the agent has ended the generation."""
+        """Raise HaltedError if the agent has ended the generation."""
         if self._orders is not None:
             self._orders.check(self.generation)
 
@@ -440,8 +446,8 @@ class Worker:
             control.abort()  # it was not there yet when the others were woken
 
     def _wake_joining(self, inside: bool) -> None:
-        """First whoever waits for others to come, or for state; then, whoever is stuck with those
-        who came."""
+        """Wake the training thread on its way into a generation. The first call ends waits for
+        ranks to come, and for state. The second ends waits for ranks that came and got stuck."""
         if self._control is not None:
             self._control.abort()
         if not self._store.aborted:
@@ -456,15 +462,15 @@ class Worker:
         self._present.engine.interrupt(inside)
 
     def _outdated(self, step: int) -> None:
-        """A newer generation rules before `step` is voted on: it must not be. Where the agent gives
-        orders, the ranks of a replica come to the end of the step together."""
+        """Handle a newer generation before `step` is voted on: the vote must not happen. If the
+        agent sends commands, the ranks of a replica reach the end of the step together."""
         if self._orders is None:
             raise FencedError(f"a newer generation began before step {step} was voted on")
         self._present.engine.interrupt(False)
 
 
 def _known(boot: WorkerBoot) -> Known:
-    """What the agent has seen break."""
+    """Return the failure statistics that the agent has sent."""
     hazard = None if boot.hazard is None else Hazard.from_json(boot.hazard)
     return Known(hazard, Classes(tuple(boot.classes)) if boot.classes else Classes())
 
