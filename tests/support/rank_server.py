@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from holdfast.wire import process_log
 from tests.support.ranks import MAX_RANKS, RankContext, decode, encode
 
 PRELOAD = (
@@ -235,6 +236,7 @@ def _run(request: dict[str, Any], rank: int) -> NoReturn:
     os.dup2(log, 2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+    process_log.start("worker", sys.stdout, rank=rank)
     pid_file = folder / f".rank{rank}.pid"
     pid_file.write_text(str(os.getpid()))
     pid_file.rename(folder / f"rank{rank}.pid")
@@ -250,6 +252,7 @@ def _run(request: dict[str, Any], rank: int) -> NoReturn:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except BaseException:
         traceback.print_exc()
+    process_log.stop()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # destructors of half-dead process groups are no part of a test

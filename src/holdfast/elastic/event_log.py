@@ -9,16 +9,30 @@ second time, it is neither stored nor shown (`core.data.lineage.Once`).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 from holdfast.core.data.lineage import Once
 from holdfast.errors import HoldfastError
 from holdfast.events import Event, Record
+from holdfast.wire import process_log
 from holdfast.wire.journal import JournalWriter
 from holdfast.wire.store.run_store import RunStore
 
+logger = logging.getLogger(__name__)
+
 Observer = Callable[[Record], None]
 Say = Callable[[str], None]
+
+
+def logged(say: Say) -> Say:
+    """Return `say` with a copy of each line in the agent's log."""
+
+    def say_and_log(line: str) -> None:
+        logger.info(line)
+        say(line)
+
+    return say_and_log
 
 
 class Board:
@@ -44,11 +58,14 @@ class Board:
         self._unstored = [w for w in (*self._unstored, *self._writers.values()) if w.pending]
         self._generation = generation
         self._writers = {}
+        process_log.enter(generation)
 
     def emit(self, writer: str, event: Event) -> None:
         """Number, stamp and show an event; `flush` stores it."""
         if not self._once.news(self._generation, event):
             return
+        if writer == "agent":
+            logger.info("%s", event)
         writer = self._named(writer)
         if writer not in self._writers:
             # No read: an event must not be lost, nor the event loop wait, for a sick disk.

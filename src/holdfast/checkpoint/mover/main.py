@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import select
 import signal
@@ -34,11 +35,13 @@ from holdfast.checkpoint.save.retention import Keep
 from holdfast.core.sharding.state_table import TensorSpec
 from holdfast.errors import FencedError, HoldfastError, RunFolderError, UserError
 from holdfast.layout import Topology
-from holdfast.wire import lifeline
+from holdfast.wire import lifeline, process_log
 from holdfast.wire.http.auth import AuthError, Verifier
 from holdfast.wire.http.refusals import MOVER, Refusals
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
+
+logger = logging.getLogger(__name__)
 
 SWITCH_SECONDS = 0.0005
 """Seconds between thread switches. Hashing small extents never releases the interpreter by itself.
@@ -117,10 +120,10 @@ class Server:
         back. Return True if `leave` can be read meanwhile."""
         if not self._said_full:
             self._said_full = True
-            print(
+            logger.warning(
                 "the mover has no descriptor left for another connection, which waits; raise the "
-                "limit of open files (ulimit -n)", file=sys.stderr, flush=True,
-            )  # fmt: skip
+                "limit of open files (ulimit -n)"
+            )
         return bool(select.select([leave], [], [], FULL_SECONDS)[0])
 
     def _converse(self, connection: socket.socket) -> None:
@@ -159,6 +162,7 @@ class Server:
         except (UserError, HoldfastError) as error:
             status, body = protocol.REFUSED, protocol.describe(error)
         except Exception as error:  # our own bug, or a malformed body: report it
+            logger.exception("request %s failed", request.verb)
             text = f"{type(error).__name__}: {error}"
             status, body = protocol.FAILED, {"error": "HoldfastError", "message": text}
         return answer_line(self._secret, request.proof.nonce, status, body), fds
@@ -170,6 +174,7 @@ class Server:
             case "expect":
                 table = tuple(TensorSpec.from_json(row) for row in body["table"])
                 topology = Topology.from_json(body["topology"])
+                process_log.enter(generation)
                 about = None
                 if self._peers is not None:
                     about = self._peers.cohort(topology, body)
@@ -286,6 +291,7 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # before any thread begins
     sys.setswitchinterval(SWITCH_SECONDS)
     boot = MoverBoot.from_line(sys.stdin.buffer.readline())
+    process_log.start("mover", sys.stderr)
     if boot.lifeline >= 0:
         lifeline.watch(boot.lifeline)
     try:

@@ -6,12 +6,15 @@ SAVES_KEPT, and all that are under way, are kept; older ones are counted and for
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any
 
 from holdfast.events import CheckpointCommitted, CheckpointFailed, Event
+
+logger = logging.getLogger(__name__)
 
 EVENTS_KEPT = 4096
 """The agent reads events within a tick; this many are kept for one that is late."""
@@ -126,6 +129,7 @@ class Outcomes:
             self._warnings.append(text)
 
     def add(self, event: Event) -> None:
+        logger.info("%s", event)
         with self._change:
             self._put(event)
 

@@ -39,7 +39,7 @@ from holdfast.elastic.coordinator.coordinator import Coordinator
 from holdfast.elastic.coordinator.ledger_repair import Told
 from holdfast.elastic.coordinator.rendezvous import Rendezvous
 from holdfast.elastic.coordinator.run_controller import MISSED_BEATS, Desk, Office
-from holdfast.elastic.event_log import Board, Observer, Say
+from holdfast.elastic.event_log import Board, Observer, Say, logged
 from holdfast.elastic.membership.role_loop import Follower
 from holdfast.elastic.node.launch_specs import mover_settings
 from holdfast.elastic.node.mover_supervisor import MoverLink
@@ -62,7 +62,7 @@ from holdfast.policy.membership.election import Patience
 from holdfast.policy.recovery.survivors import Held
 from holdfast.policy.saving.failure_history import Seen
 from holdfast.policy.saving.failure_rate import Hazard
-from holdfast.wire import lifeline
+from holdfast.wire import lifeline, process_log
 from holdfast.wire.http.auth import Verifier
 from holdfast.wire.http.server import Guard, Listener
 from holdfast.wire.http.sockets import address_of, bind
@@ -89,7 +89,7 @@ class NodeAgent:
         """control: the bound socket whose address other agents find in the run store. planner: lays
         a generation out over the nodes. say: prints one line for the user."""
         self._it, self._control, self._planner = joining, control, planner
-        self._render_metrics, self._say = render_metrics, say
+        self._render_metrics, self._say = render_metrics, (say := logged(say))
         config, alone = joining.config, joining.alone is not None
         self._seen = Seen(Hazard.prior(config.checkpoint.node_mtbf_hours * 3600))
         self._notices = Notices(config, lambda event: self._board.emit("agent", event), say)
@@ -113,9 +113,12 @@ class NodeAgent:
         Raises CannotGoOnError, and UserError for causes that the user can fix. Such causes are an
         address that is in use, no trustworthy checkpoint, or a UserError of a worker.
         """
+        it = self._it
+        process_log.start("agent", it.folder / "logs" / f"agent{it.suffix and '.'}{it.suffix}.log")
         try:
             return asyncio.run(self._main())
         finally:
+            process_log.stop()
             if self._late is not None:
                 self._late.cancel()
 

@@ -15,6 +15,7 @@ it asks the other agents and opens the next term. `workload` is the interface to
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -55,6 +56,8 @@ from holdfast.wire.term import (
     newest_term,
 )
 from holdfast.wire.waiting import wait_event
+
+logger = logging.getLogger(__name__)
 
 ROUND_SECONDS = 1.0
 """Least seconds of a round in which a silent coordinator and the other agents may answer. A round
@@ -153,6 +156,7 @@ class Follower:
             self._set(election.found(self.seat, self._own.number, "", self._now))
         try:
             while self.seat.standing is not Standing.LEFT:
+                logger.info("role %s", self.seat.standing.value)
                 try:
                     await parts[self.seat.standing]()
                 except EndedError:

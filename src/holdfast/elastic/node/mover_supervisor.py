@@ -13,6 +13,7 @@ was taken meanwhile, they find it from the next generation on.
 from __future__ import annotations
 
 import asyncio
+import logging
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -41,6 +42,8 @@ from holdfast.events import (
 from holdfast.layout import Topology
 from holdfast.wire.http.sockets import bind
 from holdfast.wire.secret import Secret
+
+logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
 DURABLE_SECONDS = 600.0
@@ -133,6 +136,7 @@ class MoverLink:
                 raise
         self._mark, self._heard = 0, time.monotonic()
         self._child = child
+        logger.info("mover started")
 
     async def settle(self, generation: int) -> None:
         """Wait until the saves that workers of the ended `generation` handed over are complete, at

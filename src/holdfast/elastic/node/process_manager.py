@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -36,6 +37,8 @@ from holdfast.errors import HoldfastError
 from holdfast.policy.recovery.survivors import Held
 from holdfast.wire.secret import Secret
 from holdfast.wire.waiting import wait_event
+
+logger = logging.getLogger(__name__)
 
 CLEAR_SECONDS = 20.0
 """Seconds that killed processes get to exit."""
@@ -363,6 +366,7 @@ class Host:
         if message["event"] == "forked":
             process = self._pending.popleft()  # they are forked in the order of asking
             process.born(pid)
+            logger.info("worker %d forked for rank %d", pid, process.rank)
             self._desk.add(process)
             if process.rank != STANDBY:
                 self._news.joined(process.generation, process.rank, pid)
@@ -374,6 +378,7 @@ class Host:
     # --- news -----------------------------------------------------------------------------------
     def _exited(self, process: Process, code: int) -> None:
         process.ended(code)
+        logger.info("worker %d of rank %d exited with %d", process.pid, process.rank, code)
         if process.rank == STANDBY:
             self._desk.forget(process.pid)
         else:

@@ -12,6 +12,7 @@ process.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -27,8 +28,11 @@ from holdfast.elastic.protocol.worker_spec import WorkerBoot
 from holdfast.elastic.worker.stuck_threads import Trace, Who, stuck
 from holdfast.errors import HoldfastError
 from holdfast.layout import Topology
+from holdfast.wire import process_log
 from holdfast.wire.http.client import Client
 from holdfast.wire.secret import Secret
+
+logger = logging.getLogger(__name__)
 
 PATH = "/orders"
 _AGAIN_SECONDS = 2.0
@@ -201,7 +205,7 @@ class Orders:
             except HoldfastError:
                 self._pause(client)
             except Exception as error:  # our own bug, or an answer of another version
-                print(f"orders: {type(error).__name__}: {error}", flush=True)
+                logger.warning("commands: %s: %s", type(error).__name__, error)
                 threading.Event().wait(_PAUSE)
 
     def _pause(self, asked: Client) -> None:
@@ -275,7 +279,8 @@ class Orders:
         trains = self._trains if woken.is_set() else None
         threads = [each for each in (trains, self._wakes) if each is not None]
         if stuck(threads, _VAIN_SECONDS) and self._may_be_stuck(over):
-            print("stuck in a receive that cannot complete; exiting (lost its peers)", flush=True)
+            logger.error("stuck in a receive that cannot complete; exiting (lost its peers)")
+            process_log.stop()
             os._exit(exit_codes.PEER_LOST)
 
     def _may_be_stuck(self, over: float) -> bool:
@@ -294,7 +299,7 @@ class Orders:
             try:
                 interrupt(inside)
             except Exception as error:  # what it woke may have ended under its hands
-                print(f"orders: {type(error).__name__}: {error}", flush=True)
+                logger.warning("commands: %s: %s", type(error).__name__, error)
             finally:
                 self._wakes = None
 

@@ -12,6 +12,7 @@ step on a machine of any speed.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import threading
@@ -25,6 +26,8 @@ import torch
 
 from holdfast.elastic.protocol.fault_orders import RECOVERY, Armoury, Hit, Order
 from holdfast.events import FaultInjected
+
+logger = logging.getLogger(__name__)
 
 _POLL = 0.01
 _HEARD = 2.0  # seconds that a worker tries to have its last words written down
@@ -57,7 +60,7 @@ class Faulted:
         )  # fmt: skip
         if not self._armoury.claim(hit):
             return
-        print(f"by order {order.number}: {order.deed} at {point} of step {here}", flush=True)
+        logger.info("by order %d: %s at %s of step %d", order.number, order.deed, point, here)
         worker.reporter.emit(
             FaultInjected(order.number, order.fault, f"rank {rank}", point, step=here)
         )

@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import logging
 import os
 import selectors
 import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -33,8 +33,10 @@ from holdfast.elastic.protocol.fork_channel import Lines, encode, receive
 from holdfast.elastic.protocol.worker_spec import DEFAULT_ENTRY, WorkerBoot
 from holdfast.elastic.worker.output import redirect
 from holdfast.errors import UserError
-from holdfast.wire import lifeline
+from holdfast.wire import lifeline, process_log
 from holdfast.wire.secret import Secret
+
+logger = logging.getLogger(__name__)
 
 Entry = Callable[[WorkerBoot, Secret], int]
 """A worker's main function: returns its exit code (`elastic.protocol.exit_codes`)."""
@@ -104,6 +106,7 @@ class Template:
                 os.setpgid(0, 0)
             _reset_signals()
             redirect(boot.log)
+            process_log.start("worker", sys.stdout, generation=boot.generation, rank=boot.rank)
             self._control.close()
             os.close(self._wake)
             os.close(self._woken)
@@ -112,12 +115,12 @@ class Template:
             _settle(boot)
             code = self._entry(boot, secret)
         except UserError as error:
-            print(error, flush=True)
+            logger.error("%s", error)
             code = exit_codes.USER
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else exit_codes.CRASHED
         except BaseException:
-            traceback.print_exc()
+            logger.exception("the worker failed")
         finally:
             _end(code)  # an interpreter's shutdown could wait for threads of a broken group
 
@@ -148,6 +151,7 @@ class Template:
 
 def _end(code: int) -> NoReturn:
     """End this process without the interpreter's shutdown."""
+    process_log.stop()
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -12,7 +12,7 @@ a generation that begins from a checkpoint or from nothing: the user must correc
 
 from __future__ import annotations
 
-import traceback
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,8 @@ from holdfast.elastic.worker.commands import End, HaltedError, Held, Orders
 from holdfast.elastic.worker.restore import RottenError
 from holdfast.errors import FencedError, JumpError, NonFiniteError, PeerLostError, UserError
 from holdfast.policy.recovery.survivors import BadStep
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from holdfast.elastic.worker.worker import Worker
@@ -79,20 +81,20 @@ def _generation(
         kind = "halt" if orders.halted(worker.generation) else "peer"
         return _hold(worker, kind, str(error), orderly=worker.training)
     except NonFiniteError as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
+        logger.error("%s: %s", type(error).__name__, error)
         return _hold(worker, "non_finite", str(error), orderly=True, bad=_bad(error))
     except JumpError as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
+        logger.error("%s: %s", type(error).__name__, error)
         return _hold(worker, "loss_jump", str(error), orderly=True, bad=_jumped(error))
     except RottenError as error:
-        print(f"{type(error).__name__}: {error}", flush=True)
+        logger.error("%s: %s", type(error).__name__, error)
         return _hold(worker, "rotten", str(error))
     except Exception as error:
         if fresh and isinstance(error, UserError):
             raise
         if orders.halted(worker.generation):  # whatever it was woken with
             return _hold(worker, "halt", f"{type(error).__name__}: {error}")
-        traceback.print_exc()
+        logger.exception("the step failed")
         return _hold(worker, "error", f"{type(error).__name__}: {error}")
 
 
@@ -107,7 +109,7 @@ def _hold(
     worker.stop(orderly)
     held = worker.held(kind, text, None if bad is None else bad.to_json())
     state = "no state" if held.torn else f"the state after step {held.applied}"
-    print(f"holds {state} ({kind}): {text}", flush=True)
+    logger.info("holds %s (%s): %s", state, kind, text)
     return held
 
 

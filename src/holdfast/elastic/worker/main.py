@@ -12,6 +12,7 @@ arena. The agent's requests come back with its answers. Nothing here writes to a
 from __future__ import annotations
 
 import gc
+import logging
 from pathlib import Path
 
 from holdfast.elastic.protocol import exit_codes
@@ -25,6 +26,8 @@ from holdfast.errors import FencedError, NonFiniteError, PeerLostError
 from holdfast.train.malloc import keep_freed_memory
 from holdfast.train.precision import same_products_on_any_threads
 from holdfast.wire.secret import Secret
+
+logger = logging.getLogger(__name__)
 
 _LAST_WORDS = 2.0
 """Seconds that a worker tries to send its last report before it exits."""
@@ -74,6 +77,6 @@ def _once(worker: Worker) -> int:
 
 def _end(reporter: Reporter, code: int, error: BaseException) -> int:
     """Exit with a reason: write it to the log, and send the pending reports to the agent."""
-    print(f"{type(error).__name__}: {error}", flush=True)
+    logger.error("%s: %s", type(error).__name__, error)
     reporter.close(_LAST_WORDS)
     return code

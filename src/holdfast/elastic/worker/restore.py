@@ -12,6 +12,7 @@ next older checkpoint.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +37,8 @@ from holdfast.train.build import Session
 from holdfast.wire.secret import Secret
 from holdfast.wire.store.location import open_store
 from holdfast.wire.store.run_store import FolderStore, MissingKeyError
+
+logger = logging.getLogger(__name__)
 
 
 class RottenError(HoldfastError):
@@ -73,12 +76,12 @@ def restore(
         except (*_UNREAD, RottenError) as error:
             if MappedSource.name not in {source for source, _, _ in tally.problems}:
                 raise  # all who may have it were asked
-            print(f"trying all peers too: {error}", flush=True)
+            logger.warning("trying all peers too: %s", error)
             read(everywhere=True)
     except (CorruptError, MissingKeyError) as error:
         raise RottenError(str(error)) from error
     for source, blob, reason in dict.fromkeys(tally.problems):
-        print(f"{source}: {reason}; another source had it", flush=True)
+        logger.warning("%s: %s; another source had it", source, reason)
         reporter.emit(SourceRejected(boot.rank, source, blob, reason, step=boot.start_step))
     reporter.emit(
         CheckpointRestored(
@@ -99,7 +102,7 @@ def _load(session: Session, boxes: _Boxes, run_folder: str) -> None:
         session.engine.load(boxes)
         return
     except (RunFolderError, StoreError, PeerError) as error:
-        print(f"trying once more: {error}", flush=True)
+        logger.warning("trying once more: %s", error)
     try:
         session.engine.load(boxes)
     except PeerError as error:

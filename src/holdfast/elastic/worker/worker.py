@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -52,8 +53,11 @@ from holdfast.train.runner import Outcome
 from holdfast.train.runner import run as train
 from holdfast.train.save_cadence import Known
 from holdfast.train.vote import Verdict
+from holdfast.wire import process_log
 from holdfast.wire.http.client import Client
 from holdfast.wire.secret import Secret
+
+logger = logging.getLogger(__name__)
 
 _ANNOUNCING = 0.5
 """Seconds that a stopping worker waits for its snapshots' announcements, if no other replica has
@@ -226,7 +230,9 @@ class Worker:
     def tell(self, outcome: Outcome) -> bool:
         """Report the outcome; return False if a newer generation has replaced this one."""
         if outcome.unsaved is not None:
-            print(f"the state after step {outcome.step} is not durable: {outcome.unsaved}")
+            logger.warning(
+                "the state after step %d is not durable: %s", outcome.step, outcome.unsaved
+            )
         self.reporter.outcome(outcome.kind, outcome.step, outcome.unsaved)
         self.reporter.flush()
         return not self.reporter.fenced
@@ -281,7 +287,7 @@ class Worker:
         for event in found.events:
             self.reporter.emit(event)
         parts = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in found.phases.items())
-        print(f"goes on from step {found.step} as rank {self._rank}: {parts}", flush=True)
+        logger.info("goes on from step %d as rank %d: %s", found.step, self._rank, parts)
 
     def _drop(self) -> None:
         """Leave the old generation without the state."""
@@ -345,6 +351,7 @@ class Worker:
             torch.set_num_threads(boot.threads)
         if boot.log and boot.log != self._boot.log:
             redirect(boot.log)
+        process_log.enter(boot.generation, boot.rank)
         self._boot = boot
 
     @property
@@ -476,4 +483,4 @@ def _known(boot: WorkerBoot) -> Known:
 
 
 def _complain(error: BaseException) -> None:
-    print(f"reporter: {type(error).__name__}: {error}", flush=True)
+    logger.warning("reporter: %s: %s", type(error).__name__, error)
