@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
-from holdfast.chaos.actions import rot_memory
+import pytest
+
+from holdfast.chaos.actions import DEEDS, NotNowError, damage_newest, rot_memory
+from holdfast.chaos.catalog import FAULTS
+from holdfast.core.format.manifest import commit_key
 
 SIZE = 100_000
 HOLDS_MEMORY = f"""
@@ -29,3 +34,22 @@ def test_memory_that_is_mapped_is_changed_and_each_bit_once() -> None:
         changed = rot_memory(process.pid)
         found, _ = process.communicate("\n", 30)
     assert changed == int(found) == 9
+
+
+def test_only_the_newest_checkpoint_is_damaged(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "0000000001"
+    folder.mkdir(parents=True)
+    (tmp_path / "commits").mkdir()
+    with pytest.raises(NotNowError, match="no older"):
+        damage_newest(tmp_path, lambda file, older: None)
+    for step in (10, 20):
+        (tmp_path / commit_key(1, step)).write_text("")
+        for rank in (0, 1):
+            (folder / f"{step:010d}-rank{rank:05d}-0.safetensors").write_text(f"{step}/{rank}")
+    pairs: list[tuple[str, str]] = []
+    key = damage_newest(
+        tmp_path, lambda file, older: pairs.append((file.read_text(), older.read_text()))
+    )
+    assert key == commit_key(1, 20)
+    assert sorted(pairs) == [("20/0", "10/0"), ("20/1", "10/1")]
+    assert set(DEEDS) <= {part.deed for fault in FAULTS.values() for part in fault.parts}

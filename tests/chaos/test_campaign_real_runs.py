@@ -81,6 +81,26 @@ def test_the_run_folder_is_out_of_reach_for_two_minutes(tmp_path: Path) -> None:
     assert max(later - one for one, later in pairwise(sorted(done))) < 30
 
 
+@pytest.mark.slow
+def test_damaged_checkpoints_and_a_suspended_mover(tmp_path: Path) -> None:
+    """A mover is suspended, and soon after all workers restore the steps captured meanwhile. Then
+    the newest checkpoint is damaged in each way."""
+    kinds = ("mover-stop", "workers", "rotten-disk", "cut-checkpoint", "lost-checkpoint",
+             "replayed-checkpoint", "rotten-checkpoint")  # fmt: skip
+    trace, out = tmp_path / "faults.jsonl", tmp_path / "out"
+    steps = (23, 26, 33, 44, 55, 66, 77)
+    rows = [{"step": step, "fault": kind} for step, kind in zip(steps, kinds, strict=True)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    found = apart("chaos", "--trace", trace, "--layout", "dp_shard", "--nodes", "2", "--out", out,
+                  "--no-network", deadline=DEADLINE)  # fmt: skip
+    assert found.code == 0, found.out + found.err
+    (run,) = json.loads((out / "result.json").read_text())["runs"]
+    assert [(f["fault"], f["outcome"]) for f in run["faults"]] == [
+        (kind, "recovered") for kind in kinds
+    ]
+    _each_hit_where_it_says(run, out / "runs" / run["run"] / "run")
+
+
 def _each_hit_where_it_says(run: dict[str, Any], folder: Path) -> None:
     """By the journal of the run itself."""
     counted = [fault for fault in run["faults"] if fault["outcome"] == "recovered"]

@@ -120,21 +120,6 @@ def test_another_five_hundred(seed: int) -> None:
     assert "nothing" not in {case["verdict"] for case in seen}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "count"),
-    [(0, 10), (10, 10), (20, 10), (30, 10), pytest.param(40, 10, marks=pytest.mark.slow)],
-)
-def test_real_workers(first: int, count: int) -> None:
-    """Ranks with torch, each with its Capturer, and a real mover process."""
-    seen, *_ = rank_values(
-        workers.play, workers.RANKS, {"seed": 4, "first": first, "count": count},
-        deadline=60 + 10.0 * count,
-    )  # fmt: skip
-    assert [number for number, *_ in seen] == list(range(first, first + count))
-    assert {kind for _, kind, *_ in seen} == set(workers.KINDS)
-
-
 @pytest.mark.parametrize(
     "at", [3, *(pytest.param(at, marks=pytest.mark.slow) for at in (0, 1, 2, 4, 5))]
 )

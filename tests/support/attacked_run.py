@@ -1,85 +1,89 @@
-"""A run that is attacked, who listens in it, and what is made of attempts."""
+"""The run that the tests of unauthorized requests attack: a trainer, its mover and a stage."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-from holdfast.events import RequestsRefused
-from holdfast.wire.http.auth import Aim, headers_of
+from holdfast.checkpoint.peers.client import identity
+from holdfast.events import RequestsRefused, RunStarted
 from holdfast.wire.secret import Secret, open_secret
 from holdfast.wire.store.run_store import FolderStore
 from holdfast.wire.term import newest_term
-from tests.support.attacker import MARK, statuses, told
-from tests.support.journal_reader import Journal
+from tests.support.attacker import DEADLINE, MARK, place
 from tests.support.ranks import ROOT, wait_until
 from tests.support.trainer_process import Trainer, gone
 
-ATTEMPTS = int(os.environ.get("HOLDFAST_STRANGERS", "1200"))
-SEED = int(os.environ.get("HOLDFAST_STRANGERS_SEED", "6"))
-REFUSED = {400, 401, 404, 405, 411, 413, 414, 421, 431, 501, 505}
-GROWTH = 24 << 20
-"""Bytes that a process may grow by, however many attempts are made. (The agent grew by 1.2 MB over
-10,000 at its control; a leak of 10 KB each would be 100 MB.)"""
-DEADLINE = 60.0
 
-
-# --- the run that is attacked -------------------------------------------------------------------
-class World:
-    """A trainer with a mover that listens to peers, and a staging machine; none of their secrets
-    is known to a stranger."""
+class AttackedRun:
+    """A trainer with a mover that listens to peers, and a staging machine. The attacker does not
+    know their secret."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "run"
         self.folder.mkdir(parents=True)
         (self.folder / "plan.json").write_text(json.dumps({"steps": 10**6, "pace": 0.05}))
-        self.trainer = Attacked(
-            self.folder, "layout.workers=1", "checkpoint.peer_memory_gb=0.05",
-        )  # fmt: skip
-        self.trainer.wait_step(1, 1)
         self.secret = open_secret(self.folder, {})
+        self.trainer = Trainer(
+            self.folder, "layout.workers=1", "checkpoint.peer_memory_gb=0.05",
+            module="tests.support.attacked_trainer",
+        )  # fmt: skip
+        self._stage_secret = folder / "stage.secret"
+        self._staged = ""  # the output of earlier stages
+        self.refused: dict[str, int] = {}  # listener: requests refused with 401 or 404
+        try:
+            self.stage = Stage(self.secret, self._stage_secret)
+            self.trainer.wait_step(1, 1)
+            self._find_listeners()
+        except BaseException:
+            self.close()
+            raise
+
+    def _find_listeners(self) -> None:
         holder = newest_term(FolderStore(self.folder))[1]
         assert holder is not None
         self.control = str(holder["address"])
-        agent = self.trainer.process.pid
-        (self.health,) = {a for a, pid in listening(self.trainer.family()).items()
-                          if pid == agent and a != self.control}  # fmt: skip
-        self.mover = next(
-            pid for pid in self.trainer.family() if "checkpoint.mover" in command(pid)
-        )
-        (self.peers,) = {a for a, pid in listening({self.mover}).items() if ":" in a}
-        (self.socket,) = {a for a, pid in listening({self.mover}).items() if a.startswith("/")}
+        self.agent = self.trainer.process.pid
+        family = self.trainer.family()
+        (self.health,) = {address for address, pid in listening(family).items()
+                          if pid == self.agent and address != self.control}  # fmt: skip
+        self.mover = next(pid for pid in family if "checkpoint.mover" in command(pid))
+        found = listening({self.mover})
+        (self.peers,) = {address for address in found if ":" in address}
+        (self.socket,) = {address for address in found if address.startswith("/")}
         self.paths: dict[str, bool] = json.loads((self.folder / "paths.json").read_text())
-        self.stage = Stage(self.secret, folder / "stage.secret")
-        self.refused: dict[str, int] = {}  # by listener: 401, as strangers were told
+        (started,) = self.trainer.events(RunStarted)
+        self.identity = identity(started.config_hash, started.dataset_version)
+
+    def restart_stage(self) -> None:
+        """End the stage and start another one at its port."""
+        self._staged += self.stage.close()
+        self.stage = Stage(self.secret, self._stage_secret, place(self.stage.address)[1])
 
     def end(self) -> None:
-        """In order. It says how many it refused, and nothing of what a stranger sent is left."""
+        """End the run in order. It must report all refusals and hold no trace of the attacker."""
         family = self.trainer.family()
-        os.kill(self.trainer.process.pid, signal.SIGTERM)
+        os.kill(self.agent, signal.SIGTERM)
         assert self.trainer.end() == 0, self.trainer.said
-        wait_until(lambda: gone(family), DEADLINE, "nobody is left")
+        wait_until(lambda: gone(family), DEADLINE, "the end of all processes")
         counted: dict[str, int] = {}
-        told_by: dict[str, list[float]] = {}
+        times_of: dict[str, list[float]] = {}
         for record in self.trainer.records():
             if isinstance(record.event, RequestsRefused):
-                told_by.setdefault(record.writer, []).append(record.time)
+                times_of.setdefault(record.writer, []).append(record.time)
                 for listener, reasons in record.event.counts.items():
                     counted[listener] = counted.get(listener, 0) + sum(reasons.values())
-        for listener in ("control", "health"):  # a mover that ends has nobody left to tell
+        for listener in ("control", "health"):  # an ending mover cannot report its last refusals
             assert counted.get(listener, 0) >= self.refused.get(listener, 0), counted
-        for times in told_by.values():  # a mover has two listeners; and one more at the end
+        for times in times_of.values():  # a mover has two listeners; and one report at the end
             assert len(times) <= 2 * ((max(times) - min(times)) / 60 + 2), times
-        said = self.trainer.said + self.trainer.logs() + self.stage.close()
+        said = self.trainer.said + self.trainer.logs() + self._staged + self.stage.close()
         if self.refused.get("control"):
             assert "refused requests: " in self.trainer.said
         if self.refused.get("stage"):
@@ -92,27 +96,15 @@ class World:
                     assert hidden.encode() not in path.read_bytes(), path
 
     def close(self) -> None:
-        self.stage.close()
+        if hasattr(self, "stage"):
+            self.stage.close()
         if self.trainer.process.poll() is None:
             os.kill(self.trainer.process.pid, signal.SIGKILL)
         self.trainer.process.wait(10)
 
 
-class Attacked(Trainer):
-    def __init__(self, folder: Path, *overrides: str) -> None:
-        self.folder, self._journal = folder, Journal(folder)
-        self.output = folder.parent / f"{folder.name}.out"
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.attacked_trainer", str(folder),
-                 "cluster.recovery=restart", *overrides],
-                cwd=ROOT, stdout=output, stderr=output, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-
-
 class Stage:
-    """`holdfast stage` as a process; what it says, line by line."""
+    """A process of `holdfast stage`."""
 
     def __init__(self, secret: Secret, file: Path, port: int = 0) -> None:
         file.write_text(secret.hex())
@@ -126,7 +118,7 @@ class Stage:
         self.address: str = json.loads(self.process.stdout.readline())["address"]
 
     def close(self) -> str:
-        """End it; everything that it said since the start."""
+        """End the process and return its output, once."""
         if self.process.returncode is None:
             self.process.terminate()
             said, complaints = self.process.communicate(timeout=DEADLINE)
@@ -134,7 +126,6 @@ class Stage:
         return ""
 
 
-# --- what is looked at --------------------------------------------------------------------------
 def command(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -142,7 +133,7 @@ def command(pid: int) -> str:
 
 
 def listening(pids: set[int]) -> dict[str, int]:
-    """Address -> who listens there, of TCP ("host:port") and unix sockets (their path)."""
+    """Return the process of each listening address: "host:port", or the path of a unix socket."""
     holders = {}
     for pid in pids:
         with suppress(OSError):
@@ -154,144 +145,14 @@ def listening(pids: set[int]) -> dict[str, int]:
         with suppress(FileNotFoundError):
             for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
                 columns = line.split()
-                pid = holders.get(f"socket:[{columns[9]}]")
-                if columns[3] == "0A" and pid is not None:
+                pid = holders.get(f"socket:[{columns[9]}]", 0)
+                if columns[3] == "0A" and pid:
                     host, port = columns[1].split(":")
                     words = [bytes.fromhex(host[n : n + 8])[::-1] for n in range(0, len(host), 8)]
                     found[f"{socket.inet_ntop(family, b''.join(words))}:{int(port, 16)}"] = pid
     for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
         columns = line.split()
-        pid = holders.get(f"socket:[{columns[6]}]")
-        if int(columns[3], 16) & 1 << 16 and pid is not None:  # __SO_ACCEPTCON
+        pid = holders.get(f"socket:[{columns[6]}]", 0)
+        if int(columns[3], 16) & 1 << 16 and pid:  # __SO_ACCEPTCON
             found[columns[7] if len(columns) > 7 else "(no name)"] = pid
     return found
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def place(address: str) -> tuple[str, int]:
-    host, port = address.rsplit(":", 1)
-    return host, int(port)
-
-
-def connecting(address: str) -> Callable[[], socket.socket]:
-    def connect() -> socket.socket:
-        if not address.startswith("/"):
-            return socket.create_connection(place(address), DEADLINE)
-        made = socket.socket(socket.AF_UNIX)
-        made.settimeout(DEADLINE)
-        made.connect(address)
-        return made
-
-    return connect
-
-
-class Tap:
-    """Somebody on the way: hears what goes through, and may change what comes back."""
-
-    def __init__(self, address: str, change: Callable[[bytes], bytes] = lambda data: data) -> None:
-        self._there, self.change = address, change
-        self.requests: list[bytes] = []
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                here, _ = self._server.accept()
-                threading.Thread(target=self._carry, args=(here,), daemon=True).start()
-
-    def _carry(self, here: socket.socket) -> None:
-        with here, socket.create_connection(place(self._there), DEADLINE) as there, \
-                suppress(OSError):  # fmt: skip
-            while (request := message(here)) is not None:
-                self.requests.append(request)
-                there.sendall(request)
-                answer = message(there)
-                if answer is None:
-                    return
-                changed = self.change(answer)
-                here.sendall(changed)
-                if changed != answer:
-                    return  # nobody is kept waiting for what will not come
-
-
-def message(connection: socket.socket) -> bytes | None:
-    """One request or answer of HTTP, with its body; None at the end."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        more = connection.recv(65536)
-        if not more:
-            return None
-        data += more
-    head, _, body = data.partition(b"\r\n\r\n")
-    length = re.search(rb"(?i)content-length: (\d+)", head)
-    due = int(length[1]) if length else 0
-    while len(body) < due:
-        body += connection.recv(65536)
-    return head + b"\r\n\r\n" + body
-
-
-@contextmanager
-def tapped(address: str, change: Callable[[bytes], bytes] = lambda data: data) -> Iterator[Tap]:
-    tap = Tap(address, change)
-    try:
-        yield tap
-    finally:
-        tap.close()
-
-
-def signing(
-    address: str, secret: Secret, generation: int, requests: list[tuple[str, str, bytes]],
-    aim: Aim,
-) -> Callable[[], bytes]:  # fmt: skip
-    """Requests that never arrive, one after the other, each rightly signed for a listener."""
-    number = iter(range(10**9))
-
-    def fresh() -> bytes:
-        method, path, body = requests[next(number) % len(requests)]
-        headers = headers_of(aim.sign(secret, method, path, body, generation), body)
-        found = [f"{method} {path} HTTP/1.1", f"host: {address}"]
-        found += [f"{name}: {value}" for name, value in headers.items()]
-        if body:
-            found.append(f"content-length: {len(body)}")
-        return "\r\n".join([*found, "", ""]).encode() + body
-
-    return fresh
-
-
-# --- attempts -----------------------------------------------------------------------------------
-def attack(
-    address: str, attempts: Iterator[tuple[str, bytes]], pid: int | None,
-    honest: Callable[[], object], may: set[int],
-) -> dict[int, int]:  # fmt: skip
-    """Make them all; every answer is one of `may`, or none; an honest client is served at once in
-    between, and at the end the process is no larger. How often which status came (0: none)."""
-    connect, counts = connecting(address), dict[int, int]()
-    size = resident(pid) if pid else 0
-    for number, (name, data) in enumerate(attempts):
-        answer = told(connect, data)
-        found = statuses(answer)
-        assert set(found) <= may, (name, data[:2000], answer[:500])
-        if not may:
-            assert answer == b"", (name, data[:2000], answer[:500])
-        for status in found or [0]:
-            counts[status] = counts.get(status, 0) + 1
-        if number % 100 == 0:
-            honest()
-        if pid and number == 300:  # whatever a first refusal needs has been made by then
-            size = resident(pid)
-    honest()
-    if pid:
-        assert resident(pid) - size < GROWTH
-    return counts

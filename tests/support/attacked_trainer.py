@@ -1,8 +1,5 @@
-"""A trainer that tells what can be asked of it: `python -m tests.support.attacked_trainer FOLDER
-...`.
-
-As `tests.support.toy_trainer`; the paths of its guarded listeners stand in `paths.json` of the
-folder.
+"""The toy trainer, which also writes the paths of its guarded listeners to `paths.json`:
+`python -m tests.support.attacked_trainer FOLDER [key=value ...]`.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from holdfast.wire.http.server import Guard
 from tests.support import toy_trainer as drive
 
 _make = Guard.__init__
-_found: dict[str, bool] = {}  # path -> whether it may be asked from outside any generation
+_found: dict[str, bool] = {}  # path: True if a request without a generation may ask it
 
 
 def _listed(self: Guard, *arguments: Any, **named: Any) -> None:

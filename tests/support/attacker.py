@@ -1,26 +1,41 @@
-"""What a stranger sends: seeded, without end, and made of what can be heard on a network.
+"""Seeded bad requests, and the tools to send them: for tests of listeners that refuse.
 
-He has no secret. He knows the program, its paths and the form of its requests, and has recorded
-conversations (`recorded`: requests that were answered) and withheld some (`fresh`: requests that
-have never arrived; what he changes in them is what a proof covers).
+The attacker has no secret. It knows the paths and the form of the requests. It has recorded
+requests that were answered (`recorded`) and intercepted signed requests that never arrived
+(`fresh`).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from random import Random
 from urllib.parse import quote
 
-from holdfast.wire.http.auth import headers_of, sha256, sign, stated
+from holdfast.wire.http.auth import Aim, headers_of, sha256, sign, stated
 from holdfast.wire.secret import Secret
 
-MARK = "left-by-a-stranger"
-"""Stands in what he sends: nothing of it may be found anywhere."""
+MARK = "left-by-an-attacker"
+"""Part of many bad requests. No file or log of the run may contain it."""
+
+GUESSED = Secret(b"guessed by the attacker: unknown")
+REFUSED = frozenset({400, 401, 404, 405, 411, 413, 414, 421, 431, 501, 505})
+"""Every HTTP status that refuses a request."""
+
+GROWTH = 24 << 20
+"""Bytes that an attacked process may grow by. (An agent grew by 1.2 MB over 10,000 requests; a leak
+of 10 KB for each would be 100 MB.)"""
+
+DEADLINE = 60.0
+"""Seconds that a connection waits for an answer."""
 
 _METHODS = ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT", "PATCH", "post", "PRI",
             "POST", "M" * 300)  # fmt: skip
@@ -28,8 +43,19 @@ _TLS = bytes.fromhex("16030100f8010000f40303") + bytes(range(200))
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9)
 
 
-class Stranger:
-    """Requests for one listener that speaks HTTP."""
+class Attacker:
+    """An endless source of bad requests, which sends its kinds by turns."""
+
+    _kinds: list[tuple[str, Callable[[], bytes]]]
+
+    def attempt(self, number: int) -> tuple[str, bytes]:
+        """Return the kind and the bytes of one request."""
+        kind, make = self._kinds[number % len(self._kinds)]
+        return kind, make()
+
+
+class HttpAttacker(Attacker):
+    """Bad requests for one listener that speaks HTTP."""
 
     def __init__(
         self, seed: int, paths: Sequence[str], recorded: Sequence[bytes],
@@ -38,8 +64,7 @@ class Stranger:
         self._random = Random(seed)
         self._paths, self._recorded, self._fresh = list(paths), list(recorded), fresh
         self._method = method
-        self._secret = Secret(b"guessed by a stranger, not known")
-        self._kinds: list[tuple[str, Callable[[], bytes]]] = [
+        self._kinds = [
             ("no proof", self._bare), ("another secret", self._guessed),
             ("replayed", self._replayed), ("changed", self._changed),
             ("truncated", self._truncated), ("spliced", self._spliced),
@@ -50,12 +75,7 @@ class Stranger:
             ("another protocol", self._protocols), ("noise", self._noise),
         ]  # fmt: skip
 
-    def attempts(self, count: int) -> Iterator[tuple[str, bytes]]:
-        for number in range(count):
-            name, make = self._kinds[number % len(self._kinds)]
-            yield name, make()
-
-    # --- parts --------------------------------------------------------------------------------
+    # --- parts of requests ------------------------------------------------------------------
     def _path(self) -> str:
         return self._random.choice(self._paths)
 
@@ -78,12 +98,12 @@ class Stranger:
             lines.append(f"content-length: {len(body)}")
         return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
-    def _proof(self, path: str, body: bytes, secret: Secret | None = None) -> dict[str, str]:
+    def _proof(self, path: str, body: bytes) -> dict[str, str]:
         generation = self._random.choice((0, 1, 2, -1, 10**40, self._random.getrandbits(63)))
         now = time.time() + self._random.choice((0.0, 0.0, -86400.0, 1e9))
         to = self._random.choice(("", "x" * 16, self._random.randbytes(8).hex()))
         covered = stated(len(body), sha256(body))
-        proof = sign(secret or self._secret, self._method, path, covered, generation, now, to)
+        proof = sign(GUESSED, self._method, path, covered, generation, now, to)
         return headers_of(proof, body)
 
     # --- kinds --------------------------------------------------------------------------------
@@ -93,7 +113,7 @@ class Stranger:
     def _guessed(self) -> bytes:
         path, body = self._path(), self._body()
         proof = self._proof(path, body)
-        if self._random.random() < 0.3:  # numbers that no number can be made of, and the like
+        if self._random.random() < 0.3:  # values that are no numbers, or odd ones
             name = self._random.choice(list(proof))
             proof[name] = self._random.choice(
                 ("", "nan", "inf", "1e999", "9" * 5000, "\xb2", "0x10", "-0", "1_0", " ", "null")
@@ -104,7 +124,7 @@ class Stranger:
         return self._random.choice(self._recorded)
 
     def _changed(self) -> bytes:
-        """A request that never arrived, with one thing changed that its proof covers."""
+        """Change one thing that the proof covers in a request that never arrived."""
         head, _, body = self._fresh().partition(b"\r\n\r\n")
         if body and self._random.random() < 0.3:
             at = self._random.randrange(len(body))
@@ -119,7 +139,7 @@ class Stranger:
         value = bytearray(chosen[2])
         at = self._random.randrange(len(value))
         value[at] = self._random.choice([c for c in b"0123456789abcdef" if c != value[at]])
-        with suppress(ValueError):  # another way to write the same number
+        with suppress(ValueError):  # the same number in another form
             if chosen[1] in (b"time", b"generation") and float(value) == float(chosen[2]):
                 value = bytearray(b"7")
         return head[: chosen.start(2)] + bytes(value) + head[chosen.end(2) :] + b"\r\n\r\n" + body
@@ -127,7 +147,7 @@ class Stranger:
     def _truncated(self) -> bytes:
         data = self._fresh()
         head = len(data.partition(b"\r\n\r\n")[0])
-        ends = [head, head + 1, head + 2, head + 3, head + 4, len(data) - 1]  # and anywhere else
+        ends = [head, head + 1, head + 2, head + 3, head + 4, len(data) - 1]  # or anywhere
         at = self._random.choice([*ends, *(self._random.randrange(len(data)) for _ in ends)])
         return data[: min(at, len(data) - 1)]
 
@@ -141,7 +161,7 @@ class Stranger:
         return b"".join([*chosen, self._guessed(), *reversed(chosen)])
 
     def _swapped(self) -> bytes:
-        """The head of one that never arrived, another body of the same length or another one."""
+        """Put another body behind the head of a request that never arrived."""
         head, _, body = self._fresh().partition(b"\r\n\r\n")
         if not body:
             return re.sub(rb"(?i)content-length: \d+\r\n", b"", head) + (
@@ -166,7 +186,7 @@ class Stranger:
 
     def _chunked(self) -> bytes:
         head, _, body = self._fresh().partition(b"\r\n\r\n")
-        if self._random.random() < 0.5:  # beside the length, which stays
+        if self._random.random() < 0.5:  # next to the length
             head += b"\r\ntransfer-encoding: chunked"
         else:
             head = re.sub(rb"(?i)content-length: \d+", b"transfer-encoding: chunked", head)
@@ -197,7 +217,7 @@ class Stranger:
         return self._request(path, b"{}", self._proof(path, b"{}"), method)
 
     def _tricks(self) -> bytes:
-        """The same place, written in another way: each has a proof that would be good for it."""
+        """Write the path in another way, under a proof that is right for the path."""
         path = self._path()
         bare, _, query = path.partition("?")
         name = bare.lstrip("/")
@@ -225,13 +245,24 @@ class Stranger:
         return self._random.randbytes(self._random.randrange(3_000))
 
 
-def lines(seed: int, count: int, recorded: Sequence[bytes], fresh: Callable[[], bytes]
-          ) -> Iterator[tuple[str, bytes]]:  # fmt: skip
-    """The same for the mover's socket, where a request is a line of JSON."""
-    random = Random(seed)
+class LineAttacker(Attacker):
+    """Bad requests for the mover's socket, which reads each request as a line of JSON."""
 
-    def changed() -> bytes:
-        value = json.loads(fresh())
+    def __init__(self, seed: int, recorded: bytes, fresh: Callable[[], bytes]) -> None:
+        random = self._random = Random(seed)
+        self._recorded, self._fresh = recorded, fresh
+        self._kinds = [
+            ("replayed", lambda: recorded), ("changed", self._changed), ("spliced", self._spliced),
+            ("truncated", lambda: fresh()[: random.randrange(50)]),
+            ("deep", lambda: b"[" * random.randrange(1, 60_000) + b"\n"),
+            ("long numbers", lambda: b'{"proof": [' + b"9" * random.randrange(9_000) + b"]}\n"),
+            ("noise", lambda: random.randbytes(random.randrange(3_000)) + b"\n"),
+            ("HTTP", lambda: b"POST /report HTTP/1.1\r\ncontent-length: 0\r\n\r\n"),
+            ("no proof", lambda: b'{"verb": "status", "body": "{}"}\n'),
+        ]  # fmt: skip
+
+    def _changed(self) -> bytes:
+        value, random = json.loads(self._fresh()), self._random
         field = random.choice(("verb", "body", "proof"))
         if field == "proof":
             value["proof"][random.randrange(4)] = random.choice((3, "x", None, 1e18, [], {}, -1))
@@ -239,30 +270,61 @@ def lines(seed: int, count: int, recorded: Sequence[bytes], fresh: Callable[[], 
             value[field] = random.choice(("drain", "[]", "\ud800", 7, None, "x" * 9_000, MARK))
         return json.dumps(value).encode() + b"\n"
 
-    def spliced() -> bytes:
-        one, two = random.choice(recorded), fresh()
-        return one[: random.randrange(len(one) - 1)] + two[random.randrange(1, len(two)) :]
+    def _spliced(self) -> bytes:
+        one, two = self._recorded, self._fresh()
+        return (
+            one[: self._random.randrange(len(one) - 1)] + two[self._random.randrange(1, len(two)) :]
+        )
 
-    kinds: list[tuple[str, Callable[[], bytes]]] = [
-        ("replayed", lambda: random.choice(recorded)), ("changed", changed),
-        ("spliced", spliced), ("truncated", lambda: fresh()[: random.randrange(50)]),
-        ("deep", lambda: b"[" * random.randrange(1, 60_000) + b"\n"),
-        ("long numbers", lambda: b'{"proof": [' + b"9" * random.randrange(9_000) + b"]}\n"),
-        ("noise", lambda: random.randbytes(random.randrange(3_000)) + b"\n"),
-        ("HTTP", lambda: b"POST /report HTTP/1.1\r\ncontent-length: 0\r\n\r\n"),
-        ("no proof", lambda: b'{"verb": "status", "body": "{}"}\n'),
-    ]  # fmt: skip
+
+# --- sending ------------------------------------------------------------------------------------
+def attack(
+    address: str, attacker: Attacker, count: int, pid: int | None, honest: Callable[[], object],
+    allowed: frozenset[int],
+) -> Counter[tuple[str, int]]:  # fmt: skip
+    """Send `count` bad requests and count the answers by kind and status (0: no answer).
+
+    Every status must be one of `allowed`; if that is empty, no byte may come back. Every hundredth
+    time, `honest` asks in between and must be served. The process `pid` must not grow.
+    """
+    counts = Counter[tuple[str, int]]()
+    size = resident(pid) if pid else 0
     for number in range(count):
-        name, make = kinds[number % len(kinds)]
-        yield name, make()
+        kind, data = attacker.attempt(number)
+        answer = answer_to(address, data)
+        found = statuses(answer)
+        assert set(found) <= allowed, (kind, data[:2000], answer[:500])
+        assert allowed or answer == b"", (kind, data[:2000], answer[:500])
+        counts.update((kind, status) for status in found or [0])
+        if number % 100 == 0:
+            honest()
+        if pid and number == 300:  # by now the first refusals have loaded what they need
+            size = resident(pid)
+    honest()
+    assert pid is None or resident(pid) - size < GROWTH
+    return counts
 
 
-def told(connect: Callable[[], socket.socket], data: bytes, most: int = 1 << 20) -> bytes:
-    """What comes back for bytes, once this end has no more to say, until the other end closes."""
+def connect(address: str) -> socket.socket:
+    """Connect to host:port, or to the path of a unix socket."""
+    if not address.startswith("/"):
+        return socket.create_connection(place(address), DEADLINE)
+    made = socket.socket(socket.AF_UNIX)
+    made.settimeout(DEADLINE)
+    made.connect(address)
+    return made
+
+
+def place(address: str) -> tuple[str, int]:
+    host, port = address.rsplit(":", 1)
+    return host, int(port)
+
+
+def answer_to(address: str, data: bytes, most: int = 1 << 20) -> bytes:
+    """Send bytes, end this side of the connection, and return what comes back."""
     found = b""
-    with connect() as connection:
-        connection.settimeout(60)
-        with suppress(OSError):  # refused, and closed, before all had left
+    with connect(address) as connection:
+        with suppress(OSError):  # refused and closed before all bytes had left
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
         with suppress(ConnectionResetError):
@@ -272,6 +334,93 @@ def told(connect: Callable[[], socket.socket], data: bytes, most: int = 1 << 20)
 
 
 def statuses(answer: bytes) -> list[int]:
-    """The status of each answer among the bytes; an interim "100 Continue" is none."""
+    """Return the status of each answer among the bytes, without interim "100 Continue"."""
     found = [int(code) for code in re.findall(rb"HTTP/1\.[01] (\d{3})", answer)]
     return [code for code in found if code != 100]
+
+
+def resident(pid: int) -> int:
+    """Return the bytes of memory that a process occupies."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- intercepting -------------------------------------------------------------------------------
+class Tap:
+    """A man in the middle: records the requests, and may change the answers."""
+
+    def __init__(self, address: str, change: Callable[[bytes], bytes] = lambda data: data) -> None:
+        self._there, self.change = address, change
+        self.requests: list[bytes] = []
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                here, _ = self._server.accept()
+                threading.Thread(target=self._carry, args=(here,), daemon=True).start()
+
+    def _carry(self, here: socket.socket) -> None:
+        with here, socket.create_connection(place(self._there), DEADLINE) as there, \
+                suppress(OSError):  # fmt: skip
+            while (request := message(here)) is not None:
+                self.requests.append(request)
+                there.sendall(request)
+                answer = message(there)
+                if answer is None:
+                    return
+                changed = self.change(answer)
+                here.sendall(changed)
+                if changed != answer:
+                    return  # the client would wait for the rest in vain
+
+
+def message(connection: socket.socket) -> bytes | None:
+    """Read one request or answer of HTTP with its body; None at the end."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        more = connection.recv(65536)
+        if not more:
+            return None
+        data += more
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = re.search(rb"(?i)content-length: (\d+)", head)
+    due = int(length[1]) if length else 0
+    while len(body) < due and (more := connection.recv(65536)):
+        body += more
+    return head + b"\r\n\r\n" + body
+
+
+@contextmanager
+def tapped(address: str, change: Callable[[bytes], bytes] = lambda data: data) -> Iterator[Tap]:
+    tap = Tap(address, change)
+    try:
+        yield tap
+    finally:
+        tap.close()
+
+
+def signing(
+    address: str, secret: Secret, generation: int, requests: list[tuple[str, str, bytes]],
+    aim: Aim,
+) -> Callable[[], bytes]:  # fmt: skip
+    """Return a source of rightly signed requests; they are intercepted, so they never arrive."""
+    number = iter(range(10**9))
+
+    def fresh() -> bytes:
+        method, path, body = requests[next(number) % len(requests)]
+        headers = headers_of(aim.sign(secret, method, path, body, generation), body)
+        found = [f"{method} {path} HTTP/1.1", f"host: {address}"]
+        found += [f"{name}: {value}" for name, value in headers.items()]
+        if body:
+            found.append(f"content-length: {len(body)}")
+        return "\r\n".join([*found, "", ""]).encode() + body
+
+    return fresh

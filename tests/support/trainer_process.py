@@ -25,13 +25,15 @@ E = TypeVar("E", bound=Event)
 class Trainer:
     """One start of a trainer on a run folder."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(
+        self, folder: Path, *overrides: str, module: str = "tests.support.toy_trainer"
+    ) -> None:
         self.folder = folder
         self._journal = Journal(folder)
         self.output = folder.parent / f"{folder.name}-{len(list(folder.parent.iterdir()))}.out"
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.toy_trainer", str(folder),
+                [sys.executable, "-m", module, str(folder),
                  "cluster.heartbeat_seconds=0.05", "cluster.recovery=restart", *overrides],
                 cwd=ROOT, stdout=output, stderr=output, start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -1,11 +1,13 @@
-"""A stranger at every listener of ours: what he sends is refused, counted, and has no effect.
+"""Bad requests to every listener of a run: all are refused and counted, and none has an effect.
 
-`HOLDFAST_STRANGERS` is how many attempts are made at each listener; `HOLDFAST_STRANGERS_SEED`
-draws others. The attempts at the agent's control are made at every path that its guard has.
+The table has a row for each listener. A row's test sends all kinds of bad requests by turns: 16
+over HTTP, 9 over the mover's socket. HOLDFAST_ATTEMPTS sets the number, HOLDFAST_ATTEMPTS_SEED
+draws other requests.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -15,9 +17,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
+from tempfile import mkdtemp
 from typing import Any
 from urllib.request import urlopen
 
@@ -27,302 +34,379 @@ from holdfast.checkpoint.mover.client import MoverClient
 from holdfast.checkpoint.mover.protocol import request_line
 from holdfast.checkpoint.peers import client as peer_wire
 from holdfast.checkpoint.peers.client import RANGE, PeerClient
-from holdfast.errors import FencedError, HoldfastError
+from holdfast.errors import FencedError, HoldfastError, RunFolderError
 from holdfast.events import RequestsRefused, StepDone
+from holdfast.policy.membership.election import Patience
+from holdfast.policy.membership.transitions import Phase
 from holdfast.wire.http.auth import Aim
 from holdfast.wire.http.client import Client, RequestError
 from holdfast.wire.secret import Secret, read_secret
-from tests.support.attacked_run import (
-    ATTEMPTS,
+from holdfast.wire.store.run_store import FolderStore
+from tests.support.agents import SECRET, FleetAgent, scene_of, until, working
+from tests.support.attacked_run import AttackedRun, listening
+from tests.support.attacker import (
     DEADLINE,
+    GUESSED,
+    MARK,
     REFUSED,
-    SEED,
-    Stage,
-    World,
+    Attacker,
+    HttpAttacker,
+    LineAttacker,
+    answer_to,
     attack,
-    connecting,
-    listening,
-    place,
+    connect,
     signing,
+    statuses,
     tapped,
 )
-from tests.support.attacker import MARK, Stranger, lines, statuses, told
 from tests.support.ranks import ROOT
 
-ORDERS = {"generation_started", "notice_received", "stop_requested", "emergency_planned",
+ATTEMPTS = int(os.environ.get("HOLDFAST_ATTEMPTS", "1200"))
+MANY = pytest.param(10_000, marks=pytest.mark.slow)
+SEED = int(os.environ.get("HOLDFAST_ATTEMPTS_SEED", "6"))
+
+UNPROVEN = ("replayed", "changed", "twice the same header")
+"""Kinds that a guarded listener always refuses with 401, for lack of a valid proof."""
+
+CAUSED = {"generation_started", "notice_received", "stop_requested", "emergency_planned",
           "worker_lost", "run_failed", "run_stopped", "non_finite",
           "checkpoint_failed"}  # fmt: skip
-"""Kinds of events that somebody could have brought about by a request."""
+"""Kinds of events that an accepted request could cause."""
+
+CHECK = {"op": "check", "keys": []}
+BEAT = {"name": "ghost", "mark": "m", "places": 1, "at": 1, "stage": "working", "told": {},
+        "term": 1, "seen": 0, "nodes": ["a"]}  # fmt: skip
+BODIES = {"/store": {"op": "set", "key": MARK, "value": "AAAA"},
+          "/report": {"rank": 0, "step": 10**6, "phase": MARK, "marks": 1, "first": 0,
+                      "events": [{"kind": "run_failed", "event": {"reason": MARK, "step": 1}}],
+                      "sync": True},
+          "/notice": {"seconds": 1, "nodes": [], "leave": True},
+          "/join": BEAT, "/beat": BEAT}  # fmt: skip
+"""Bodies that would have an effect under a right proof, by path."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One listener."""
+
+    address: str
+    pid: int | None  # of its process; None for the test's own
+    attackers: Sequence[Attacker]  # each makes half of the attempts
+    honest: Callable[[], object]  # a request that is served between the bad ones
+    state: Callable[[], object]  # what no bad request may change
+    allowed: frozenset[int] = REFUSED
+    refused: int = 401
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedRun]:
     with ExitStack() as stack:
-        found = World(tmp_path_factory.mktemp("strangers"))
+        found = AttackedRun(tmp_path_factory.mktemp("attacked"))
         stack.callback(found.close)
         yield found
         found.end()
 
 
-def test_the_agents_control(world: World) -> None:
-    paths = list(world.paths)
+# --- the table ----------------------------------------------------------------------------------
+@contextmanager
+def control(run: AttackedRun) -> Iterator[Row]:
+    """The agent's control listener, at every path that its guard has."""
+    paths = list(run.paths)
     assert {"/report", "/store", "/term", "/notice"} <= set(paths)
-    bodies = {"/store": {"op": "set", "key": MARK, "value": "AAAA"},
-              "/report": {"rank": 0, "step": 10**6, "phase": MARK, "marks": 1, "first": 0,
-                          "events": [], "sync": True},
-              "/notice": {"seconds": 1, "nodes": [], "leave": True}}  # fmt: skip
-    inside = Client(world.control, world.secret, 1)
-    outside = Client(world.control, world.secret)
+    inside, outside = Client(run.control, run.secret, 1), Client(run.control, run.secret)
 
     def state() -> tuple[object, ...]:
-        health = json.load(urlopen(f"http://{world.health}/healthz", timeout=DEADLINE))
-        health = {k: v for k, v in health.items() if k not in ("step", "committed")}
         names = list(inside.post("/store", {"op": "list"})["keys"])
-        files = {str(p.relative_to(world.folder)) for p in world.folder.rglob("*")}
+        files = {str(path.relative_to(run.folder)) for path in run.folder.rglob("*")}
         files = {name for name in files if not name.startswith(("journal", "logs"))}
-        kinds = [r.event.kind for r in world.trainer.records() if r.event.kind in ORDERS]
-        return health, names, files, kinds, outside.post("/term", {})
+        kinds = [r.event.kind for r in run.trainer.records() if r.event.kind in CAUSED]
+        return health_of(run), names, files, kinds, outside.post("/term", {})
 
-    before = state()
-    with tapped(world.control) as tap:
-        client = Client(tap.address, world.secret, 1)
-        for number in range(3):
-            client.post("/store", {"op": "check", "keys": [f"{number}"]})
-        client.close()
-        recorded = tap.requests
-    assert len(recorded) == 4  # the first one is told for whom to sign
-    every = [("POST", path, json.dumps(bodies.get(path, {MARK: 1})).encode()) for path in paths]
-    fresh = signing(world.control, world.secret, 1, every, inside._aim)
-    stranger = Stranger(SEED, paths, recorded, fresh)
-    counts = attack(
-        world.control, stranger.attempts(ATTEMPTS), world.trainer.process.pid,
-        lambda: inside.post("/store", {"op": "check", "keys": []}), REFUSED,
-    )  # fmt: skip
-    assert counts[401] > ATTEMPTS // 3, counts
-    world.refused["control"] = counts[401]
-    assert state() == before
-    step = max(e.step for e in world.trainer.events(StepDone))
-    world.trainer.wait_step(step + 2, 1)  # training goes on
-    world.trainer.wait(lambda: world.trainer.events(RequestsRefused), "the first word of it")
+    attacker = control_attacker(inside, run.control, run.secret, 1, paths, "/store", CHECK)
+    yield Row(run.control, run.agent, [attacker] * 2, lambda: inside.post("/store", CHECK), state)
+    step = max(event.step for event in run.trainer.events(StepDone))
+    run.trainer.wait_step(step + 2, 1)  # the training continues
+    run.trainer.wait(lambda: run.trainer.events(RequestsRefused), "the first report of refusals")
     inside.close()
     outside.close()
 
 
-def test_a_generation_that_is_not_the_newest(world: World) -> None:
-    """Rightly signed by a process of the run that is none any more, or not yet, at every path."""
-    for path, outside in world.paths.items():
-        for generation in (-1, 0, 2, 10**30):
-            if outside and generation == 0:
-                continue  # asked from outside any generation
-            client = Client(world.control, world.secret, generation)
-            with pytest.raises((FencedError, RequestError)) as caught:
-                client.post(path, {"op": "set", "key": MARK, "value": "AAAA", "leave": True})
-            assert "generation" in str(caught.value), path
-            client.close()
-    found = Client(world.control, world.secret, 1).post("/store", {"op": "list"})["keys"]
-    assert MARK not in found
+@contextmanager
+def agents(run: AttackedRun) -> Iterator[Row]:
+    """The listener where agents join and follow their coordinator; two agents without trainers."""
+    with fleet(Path(mkdtemp(dir=run.folder.parent))) as (pair, store):
+        (leader,) = (agent for agent in pair if agent.reigns)
+        coordinator = leader.follower.coordinator
+        assert coordinator is not None
+        paths = list(leader.follower.handlers)
+        assert {"/join", "/beat", "/term"} <= set(paths)
+        honest = Client(leader.address, SECRET)
+
+        def state() -> tuple[object, ...]:
+            reign = coordinator.reign
+            return (
+                reign.term, reign.phase, reign.generation, reign.members, reign.names, reign.lost,
+                set(coordinator.known), store.list(""), [agent.work.history for agent in pair],
+                [agent.said for agent in pair],
+            )  # fmt: skip
+
+        assert state()[-1] == [[], []]
+        attacker = control_attacker(honest, leader.address, SECRET, 0, paths, "/term", {})
+        yield Row(leader.address, None, [attacker], lambda: honest.post("/term", {}), state)
+        honest.close()
 
 
-def test_what_everybody_may_read(world: World) -> None:
-    def state() -> dict[str, Any]:
-        health = json.load(urlopen(f"http://{world.health}/healthz", timeout=DEADLINE))
-        return {k: v for k, v in health.items() if k not in ("step", "committed")}
+@contextmanager
+def fleet(folder: Path) -> Iterator[tuple[list[FleetAgent], FolderStore]]:
+    """Two agents at work in a thread. They are patient: on a busy machine neither is declared lost,
+    so that every change of the state comes from a request."""
+    ready, done = Future[tuple[list[FleetAgent], FolderStore]](), threading.Event()
 
-    before = state()
-    recorded = [
-        f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode() for path in ("/healthz", "/metrics")
-    ]
-    aim = Aim(time.time)
-    asked = [("GET", "/healthz", b""), ("GET", "/metrics", b"")]
-    stranger = Stranger(
-        SEED, ["/healthz", "/metrics"], recorded,
-        signing(world.health, Secret(b"x" * 32), 1, asked, aim), "GET",
-    )  # fmt: skip
-    counts = attack(
-        world.health, stranger.attempts(ATTEMPTS // 2), world.trainer.process.pid, state,
-        REFUSED | {200},
-    )  # fmt: skip
-    assert counts[200] > 0
-    world.refused["health"] = counts[404]
-    assert state() == before
-    assert (
-        b"location" not in told(connecting(world.health), b"GET /healthz/ HTTP/1.1\r\n\r\n").lower()
-    )
+    async def scene(store: FolderStore) -> None:
+        slow = Patience(silence=600.0, turn=1.0, alone=600.0)
+        pair = [FleetAgent(name, store, 2, 2, patience=slow, lost_after=600.0) for name in "ab"]
+
+        def trains() -> bool:
+            leading = [a.follower.coordinator for a in pair if a.follower.coordinator]
+            return [one.reign.phase for one in leading] == [Phase.TRAINING]
+
+        await until(lambda: working(pair) and trains(), "both at work", 120.0)
+        ready.set_result((pair, store))
+        await asyncio.to_thread(done.wait)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(scene_of, scene, folder)
+        try:
+            yield ready.result(240)
+        finally:
+            done.set()
+            running.result(DEADLINE)
 
 
-@pytest.mark.parametrize("which", ["mover", "stage"])
-def test_where_movers_of_other_machines_ask(world: World, which: str) -> None:
-    address, pid = {
-        "mover": (world.peers, world.mover), "stage": (world.stage.address, world.stage.process.pid)
-    }[which]  # fmt: skip
-    mine = MoverClient(world.socket, world.secret, 1)
-    run = "" if which == "stage" else identity_of(world)
-    honest = PeerClient(address, world.secret, 1, run)
+@contextmanager
+def health(run: AttackedRun) -> Iterator[Row]:
+    """The pages that every client may read."""
+    paths = ["/healthz", "/metrics"]
+    recorded = [f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode() for path in paths]
+    requests = [("GET", path, b"") for path in paths]
+    fresh = signing(run.health, GUESSED, 1, requests, Aim(time.time))
+    attacker = HttpAttacker(SEED, paths, recorded, fresh, "GET")
+
+    def state() -> object:
+        return health_of(run)
+
+    allowed = REFUSED | {200}
+    yield Row(run.health, run.agent, [attacker], state, state, allowed, refused=404)
+    redirected = answer_to(run.health, b"GET /healthz/ HTTP/1.1\r\n\r\n")
+    assert b"location" not in redirected.lower()
+
+
+def peers_at(address: str, pid: int, run: AttackedRun, identity: str,
+             more: Callable[[], object]) -> Iterator[Row]:  # fmt: skip
+    """A listener that movers of other machines ask. more: additional state."""
+    honest = PeerClient(address, run.secret, 1, identity)
 
     def state() -> tuple[object, ...]:
-        held = (honest.inventory(), honest.newest())
-        return held if which == "stage" else (*held, mine.status())
+        return honest.inventory(), honest.newest(), more()
 
-    honest.inventory()
-    before = state()
+    inventory = honest.inventory()
     with tapped(address) as tap:
-        client = PeerClient(tap.address, world.secret, 1, run)
-        assert client.inventory() == before[0]
+        client = PeerClient(tap.address, run.secret, 1, identity)
+        assert client.inventory() == inventory
         client.newest()
         with pytest.raises(HoldfastError):
             client.offer({"part": "{}", "mark": MARK})
         client.close()
-        recorded = tap.requests
-    requests = [("GET", f"{RANGE}?run={run}&key=data/1&start=0&stop=9&use=copy", b"")]
-    for path in peer_wire_paths():
-        requests += [
-            ("GET", f"{path}?run={run}", b""),
-            ("POST", f"{path}?run={run}", json.dumps({"part": MARK}).encode()),
-        ]
-    for method in ("GET", "POST"):
-        chosen = [r for r in requests if r[0] == method]
-        fresh = signing(address, world.secret, 9, chosen, honest.aim)
-        stranger = Stranger(SEED, [r[1] for r in chosen], recorded, fresh, method)
-        counts = attack(address, stranger.attempts(ATTEMPTS // 2), pid, honest.newest, REFUSED)
-        assert counts[401] > ATTEMPTS // 8, counts
-        world.refused[which] = counts[401]
-    assert state() == before  # so generation 9, which was never heard whole, rules nobody
+    named = [value for value in vars(peer_wire).values() if isinstance(value, str)]
+    paths = [f"{path}?run={identity}" for path in named if path.startswith("/")]
+    assert {"/inventory", "/offer", "/newest", "/range"} <= {path.split("?")[0] for path in paths}
+    attackers = []
+    body = json.dumps({"part": MARK}).encode()
+    get = [("GET", path, b"") for path in [f"{RANGE}?run={identity}&key=data/1&start=0&stop=9"
+                                           "&use=copy", *paths]]  # fmt: skip
+    for requests in (get, [("POST", path, body) for path in paths]):
+        # Of generation 9: a request that was believed would change the newest generation.
+        fresh = signing(address, run.secret, 9, requests, honest.aim)
+        asked = [path for _, path, _ in requests]
+        attackers.append(HttpAttacker(SEED, asked, tap.requests, fresh, requests[0][0]))
+    yield Row(address, pid, attackers, honest.newest, state)
     honest.close()
 
 
-def peer_wire_paths() -> list[str]:
-    """Everything that a mover asks another one."""
-    named = vars(peer_wire).values()
-    found = [value for value in named if isinstance(value, str) and value.startswith("/")]
-    assert {"/inventory", "/offer", "/newest", "/range"} <= set(found)
-    return found
+@contextmanager
+def mover(run: AttackedRun) -> Iterator[Row]:
+    mine = MoverClient(run.socket, run.secret, 1)
+    yield from peers_at(run.peers, run.mover, run, run.identity, mine.status)
 
 
-def identity_of(world: World) -> str:
-    """What the mover takes for its run, from the journal."""
-    from holdfast.checkpoint.peers.client import identity
-    from holdfast.events import RunStarted
-
-    (started,) = world.trainer.events(RunStarted)
-    return identity(started.config_hash, started.dataset_version)
+@contextmanager
+def stage(run: AttackedRun) -> Iterator[Row]:
+    yield from peers_at(run.stage.address, run.stage.process.pid, run, "", lambda: None)
 
 
-def test_the_movers_own_socket(world: World) -> None:
-    """Nobody of another user comes that far; a process of ours without the secret gets nothing."""
-    mine = MoverClient(world.socket, world.secret, 1)
-    before = mine.status()
-    connect = connecting(world.socket)
-    once, _ = request_line(world.secret, "status", {}, 1, time.time())
-    assert b'"status":200' in told(connect, once)
-    guessed = Secret(b"guessed by a stranger, not known")
+@contextmanager
+def mover_socket(run: AttackedRun) -> Iterator[Row]:
+    """The mover's unix socket; a process of the same user, without the secret, gets no answer."""
+    mine = MoverClient(run.socket, run.secret, 1)
+    once, _ = request_line(run.secret, "status", {}, 1, time.time())
+    assert b'"status":200' in answer_to(run.socket, once)
 
     def fresh() -> bytes:
-        return request_line(guessed, "drain", {"wait": 0, "mark": MARK}, 1, time.time())[0]
+        return request_line(GUESSED, "drain", {"wait": 0, "mark": MARK}, 1, time.time())[0]
 
-    attack(world.socket, lines(SEED, ATTEMPTS // 2, [once], fresh), world.mover, mine.status, set())
-    assert mine.status() == before
-    path = Path(world.socket)
-    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    attacker = LineAttacker(SEED, once, fresh)
+    yield Row(run.socket, run.mover, [attacker], mine.status, mine.status, frozenset(), refused=0)
+
+
+LISTENERS: list[Callable[[AttackedRun], AbstractContextManager[Row]]] = [
+    control, agents, health, mover, stage, mover_socket
+]  # fmt: skip
+
+
+def health_of(run: AttackedRun) -> dict[str, Any]:
+    found = json.load(urlopen(f"http://{run.health}/healthz", timeout=DEADLINE))
+    return {key: value for key, value in found.items() if key not in ("step", "committed")}
+
+
+def control_attacker(
+    honest: Client, address: str, secret: Secret, generation: int, paths: list[str], path: str,
+    body: dict[str, Any],
+) -> HttpAttacker:  # fmt: skip
+    """Return an attacker that has recorded `body` at `path` and intercepted requests to `paths`."""
+    honest.post(path, body)  # learns the listener's name
+    with tapped(address) as tap:
+        client = Client(tap.address, secret, generation)
+        for _ in range(3):
+            client.post(path, body)
+        client.close()
+    assert len(tap.requests) == 4  # the first one learns the name
+    requests = [("POST", path, json.dumps(BODIES.get(path, {MARK: 1})).encode()) for path in paths]
+    fresh = signing(address, secret, generation, requests, honest._aim)
+    return HttpAttacker(SEED, paths, tap.requests, fresh)
+
+
+@pytest.mark.parametrize("attempts", [ATTEMPTS, MANY])
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_bad_requests(
+    run: AttackedRun, listener: Callable[[AttackedRun], AbstractContextManager[Row]], attempts: int
+) -> None:
+    with listener(run) as row:
+        before = row.state()
+        counts = Counter[tuple[str, int]]()
+        for attacker in row.attackers:
+            counts += attack(row.address, attacker, attempts // 2, row.pid, row.honest, row.allowed)
+        assert row.state() == before
+    if row.refused == 401:
+        assert {status for kind, status in counts if kind in UNPROVEN} == {401}, counts
+    refused = sum(count for (_, status), count in counts.items() if status == row.refused)
+    assert refused > counts.total() // 30, counts
+    run.refused[listener.__name__] = run.refused.get(listener.__name__, 0) + refused
+
+
+def test_a_generation_that_is_not_the_newest(run: AttackedRun) -> None:
+    """A right proof of an older generation, or of one that has not begun: refused at every path."""
+    for path, outside in run.paths.items():
+        for generation in (-1, 0, 2, 10**30):
+            if outside and generation == 0:
+                continue  # a request without a generation may ask this path
+            client = Client(run.control, run.secret, generation)
+            with pytest.raises((FencedError, RequestError)) as caught:
+                client.post(path, {"op": "set", "key": MARK, "value": "AAAA", "leave": True})
+            assert "generation" in str(caught.value), path
+            client.close()
+    found = Client(run.control, run.secret, 1).post("/store", {"op": "list"})["keys"]
+    assert MARK not in found
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root may become another user")
-def test_another_user_of_the_machine(world: World) -> None:
-    """Even one who has the secret, and was let into the folder."""
-    line = request_line(world.secret, "status", {}, 1, time.time())[0]
+def test_another_user_of_the_machine(run: AttackedRun) -> None:
+    """Another user is refused, also with the secret and with access to the folder."""
+    line = request_line(run.secret, "status", {}, 1, time.time())[0]
     script = (
         "import os, socket, sys\n"
         "os.setgid(65534); os.setuid(65534)\n"
         "s = socket.socket(socket.AF_UNIX)\n"
         "s.settimeout(60)\n"
         "try: s.connect(sys.argv[1])\n"
-        "except PermissionError: sys.exit('not let in')\n"
+        "except PermissionError: sys.exit('no access')\n"
         "try: s.sendall(sys.stdin.buffer.read()); print(s.recv(100))\n"
         "except (BrokenPipeError, ConnectionResetError): print(b'')\n"
     )
-    path = Path(world.socket)
+    path = Path(run.socket)
 
     def try_it() -> str:
-        done = subprocess.run([sys.executable, "-c", script, world.socket], input=line,
+        done = subprocess.run([sys.executable, "-c", script, run.socket], input=line,
                               capture_output=True, check=False)  # fmt: skip
         return (done.stdout + done.stderr).decode().strip()
 
-    assert try_it() == "not let in"
+    assert try_it() == "no access"
     path.parent.chmod(0o755)
     path.chmod(0o666)
     try:
-        assert try_it() == "b''"  # nothing is read of it
+        assert try_it() == "b''"  # the mover reads no byte of it
     finally:
         path.chmod(0o600)
         path.parent.chmod(0o700)
-    assert b'"status":200' in told(connecting(world.socket), line)
+    assert b'"status":200' in answer_to(run.socket, line)
 
 
-def test_a_crowd_of_silent_connections(world: World) -> None:
-    """More than there is room for, at every listener; whoever knows the secret is served."""
+def test_a_crowd_of_silent_connections(run: AttackedRun) -> None:
+    """Each listener gets 150 silent connections and still serves a client with the secret."""
     clients: dict[str, Callable[[], object]] = {
-        world.control: lambda: Client(world.control, world.secret, 1).post(
-            "/store", {"op": "check", "keys": []}
-        ),
-        world.health: lambda: urlopen(f"http://{world.health}/healthz", timeout=DEADLINE).read(),
-        world.peers: lambda: PeerClient(world.peers, world.secret, 1).newest(),
-        world.stage.address: lambda: PeerClient(world.stage.address, world.secret, 1).newest(),
+        run.control: lambda: Client(run.control, run.secret, 1).post("/store", CHECK),
+        run.health: lambda: urlopen(f"http://{run.health}/healthz", timeout=DEADLINE).read(),
+        run.peers: lambda: PeerClient(run.peers, run.secret, 1).newest(),
+        run.stage.address: lambda: PeerClient(run.stage.address, run.secret, 1).newest(),
     }
     for address, ask in clients.items():
         with ExitStack() as stack:
             for number in range(150):
-                silent = stack.enter_context(connecting(address)())
+                silent = stack.enter_context(connect(address))
                 if number % 2:
                     silent.send(b"POST /report HTTP/1.1\r\nhost: x\r\n")
             ask()
 
 
-def test_nobody_listens_but_those_in_the_table(world: World) -> None:
-    """All on the addresses that the run file names (127.0.0.1 by default), and docs/security.md
-    has a row for each."""
-    family = world.trainer.family()
+def test_only_listeners_of_the_table_exist(run: AttackedRun) -> None:
+    """All have the address of the run file (127.0.0.1 by default) and a row in docs/security.md.
+    Only this user reaches the mover's socket."""
+    family = run.trainer.family()
     found = listening(family)
-    named = {world.control, world.health, world.peers, world.socket}
+    named = {run.control, run.health, run.peers, run.socket}
     assert named <= set(found)
-    workers = family - {world.trainer.process.pid, world.mover}
-    others = {address: pid for address, pid in found.items() if address not in named}
-    assert set(others.values()) <= workers  # gloo's
-    assert all(address.startswith("127.0.0.1:") for address in others), others
-    assert all(a.startswith("127.0.0.1:") for a in named - {world.socket})
+    workers = family - {run.agent, run.mover}
+    unnamed = {address: pid for address, pid in found.items() if address not in named}
+    assert set(unnamed.values()) <= workers  # gloo's
+    assert all(address.startswith("127.0.0.1:") for address in set(found) - {run.socket}), found
+    path = Path(run.socket)
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     table = (ROOT / "docs" / "security.md").read_text()
     for words in ("`cluster.interface`", "`cluster.metrics_port`", "`checkpoint.peer_interface`",
                   "`holdfast stage`", "`cluster.gloo_interface`", "unix socket"):  # fmt: skip
         assert words in table
 
 
-# --- what was recorded, and what comes back -----------------------------------------------------
-def test_a_recording_is_of_no_use_after_a_restart(tmp_path: Path) -> None:
-    """The process that has the port now has never seen the nonce: it is the listener's name that
-    tells. A client of ours goes on."""
-    secret = Secret(b"r" * 32)
-    first = Stage(secret, tmp_path / "secret")
-    client = PeerClient(first.address, secret, 7, "this run")
+def test_a_recording_is_useless_after_a_restart(run: AttackedRun) -> None:
+    """The new process has never seen the nonces, but has another name. Honest clients learn it."""
+    client = PeerClient(run.stage.address, run.secret, 1, "this run")
     client.inventory()
-    with tapped(first.address) as tap:
-        other = PeerClient(tap.address, secret, 7, "this run")
+    with tapped(run.stage.address) as tap:
+        other = PeerClient(tap.address, run.secret, 1, "this run")
         other.inventory()
         other.close()
-    first.close()
-    second = Stage(secret, tmp_path / "secret", place(first.address)[1])
-    try:
-        for request in tap.requests:
-            assert statuses(told(connecting(second.address), request)) == [421]
-        assert client.newest() == 0  # nothing of it has been heard
-        assert client.inventory() == {"snapshots": [], "plans": {}}
-        assert client.newest() == 7
-    finally:
-        client.close()
-        second.close()
+    run.restart_stage()
+    assert tap.requests
+    for request in tap.requests:
+        assert statuses(answer_to(run.stage.address, request)) == [421]
+    assert client.newest() == 0  # the new process took nothing from the recording
+    assert client.inventory() == {"snapshots": [], "plans": {}}
+    assert client.newest() == 1
+    client.close()
 
 
-def test_an_answer_that_was_changed_on_the_way(world: World) -> None:
-    """By whoever carries it: what a client takes is the answer to its own request, or nothing."""
-    from random import Random
-
+# --- answers ------------------------------------------------------------------------------------
+def test_an_answer_that_was_changed(run: AttackedRun) -> None:
+    """A client accepts the true answer to its own request, or none."""
     random = Random(SEED)
     earlier: list[bytes] = []
 
@@ -344,12 +428,12 @@ def test_an_answer_that_was_changed_on_the_way(world: World) -> None:
             return re.sub(rb"holdfast-hmac: ..", b"holdfast-hmac: 00", head) + b"\r\n\r\n" + body
         return b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
-    right = PeerClient(world.stage.address, world.secret, 1).newest()
+    right = PeerClient(run.stage.address, run.secret, 1).newest()
     taken = 0
-    with tapped(world.stage.address, change) as stage, tapped(world.control, change) as control:
+    with tapped(run.stage.address, change) as stage, tapped(run.control, change) as control:
         for number in range(60):
-            peer = PeerClient(stage.address, world.secret, 1, timeout=2)
-            client = Client(control.address, world.secret, 1, patience=0.0)
+            peer = PeerClient(stage.address, run.secret, 1, timeout=2)
+            client = Client(control.address, run.secret, 1, patience=0.0)
             try:
                 found = peer.newest()
             except FencedError:
@@ -373,9 +457,7 @@ def test_an_answer_that_was_changed_on_the_way(world: World) -> None:
     assert taken < 120
 
 
-def test_a_secret_that_somebody_else_wrote_is_refused(tmp_path: Path) -> None:
-    from holdfast.errors import RunFolderError
-
+def test_a_secret_that_another_user_wrote_is_refused(tmp_path: Path) -> None:
     if os.getuid() != 0:
         pytest.skip("only root can give a file away")
     path = tmp_path / "secret"
@@ -390,8 +472,7 @@ def test_a_secret_that_somebody_else_wrote_is_refused(tmp_path: Path) -> None:
     ("length", "said"),
     [(b"", "how long it is"), (b"content-length: 1000000000000\r\n", "too long")],
 )
-def test_an_endless_answer_fills_nobodys_memory(length: bytes, said: str) -> None:
-    """Whoever has the port now sends and sends."""
+def test_an_endless_answer_does_not_fill_the_memory(length: bytes, said: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def flood() -> None:

@@ -232,14 +232,53 @@ def rot_memory(pid: int, stride: int = _STRIDE) -> int:
     return changed
 
 
-def _rotten_checkpoint(at: Scene, node: str) -> Deed:
-    found = listing(FolderStore(at.folder))
-    if len(found) < 2:
+Damage = Callable[[Path, Path], object]
+"""Damages a checkpoint's file, given the file and the same writer's file of an older step."""
+
+
+def _flip_bit(file: Path, older: Path) -> None:
+    _flip(file, file.stat().st_size - 100)
+
+
+def _cut(file: Path, older: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _remove(file: Path, older: Path) -> None:
+    file.unlink()
+
+
+def _replay(file: Path, older: Path) -> None:
+    file.write_bytes(older.read_bytes())
+
+
+def damage_newest(folder: Path, damage: Damage) -> str:
+    """Damage all files of a run folder's newest checkpoint and return the checkpoint's key."""
+    found = listing(FolderStore(folder))
+    steps = sorted({step_of(key) for key in found}, reverse=True)
+    if len(steps) < 2:
         raise NotNowError("there is no older checkpoint")
-    for blob in (at.folder / "data").rglob(f"{step_of(found[0]):010d}-*"):
-        _flip(blob, blob.stat().st_size - 100)
-    gone = _everything(at, node).gone
-    return Deed(f"{found[0]}, and all agents", gone=gone)
+    newest, older = (
+        {file.name[10:]: file for file in (folder / "data").rglob(f"{step:010d}-*")}
+        for step in steps[:2]
+    )
+    for name, file in newest.items():
+        damage(file, older.get(name, file))
+    return found[0]
+
+
+def _damaged_checkpoint(damage: Damage) -> Callable[[Scene, str], Deed]:
+    def act(at: Scene, node: str) -> Deed:
+        key = damage_newest(at.folder, damage)
+        return Deed(f"{key}, and all agents", gone=_everything(at, node).gone)
+
+    return act
+
+
+def _rotten_disk(at: Scene, node: str) -> Deed:
+    key = damage_newest(at.folder, _flip_bit)
+    _workers(at, node)
+    return Deed(f"{key}, and all workers")
 
 
 def _flip(path: Path, position: int) -> int:
@@ -289,6 +328,9 @@ DEEDS: Mapping[str, Callable[[Scene, str], Deed]] = {
     "mover-stop": _mover_stop, "slow-disk": _slow_disk, "full-disk": _full_disk,
     "run-store": _run_store, "run-store-long": _run_store_long,
     "leave": _leave, "notice": _notice, "notice-kill": _notice_kill, "zombie": _zombie,
-    "rotten-memory": _rotten_memory, "rotten-checkpoint": _rotten_checkpoint,
+    "rotten-memory": _rotten_memory, "rotten-disk": _rotten_disk,
+    "rotten-checkpoint": _damaged_checkpoint(_flip_bit),
+    "cut-checkpoint": _damaged_checkpoint(_cut), "lost-checkpoint": _damaged_checkpoint(_remove),
+    "replayed-checkpoint": _damaged_checkpoint(_replay),
     "partition": _partition, "delay": _delay, "loss": _loss,
 }  # fmt: skip

@@ -35,6 +35,7 @@ class Part:
 
 NOWHERE = (
     "coordinator", "everything", "workers", "run-store", "run-store-long", "rotten-checkpoint",
+    "rotten-disk", "cut-checkpoint", "lost-checkpoint", "replayed-checkpoint",
 )  # fmt: skip
 """What is done from outside, and to no node that could be chosen."""
 
@@ -134,6 +135,14 @@ _ALL = (
              "are killed", weight=3, shows=_REJECTED),
     Fault("rotten-checkpoint", "the newest checkpoint is changed, and all nodes are killed",
           (Part("rotten-checkpoint", QUIET, True),), weight=1, shows=_REJECTED),
+    _outside("cut-checkpoint", "half of each file of the newest checkpoint is cut off, and all "
+             "nodes are killed", weight=0, shows=_REJECTED),
+    _outside("lost-checkpoint", "the files of the newest checkpoint are deleted, and all nodes are "
+             "killed", weight=0, shows=_REJECTED),
+    _outside("replayed-checkpoint", "the files of the newest checkpoint get an older step's bytes, "
+             "and all nodes are killed", weight=0, shows=_REJECTED),
+    _outside("rotten-disk", "the newest checkpoint is changed, and all workers are killed: memory "
+             "still has the state", weight=0),
     # --- to the line --------------------------------------------------------------------------
     _outside("partition", "a node is cut off until it is given up, and comes back", nodes=3,
              needs="network", weight=2),

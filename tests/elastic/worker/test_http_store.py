@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 from holdfast.wire.http.client import Client
-from holdfast.wire.secret import Secret
 from tests.support.control_server import SECRET, controlling
 from tests.support.ranks import RankContext, rank_values
 
@@ -167,20 +166,3 @@ def test_an_operation_that_arrives_twice_happens_once() -> None:
         add = {"op": "add", "key": "n", "amount": 1}
         answers = [client.post("/store", add | {"id": i}) for i in ("a", "a", "b", "a", "b")]
         assert [a["value"] for a in answers] == ["MQ==", "MQ==", "Mg==", "MQ==", "Mg=="]
-
-
-def test_strangers_can_neither_read_nor_set() -> None:
-    import pytest
-
-    from holdfast.wire.http.auth import AuthError
-
-    with controlling() as control:
-        client = Client(control.address, SECRET, 1)
-        client.post("/store", {"op": "set", "key": "k", "value": "MQ=="})
-        stranger = Client(control.address, Secret(b"x" * 32), 1)
-        for body in ({"op": "set", "key": "k", "value": "Mg=="}, {"op": "delete", "key": "k"},
-                     {"op": "wait", "keys": ["k"], "timeout": 1}):  # fmt: skip
-            with pytest.raises(AuthError):
-                stranger.post("/store", body)
-        answer = client.post("/store", {"op": "wait", "keys": ["k"], "timeout": 1})
-        assert answer == {"ready": True, "value": "MQ=="}

@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory
 from tests.support.checkpoint_faults.catalog import FAULTS, FULL_DISK, Case, Outcome, cases, run
 
 VERDICTS = ("newest", "older", "sentence", "nothing", "FAILED")
-WORKER_CASES = 40
 MEANING = """\
 newest: restored the newest checkpoint, or a newer one that the interrupted save had committed
 older: the newest was not whole; the newest good one was restored
@@ -38,10 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print every case")
     parser.add_argument("--json", action="store_true", help="print every case as a line of JSON")
     parser.add_argument("--folder", help="where run stores are made (default: a temporary folder)")
-    parser.add_argument("--workers", action="store_true", help="the cases with real workers")
     options = parser.parse_args(arguments)
-    if options.workers:
-        return _with_workers(options)
     every = [name for name in FAULTS if name != FULL_DISK]
     names = [name for name in options.only or every if name not in options.skip]
     if options.case is not None:
@@ -61,15 +57,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for outcome in failed:
         print(f"FAILED: {outcome.what}\n  again: {outcome.case.command}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def _with_workers(options: argparse.Namespace) -> int:
-    # Torch comes with it, and the other cases fork.
-    from tests.support.checkpoint_faults.workers import report
-
-    one = options.case is not None
-    first, count = (options.case, 1) if one else (0, min(options.cases, WORKER_CASES))
-    return min(1, report(options.seed, first, count))
 
 
 def _memory() -> str | None:
