@@ -1,7 +1,7 @@
 """The tokenizer: a byte-level BPE trained on the corpus, or a tokenizer.json that is there.
 
-Byte-level BPE (Radford et al., 2019, section 2.2) has all 256 bytes as symbols, so that any
-text can be spelt and none needs an unknown token.
+Byte-level BPE (Radford et al., 2019, section 2.2) has all 256 bytes as symbols. So any text can be
+spelt, and none needs an unknown token.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def train(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def load(path: Path) -> Tokenizer:
-    """A tokenizer as tokenising needs it: no truncation, no padding, and text that spells a
-    special token is text (a document cannot smuggle in an end of document).
+    """Load a tokenizer for tokenising: no truncation and no padding. Text that spells a special
+    token is text, so a document cannot smuggle in an end of document.
 
     Raises DataError when the file is no tokenizer.json.
     """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from holdfast.model.decoder import Decoder
 
 Used = TypeVar("Used")
-ATTEMPTS = 5  # to read a checkpoint before the run that goes on removes it
+ATTEMPTS = 5  # to read a checkpoint before the continuing run removes it
 
 _NUMPY = {
     "F32": "<f4",
@@ -37,10 +37,10 @@ _NUMPY = {
 def with_checkpoint(
     run: Run, step: int | None, use: Callable[[Checkpoint], Used], say: Callable[[str], None]
 ) -> tuple[Checkpoint, Used]:
-    """`use` the checkpoint of `step`, or the newest that is whole, and return both.
+    """Call `use` with the checkpoint of `step`, or the newest intact one; return both.
 
-    A run that goes on removes checkpoints, and may remove this one while it is read: then the
-    next newest is taken. Raises CheckpointError when that one was asked for by its step.
+    A run that continues removes checkpoints, and may remove this one while it is read. Then the
+    next newest is used. If the caller named the step, CheckpointError is raised instead.
     """
     import_module("holdfast.model.decoder")  # torch: seconds in which a chosen one could go
     for _ in range(ATTEMPTS):
@@ -91,7 +91,7 @@ def choose(run: Run, step: int | None, say: Callable[[str], None]) -> Checkpoint
 
 
 class Weights:
-    """A checkpoint's parameters by name, whole or in part, read when asked for; nothing is kept."""
+    """A checkpoint's parameters by name, in full or in part, read on request; nothing is kept."""
 
     def __init__(self, run: Run, checkpoint: Checkpoint):
         from holdfast.core.sharding.parameters import decoder_parameters

@@ -18,8 +18,8 @@ stage.
 
 Here every rank contributes its complete gradient to the sum and receives its rows of it. The cells
 of `core/sharding/reduction_cells.py` say which. The rank updates these rows alone; then the rows
-are gathered. Bytes per step and rank with one leaf a replica, for one replica: (n - 1) / n of the
-model's gradients to their owners, and as much of its parameters from them. In all, that is what an
+are gathered. With one replica and one leaf, a rank sends (n - 1) / n of the model's gradients to
+their owners in each step. It receives as much of its parameters from them. In all, that is what an
 all-reduce moves.
 """
 

@@ -1,4 +1,4 @@
-"""What a live view knows of a run at any moment; fed with records, free of any drawing."""
+"""The state of a run for a live view; fed with records, free of any drawing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Progress:
         return (self.total_steps - self.step) * (now - begun) / (last - first)
 
     def observe(self, record: Record) -> list[Happening]:
-        """Take one record; returns what a person should be told of it."""
+        """Take one record; return what to report to the user."""
         self.ledger.observe(record)
         elapsed = self.ledger.running
         ended = self.book.observe(record, self.ledger.wall)
@@ -120,7 +120,7 @@ class Progress:
                 self.workers[event.rank] = "ready"
             case WorkerLost():
                 if self.ended or record.generation < 1:
-                    return None  # a session that was about to begin found nobody of the one before
+                    return None  # a new session found no worker of the last one
                 if record.generation >= self.generation:
                     self.workers[event.rank] = "lost"
                     self.state = "recovering"

@@ -158,7 +158,7 @@ def configuration(resolved: Mapping[str, Any]) -> str:
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Dotted keys and their values; lists stay whole."""
+    """Return dotted keys and their values; a list is one value."""
     out: list[tuple[str, Any]] = []
     for name, inner in value.items():
         key = f"{prefix}{name}"

@@ -1,18 +1,18 @@
-"""A capturer that outlives its mover: a mover that dies, or stands still, costs saves, and neither
-a step of training nor the run.
+"""A capturer that outlives its mover. A mover that dies or hangs costs saves, but neither a step of
+training nor the run.
 
     connected --a request fails, or no slot comes free--> away --the mover answers--> connected
                                                            '--another one took its place, and has
                                                               made an arena--> connected (to that)
 
-A thread speaks to the mover, so nobody who trains or reports ever waits for one that is stopped.
-While it is away nothing is captured: the vote of each step says that this rank has no free slot
-(`ready`), so the other ranks capture nothing either. What was under way is a failed save: told as
-skipped where it was not handed over, and where it was, the new mover is told that it was
-(`unheard`), which says what became of it.
+A thread of its own talks to the mover, so neither training nor reporting waits for a mover that
+hangs. While the mover is away, nothing is captured. The vote of each step says that this rank has
+no free slot (`ready`), so the other ranks capture nothing either. A save that was under way fails.
+If it was not handed over, it is reported as skipped. If it was, the new mover is notified of it and
+reports its outcome (`unheard`).
 
-Whoever trains takes the new arena over, in `ready`: so it never changes between the vote and the
-capture.
+The training thread takes the new arena over, in `ready`. So the arena never changes between the
+vote and the capture.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdfast.errors import FencedError, HoldfastError
 PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Between two attempts to find a mover."""
 LOOK_SECONDS = 1.0
-"""Whoever waits for its mover looks that often at most whether it is still the same one."""
+"""Least seconds between two checks whether the mover that a rank waits for is still the same."""
 CLOSE_SECONDS = 2.0
 """What is to be handed over is waited for so long at the end."""
 REPLACE_SECONDS = 20.0
@@ -174,7 +174,7 @@ class ReconnectingCapturer:
         self, step: int, meta: Mapping[str, Any], durable: bool = True, copied: bool | None = None,
         uploaded: bool = True,
     ) -> Skipped | None:  # fmt: skip
-        """As `Capturer.announce`, behind the answer; None, as what is skipped is told later."""
+        """Queue the call of `Capturer.announce`. Return None: a skipped save is reported later."""
         with self._change:
             self._queue.append(_HandOver(self._now, step, meta, durable, copied, uploaded))
             self._change.notify_all()
@@ -200,7 +200,7 @@ class ReconnectingCapturer:
                 return f"not committed after {timeout:g} s"
 
     def _ended(self, step: int, wait: float) -> tuple[bool, str | None]:
-        """One question, or a wait for somebody to ask."""
+        """Ask the mover once, or wait if there is no connection to a mover."""
         with self._change:
             self._change.wait_for(lambda: not self._queue and not self._working, wait)
             if step in self._lost:
@@ -270,7 +270,7 @@ class ReconnectingCapturer:
             except FencedError:
                 with self._change:
                     self._fenced = True
-                return  # the generation is over: nobody asks for its snapshots
+                return  # the generation is over, and with it its snapshots
             except Exception as error:  # our own bug costs a save, and no more
                 gone = Skipped(step, f"{type(error).__name__}: {error}")
         with self._change:
@@ -298,7 +298,7 @@ class ReconnectingCapturer:
                 self._fenced, self._suspected = True, False
                 self._change.notify_all()
             return True
-        except Exception:  # it is not there yet, or has not been told of the generation
+        except Exception:  # it is not up yet, or does not know the generation
             with self._change:
                 self._away = True
             if fresh is not None:

@@ -323,8 +323,8 @@ def merge(
 ) -> Commit:
     """The commit object of complete parts (rank -> manifest and its bytes as stored).
 
-    Raises CheckpointError when a writer is missing, when a part does not hold exactly what its
-    rank owns, or when some tensor is not covered exactly once: such a checkpoint must not exist.
+    Raises CheckpointError if a writer is missing, a part does not hold exactly what its rank owns,
+    or a tensor is not covered exactly once. Such a checkpoint must not exist.
     """
     missing = sorted(set(range(topology.world_size)) - set(parts))
     if missing or len(parts) != topology.world_size:

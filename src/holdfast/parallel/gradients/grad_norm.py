@@ -1,4 +1,4 @@
-"""The global gradient norm: one value, whoever computes it and however buffers were cut.
+"""The global gradient norm: one value for any rank that computes it and any cut of buffers.
 
 A norm taken per chunk of a reduction would have other bits for each number of replicas. Here
 the flat gradient buffer is read in fixed blocks of 4,096 elements. Inside a block squares are

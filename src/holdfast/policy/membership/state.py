@@ -14,7 +14,7 @@ class Phase(StrEnum):
     OPENING = "opening"  # the next generation's object is being made
     STARTING = "starting"  # its nodes get the order, their workers build and take up the state
     TRAINING = "training"
-    HALTING = "halting"  # it is over: its nodes are told, and say when their workers have stopped
+    HALTING = "halting"  # over: its nodes are notified and report when their workers have stopped
     FENCED = "fenced"  # there is a newer term
     ENDED = "ended"
 

@@ -27,8 +27,8 @@ other nodes on the same switch have had the same notice."""
 
 @dataclass(frozen=True)
 class Route:
-    """A way into a tier, as measured. seconds: what a save costs there besides its bytes (the copy
-    out of training's memory, opening, committing)."""
+    """A way into a tier, as measured. seconds: fixed cost of a save there (the copy out of
+    training's memory, opening, committing), without that of its bytes."""
 
     tier: int
     bytes_per_second: float
