@@ -1,4 +1,4 @@
-"""A run that is attacked, who listens in it, and what is made of attempts."""
+"""A run that is attacked, its listeners, and their answers to attempts."""
 
 from __future__ import annotations
 
@@ -60,10 +60,11 @@ class World:
         (self.socket,) = {a for a, pid in listening({self.mover}).items() if a.startswith("/")}
         self.paths: dict[str, bool] = json.loads((self.folder / "paths.json").read_text())
         self.stage = Stage(self.secret, folder / "stage.secret")
-        self.refused: dict[str, int] = {}  # by listener: 401, as strangers were told
+        self.refused: dict[str, int] = {}  # by listener: answers 401 to strangers
 
     def end(self) -> None:
-        """In order. It says how many it refused, and nothing of what a stranger sent is left."""
+        """End the run in order. It reports how many requests it refused, and keeps nothing that a
+        stranger sent."""
         family = self.trainer.family()
         os.kill(self.trainer.process.pid, signal.SIGTERM)
         assert self.trainer.end() == 0, self.trainer.said
@@ -75,7 +76,7 @@ class World:
                 told_by.setdefault(record.writer, []).append(record.time)
                 for listener, reasons in record.event.counts.items():
                     counted[listener] = counted.get(listener, 0) + sum(reasons.values())
-        for listener in ("control", "health"):  # a mover that ends has nobody left to tell
+        for listener in ("control", "health"):  # a mover that ends cannot report any more
             assert counted.get(listener, 0) >= self.refused.get(listener, 0), counted
         for times in told_by.values():  # a mover has two listeners; and one more at the end
             assert len(times) <= 2 * ((max(times) - min(times)) / 60 + 2), times
@@ -191,7 +192,7 @@ def connecting(address: str) -> Callable[[], socket.socket]:
 
 
 class Tap:
-    """Somebody on the way: hears what goes through, and may change what comes back."""
+    """A man in the middle: it reads the traffic, and may change the answers."""
 
     def __init__(self, address: str, change: Callable[[bytes], bytes] = lambda data: data) -> None:
         self._there, self.change = address, change
@@ -223,7 +224,7 @@ class Tap:
                 changed = self.change(answer)
                 here.sendall(changed)
                 if changed != answer:
-                    return  # nobody is kept waiting for what will not come
+                    return  # so no client waits for bytes that will not come
 
 
 def message(connection: socket.socket) -> bytes | None:
@@ -275,8 +276,9 @@ def attack(
     address: str, attempts: Iterator[tuple[str, bytes]], pid: int | None,
     honest: Callable[[], object], may: set[int],
 ) -> dict[int, int]:  # fmt: skip
-    """Make them all; every answer is one of `may`, or none; an honest client is served at once in
-    between, and at the end the process is no larger. How often which status came (0: none)."""
+    """Make all attempts. Every answer is one of `may`, or none. In between, an honest client is
+    served at once, and at the end the process is no larger. Return how often each status came (0:
+    none)."""
     connect, counts = connecting(address), dict[int, int]()
     size = resident(pid) if pid else 0
     for number, (name, data) in enumerate(attempts):

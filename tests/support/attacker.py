@@ -1,8 +1,8 @@
-"""What a stranger sends: seeded, without end, and made of what can be heard on a network.
+"""Requests of an attacker: seeded, endless, and made of recorded network traffic.
 
-He has no secret. He knows the program, its paths and the form of its requests, and has recorded
-conversations (`recorded`: requests that were answered) and withheld some (`fresh`: requests that
-have never arrived; what he changes in them is what a proof covers).
+The attacker has no secret. The attacker knows the program, its paths and the form of its requests.
+Some conversations were recorded (`recorded`: requests that were answered). Some requests were
+withheld (`fresh`: they have never arrived, and the attacker changes parts that a proof covers).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.wire.http.auth import headers_of, sha256, sign, stated
 from holdfast.wire.secret import Secret
 
 MARK = "left-by-a-stranger"
-"""Stands in what he sends: nothing of it may be found anywhere."""
+"""A mark in all that the attacker sends: it may be found nowhere."""
 
 _METHODS = ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT", "PATCH", "post", "PRI",
             "POST", "M" * 300)  # fmt: skip
@@ -166,7 +166,7 @@ class Stranger:
 
     def _chunked(self) -> bytes:
         head, _, body = self._fresh().partition(b"\r\n\r\n")
-        if self._random.random() < 0.5:  # beside the length, which stays
+        if self._random.random() < 0.5:  # in addition to the length, which stays
             head += b"\r\ntransfer-encoding: chunked"
         else:
             head = re.sub(rb"(?i)content-length: \d+", b"transfer-encoding: chunked", head)

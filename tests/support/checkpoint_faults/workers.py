@@ -1,7 +1,7 @@
 """Cases with real workers: rank processes with torch, each with a Capturer of its own, and a real
 mover process. `python -m tests.support.checkpoint_faults --workers --seed S --cases N` prints them.
 
-Ranks save two steps, a fault comes, and the ranks of the next generation restore onto another
+Ranks save two steps, and a fault happens. The ranks of the next generation restore onto another
 layout through the mover and compare their tensors with torch.equal.
 """
 
@@ -128,7 +128,8 @@ class Player:
         raise AssertionError(f"nothing can be restored: {tried}")
 
     def _read(self, start: dict[str, Any]) -> str | None:
-        """This rank's boxes, from the mover's memory and the run store; why they are rotten."""
+        """Read this rank's boxes from the mover's memory and the run store; return why they are
+        corrupt."""
         holdings = self.client.holdings(start["key"])
         mapped = MappedSource(holdings.slots)
         checkpoint = Checkpoint(
@@ -206,7 +207,7 @@ def killed_mover(player: Player, rng: random.Random) -> str:
 
 
 def half_captured(player: Player, rng: random.Random) -> str:
-    """One rank comes to its end in the middle of a copy; the others announce theirs."""
+    """One rank ends in the middle of a copy; the other ranks announce theirs."""
     victim = rng.randrange(RANKS)
     player.compute(3)
     if player.ctx.rank == victim:
@@ -226,7 +227,7 @@ def _half(base: int, spans: Sequence[Span]) -> None:
 
 
 def used_again(player: Player, rng: random.Random) -> str:
-    """P1: the mover is stopped while it has step 3; the tensors go on to steps 4 and 5."""
+    """P1: the mover is stopped while it has step 3; the tensors continue to steps 4 and 5."""
     player.compute(3)
     assert isinstance(player.capturer.capture(3, wait=60), Captured)
     assert player.capturer.announce(3, {"position": 48}) is None
@@ -287,7 +288,7 @@ def _case(player: Player, kind: str, layout: int, rng: random.Random) -> list[An
         due = [position[0] for position in expected(found, written | newer).allowed]
     assert player.mover is None or step in due, f"{kind}: {what}: {step} is restored, {due} is due"
     player.equip()
-    reason = player.save(6)  # and the run goes on from there
+    reason = player.save(6)  # and the run continues from there
     assert reason is None, reason
     player.meet("done")  # then the mover may go
     return [kind, what + (", its memory is there" if survives else ""), step, due]
@@ -295,7 +296,7 @@ def _case(player: Player, kind: str, layout: int, rng: random.Random) -> list[An
 
 def dying(ctx: RankContext, folder: Path, at: int) -> None:
     """Save steps 1 and 2; then rank 1 gets SIGKILL in the middle of capturing step 3 (after `at`
-    tensors), and the others announce theirs."""
+    tensors), and the other ranks announce theirs."""
     player = Player(ctx, 0, at % 2)
     player.meet("joined")
     for step in (1, 2):
@@ -315,7 +316,7 @@ def dying(ctx: RankContext, folder: Path, at: int) -> None:
     ctx.mark("announced")
     if ctx.rank == 0:
         assert player.mover is not None
-        ctx.wait_mark("announced", 2, 60.0)  # before its generation is over, and the mover gone
+        ctx.wait_mark("announced", 2, 60.0)  # before its generation ends, and with it the mover
         player.client.drain(60)
         survivors = topology(2, 1, 2)
         open_generation(player.mover.store, 2, {})
