@@ -12,13 +12,12 @@ as many processes. The sixth adds xxh3 over the received bytes, which takes a go
 on two busy cores. From the slow store each rank reads in a process of its own, as in a run. These
 processes are forked before, and begin together. CPU seconds are those of the processes that
 restore; `read` is bytes read per byte needed. Before each read from the disk, the kernel drops the
-files from its cache. No torch. The lines below the table are the bars, and whether they hold.
+files from its cache. The lines below the table are the bars, and whether they hold. No torch.
 
 "killed worker" is the time from a worker's death to its successor's state, without the start of a
 process. It finds the newest step, requests the memory, reads and checks. "killed process" is the
-same with a real process that holds all of the state and is killed (SIGKILL). It ends when the next
-process has the state. The seconds until that process runs, and until it has its memory, are shown
-too.
+same from SIGKILL of a real process until the next one has the state. The seconds until that one
+runs, and until it has its memory, are shown too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Agents without trainers: real HTTP between them, a real run store, and a node's work as a switch.
 
-Terms, generations, heartbeats and elections are real. An agent can be killed (its sockets close, it
-answers no more), suspended (it answers nothing and says nothing), cut off from other agents, and
-restarted.
+Terms, generations, heartbeats and elections are real. An agent can be killed (its sockets close),
+suspended (it answers nothing and says nothing), cut off from other agents, and restarted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A stranger at every listener of ours: what he sends is refused, counted, and has no effect.
+"""An attacker at every listener of ours: requests are refused, counted, and have no effect.
 
-`HOLDFAST_STRANGERS` is how many attempts are made at each listener; `HOLDFAST_STRANGERS_SEED`
-draws others. The attempts at the agent's control are made at every path that its guard has.
+`HOLDFAST_STRANGERS` is how many attempts are made at each listener. `HOLDFAST_STRANGERS_SEED` draws
+different ones. The attempts at the agent's control are made at every path that its guard has.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tests.support.ranks import ROOT
 ORDERS = {"generation_started", "notice_received", "stop_requested", "emergency_planned",
           "worker_lost", "run_failed", "run_stopped", "non_finite",
           "checkpoint_failed"}  # fmt: skip
-"""Kinds of events that somebody could have brought about by a request."""
+"""Kinds of events that an attacker could have caused by a request."""
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_the_agents_control(world: World) -> None:
             client.post("/store", {"op": "check", "keys": [f"{number}"]})
         client.close()
         recorded = tap.requests
-    assert len(recorded) == 4  # the first one is told for whom to sign
+    assert len(recorded) == 4  # the answer to the first says for whom to sign
     every = [("POST", path, json.dumps(bodies.get(path, {MARK: 1})).encode()) for path in paths]
     fresh = signing(world.control, world.secret, 1, every, inside._aim)
     stranger = Stranger(SEED, paths, recorded, fresh)
@@ -102,7 +102,7 @@ def test_the_agents_control(world: World) -> None:
     world.refused["control"] = counts[401]
     assert state() == before
     step = max(e.step for e in world.trainer.events(StepDone))
-    world.trainer.wait_step(step + 2, 1)  # training goes on
+    world.trainer.wait_step(step + 2, 1)  # training continues
     world.trainer.wait(lambda: world.trainer.events(RequestsRefused), "the first word of it")
     inside.close()
     outside.close()
@@ -186,7 +186,7 @@ def test_where_movers_of_other_machines_ask(world: World, which: str) -> None:
         counts = attack(address, stranger.attempts(ATTEMPTS // 2), pid, honest.newest, REFUSED)
         assert counts[401] > ATTEMPTS // 8, counts
         world.refused[which] = counts[401]
-    assert state() == before  # so generation 9, which was never heard whole, rules nobody
+    assert state() == before  # so generation 9, which was never received completely, fences no node
     honest.close()
 
 
@@ -208,7 +208,7 @@ def identity_of(world: World) -> str:
 
 
 def test_the_movers_own_socket(world: World) -> None:
-    """Nobody of another user comes that far; a process of ours without the secret gets nothing."""
+    """Other users cannot reach it; a process of ours without the secret gets nothing."""
     mine = MoverClient(world.socket, world.secret, 1)
     before = mine.status()
     connect = connecting(world.socket)
@@ -258,7 +258,7 @@ def test_another_user_of_the_machine(world: World) -> None:
 
 
 def test_a_crowd_of_silent_connections(world: World) -> None:
-    """More than there is room for, at every listener; whoever knows the secret is served."""
+    """More than there is room for, at every listener; a client with the secret is served."""
     clients: dict[str, Callable[[], object]] = {
         world.control: lambda: Client(world.control, world.secret, 1).post(
             "/store", {"op": "check", "keys": []}
@@ -296,8 +296,8 @@ def test_nobody_listens_but_those_in_the_table(world: World) -> None:
 
 # --- what was recorded, and what comes back -----------------------------------------------------
 def test_a_recording_is_of_no_use_after_a_restart(tmp_path: Path) -> None:
-    """The process that has the port now has never seen the nonce: it is the listener's name that
-    tells. A client of ours goes on."""
+    """The process that has the port now has never seen the nonce, but the listener's name differs.
+    A client of ours continues."""
     secret = Secret(b"r" * 32)
     first = Stage(secret, tmp_path / "secret")
     client = PeerClient(first.address, secret, 7, "this run")
@@ -320,7 +320,8 @@ def test_a_recording_is_of_no_use_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_was_changed_on_the_way(world: World) -> None:
-    """By whoever carries it: what a client takes is the answer to its own request, or nothing."""
+    """A man in the middle changes it: a client accepts the answer to its own request, or
+    nothing."""
     from random import Random
 
     random = Random(SEED)
@@ -391,7 +392,7 @@ def test_a_secret_that_somebody_else_wrote_is_refused(tmp_path: Path) -> None:
     [(b"", "how long it is"), (b"content-length: 1000000000000\r\n", "too long")],
 )
 def test_an_endless_answer_fills_nobodys_memory(length: bytes, said: str) -> None:
-    """Whoever has the port now sends and sends."""
+    """The process that has the port now sends without end."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def flood() -> None:

@@ -17,7 +17,7 @@ from tests.support.ranks import ROOT
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", ["1"])
 def test_ten_thousand_attempts(seed: str) -> None:
-    """So many at the agent's control, and half as many at each of the others."""
+    """Ten thousand at the agent's control, and half as many at each other listener."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "tests/system/test_unauthorized_requests.py",
          "tests/elastic/membership/test_role_loop_unauthorized.py"],

@@ -164,7 +164,7 @@ class Carried:
         return agent._replace(seat=self.succeed.unanswered(seat, dead, 0.0, PATIENCE))
 
     def lost(self, agent: Agent, name: str) -> Agent:
-        """Time a node out, or all others after a clock jump."""
+        """Time a node out, or all other nodes after a clock jump."""
         reign = agent.reign
         assert reign is not None
         nodes = tuple(
