@@ -52,7 +52,7 @@ def with_checkpoint(
             asked_for = step is not None and isinstance(error, CheckpointError)
             if asked_for or listing(run.store) == there:
                 raise CheckpointError(str(error)) from error
-            say("the run went on and removed the checkpoint while it was read; trying the newest")
+            say("the run continued and removed the checkpoint while it was read; trying the newest")
     raise CheckpointError(
         "the run removes its checkpoints faster than they can be read",
         where=str(run.folder),

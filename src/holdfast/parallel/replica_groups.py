@@ -89,7 +89,7 @@ class Inside:
 
 @dataclass(frozen=True)
 class Joining:
-    """How a rank comes to its groups. seconds: bounds every wait."""
+    """The means by which a rank joins its groups. seconds: bounds every wait."""
 
     store: Store
     interface: str

@@ -1,4 +1,4 @@
-"""When a rank did what: spans of time, what they say about a pipeline, and a trace to look at.
+"""Spans of time of a rank's work, their summary for a pipeline, and a trace to look at.
 
 A `Recorder` belongs to one rank and may be written by several of its threads. Times come from
 `time.monotonic`, which all processes of one machine share. So spans of ranks on one machine can be
@@ -79,7 +79,7 @@ class Measured:
 
 
 def measure(spans: Sequence[Sequence[Span]]) -> Measured:
-    """What the compute spans of a run (one sequence a rank, on one machine) amount to.
+    """Return a summary of the compute spans of a run (one sequence a rank, on one machine).
 
     Raises ValueError when no rank computed anything.
     """

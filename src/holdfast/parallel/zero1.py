@@ -56,7 +56,7 @@ class Pack:
 
 
 class OwnedRows:
-    """What one rank trains of the parameters that its `dp_shard` group computes with.
+    """The part that one rank trains of the parameters of its `dp_shard` group.
 
     named: the complete parameters by name (of what tp and pp left to this rank). boxes: this
         rank's part of each in global coordinates, cut along dim 0 by torch.chunk's rule; may be

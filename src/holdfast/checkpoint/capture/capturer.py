@@ -128,13 +128,13 @@ class Capturer:
         return self._length - len(self._head)
 
     def ready(self) -> bool:
-        """Whether a capture begun now would find a free slot. Once it would, it stays so until
-        one is begun."""
+        """Return True if a capture begun now would find a free slot. That stays true until one is
+        begun."""
         return self._arena.free_slot() is not None
 
     def connected(self) -> bool:
-        """Whether the mover still has the arena: one that took its place makes another one. Raises
-        as `MoverClient.arena` does. May be asked by any thread."""
+        """Return True if the mover still has the arena. A new mover makes another one. Raises as
+        `MoverClient.arena` does. Any thread may call it."""
         fd = self._mover.arena(self._rank, self._arena.capacity, self._arena.slots)
         try:
             return os.fstat(fd).st_ino == self._file
@@ -168,7 +168,7 @@ class Capturer:
         return 0.0 if self._copy is None else self._copy.fence()
 
     def capture(self, step: int, wait: float = 0.0) -> Captured | Skipped:
-        """As `begin` and `fence`, on this thread alone."""
+        """Capture as `begin` and `fence` do, on this thread alone."""
         start = time.perf_counter()
         slot = self._take(wait)
         if slot is None:
@@ -314,7 +314,7 @@ class Capturer:
     def _lay_out(
         self, tensors: Mapping[str, torch.Tensor], slots: int
     ) -> tuple[list[list[Span]], list[_Strided]]:
-        """What is contiguous here in pieces, the rest by dtype and device."""
+        """Return contiguous tensors in pieces, the rest by dtype and device."""
         spans: list[Span] = []
         groups: dict[tuple[torch.dtype, torch.device], _Strided] = {}
         for p in self._placed:
@@ -330,7 +330,7 @@ class Capturer:
         return list(cut(spans)), list(groups.values())
 
     def _pieces(self, slot: int) -> list[Piece]:
-        """What copies everything into a slot, for one thread that waits for it."""
+        """Return pieces that copy everything into a slot, for one thread that waits for it."""
         pieces: list[Piece] = [partial(_copy, group, slot) for group in self._strided]
         pieces += [partial(torch.accelerator.synchronize, device) for device in self._streams]
         return [*pieces, *self._moves(slot)]
@@ -380,7 +380,7 @@ class Capturer:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds: the local part of a DTensor, a plain tensor as it is."""
+    """Return what this rank holds: the local part of a DTensor, or a plain tensor unchanged."""
     to_local = getattr(tensor, "to_local", None)
     found = tensor if to_local is None else to_local()
     assert isinstance(found, torch.Tensor)

@@ -32,18 +32,18 @@ PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0)
 LOOK_SECONDS = 1.0
 """Least seconds between two checks whether the mover that a rank waits for is still the same."""
 CLOSE_SECONDS = 2.0
-"""What is to be handed over is waited for so long at the end."""
+"""Seconds to wait at the end for queued hand-overs."""
 REPLACE_SECONDS = 20.0
 """A capture that must not be skipped waits so long for a mover that is away."""
 SETTLE_SLICE = 2.0
 KEPT = 4
 """Durable saves remembered that were handed over: as many as a rank can have under way."""
 
-_GONE = "its mover was gone before it had been handed over"
+_GONE = "its mover had exited before it was handed over"
 
 
 class Captures(Protocol):
-    """What is wrapped: `capture.Capturer`."""
+    """The interface of the wrapped object: `capture.Capturer`."""
 
     @property
     def bytes(self) -> int: ...
@@ -101,7 +101,7 @@ class ReconnectingCapturer:
 
     @property
     def away(self) -> bool:
-        """Whether there is no mover to capture for."""
+        """Return True if there is no mover to capture for."""
         with self._change:
             return self._away or self._fenced
 
@@ -143,7 +143,8 @@ class ReconnectingCapturer:
         self._now.drop(step)
 
     def close(self) -> None:
-        """As `Capturer.close`; what was announced is handed over before, where that is quick."""
+        """Close as `Capturer.close` does. Announced saves are handed over before, if that is
+        quick."""
         self.flush(CLOSE_SECONDS)
         with self._change:
             self._closed = True
@@ -154,9 +155,9 @@ class ReconnectingCapturer:
         self._now.close()
 
     def _not_now(self, step: int, wait: float) -> Skipped | None:
-        """Why nothing can be captured; a mover that is away is waited for where that was asked. It
-        may have been replaced since the last capture, long ago: a capture that must not be skipped
-        makes sure."""
+        """Return why nothing can be captured. If asked, wait for a mover that is away. The mover
+        may have been replaced since the last capture, long ago. A capture that must not be skipped
+        checks that."""
         end = time.monotonic() + min(wait, REPLACE_SECONDS)
         if wait > 0:
             with self._change:
@@ -188,7 +189,8 @@ class ReconnectingCapturer:
     def settle(
         self, step: int, timeout: float, alive: Callable[[], None] = lambda: None
     ) -> str | None:
-        """As `Capturer.settle`. A mover that is replaced meanwhile says what became of it."""
+        """Wait as `Capturer.settle` does. If the mover is replaced meanwhile, the new one reports
+        the outcome."""
         end = time.monotonic() + timeout
         while True:
             alive()

@@ -134,7 +134,7 @@ class Keeper:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is kept, nor about to be."""
+        """Return True if nothing is kept, nor about to be."""
         with self._lock:
             return not self._names and all(future.done() for _, future in self._pulls.values())
 
@@ -156,7 +156,7 @@ class Keeper:
 
     # --- one offer --------------------------------------------------------------------------
     def _opened(self, generation: int, plan: Any) -> bool:
-        """Whether it is known who writes in a generation, from the offer if need be."""
+        """Return True if the writers of a generation are known, if necessary from the offer."""
         try:
             self._shelf.plan(generation)
         except KeyError:

@@ -46,7 +46,7 @@ STEP_SECONDS = 600.0
 ASK_SECONDS = 30.0
 """Timeout of an offer. The receiver answers within ten seconds, with "pulling" at least."""
 AWAY_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0)
-"""How long a holder that failed is passed over, by how often it did so in a row."""
+"""Seconds for which a failed holder is skipped, by its number of failures in a row."""
 
 
 @dataclass
@@ -87,8 +87,8 @@ class _Line:
 
 
 class Copies:
-    """What a mover sends to other machines. `shelved` never blocks. Every method may be called from
-    any thread."""
+    """Sends snapshots of a mover to other machines. `shelved` never blocks. Every method may be
+    called from any thread."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which sample stands where: the global sample order as arithmetic.
+"""The global sample order as arithmetic: the sample at each position.
 
 Three maps follow each other, each a pure function of the run file and the dataset:
 
@@ -106,7 +106,7 @@ class Mixture:
         return source, block * np.asarray(self.counts)[source] + self._before[source, place]
 
     def before(self, source: int, position: int) -> int:
-        """How many positions in [0, position) belong to `source`."""
+        """Return how many positions in [0, position) belong to `source`."""
         block, place = divmod(position, self.block)
         return block * self.counts[source] + int(self._before[source, place])
 

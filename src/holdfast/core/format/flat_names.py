@@ -25,7 +25,7 @@ from holdfast.core.sharding.parameters import decoder_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIMIZERS = ("optimizer.", "optim.", "")
-"""What stands before `state.` in the dictionaries that are read; the first is written."""
+"""Prefixes of `state.` in the dictionaries that are read; the first is written."""
 
 _TITAN_BLOCK = {
     "attention_norm": "attention_norm",
@@ -46,7 +46,7 @@ _TITAN_OUTSIDE = {
     "head.weight": "lm_head.weight",
 }
 _UNTIL_0_2 = {"lm_head.weight": "output.weight", ".qkv_linear.": "."}
-"""What was called otherwise before torchtitan 0.3."""
+"""Names that differed before torchtitan 0.3."""
 
 
 @dataclass(frozen=True, slots=True)

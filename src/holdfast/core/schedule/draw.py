@@ -75,7 +75,7 @@ def svg(schedule: Schedule, timeline: Timeline, width: int = 1200) -> str:
 
 
 class _Labels:
-    """What stands in a cell: `F0`, or `2F0` where a rank has several stages."""
+    """Return a cell's label: `F0`, or `2F0` if a rank has several stages."""
 
     def __init__(self, schedule: Schedule):
         self.with_stage = schedule.stages > schedule.ranks

@@ -35,7 +35,7 @@ class ScheduleError(LayoutError):
 
 
 class Kind(StrEnum):
-    """What an action computes; the values are the letters of torch's own tables."""
+    """The computation of an action; the values are the letters of torch's own tables."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -120,14 +120,15 @@ def singles(cell: Cell) -> tuple[Action, ...]:
 
 
 def produced(action: Action) -> Value | None:
-    """What other actions may wait for; None for W, whose gradient of the weights stays here."""
+    """Return the value that other actions may wait for; None for W, whose gradient of the weights
+    stays here."""
     if action.kind is Kind.BACKWARD_WEIGHT:
         return None
     return Value(action.stage, action.microbatch, gradient=action.kind is not Kind.FORWARD)
 
 
 def needed(action: Action, stages: int) -> tuple[Value, ...]:
-    """What must be there before `action` can begin, in a pipeline of `stages`.
+    """Return the inputs that `action` needs before it can begin, in a pipeline of `stages`.
 
     F needs the activation of the stage before. B and I need their own forward and the gradient
     of the stage behind. W needs I of its own stage, which counts as that stage's gradient.

@@ -1,4 +1,4 @@
-"""When every action of a schedule begins and ends, for given durations.
+"""Computes when every action of a schedule begins and ends, for given durations.
 
 The model of time: a rank runs one cell of its row after another. A cell begins when the rank is
 free and all of the cell's inputs have arrived. A result reaches another rank `send` seconds after
@@ -63,7 +63,7 @@ class Durations:
         return Durations((forward,) * stages, (backward,) * stages, send=send)
 
     def of(self, action: Action) -> float:
-        """How long `action` takes."""
+        """Return the duration of `action`."""
         stage, split = action.stage, self.backward[action.stage] / 2
         match action.kind:
             case Kind.FORWARD:

@@ -46,7 +46,7 @@ class Box(NamedTuple):
         return Box(self.name, starts, lengths) if all(n > 0 for n in lengths) else None
 
     def meets(self, other: Box) -> bool:
-        """Whether there is a common part."""
+        """Return True if there is a common part."""
         if self.name != other.name or len(self.offsets) != len(other.offsets):
             return False
         for a, n, b, m in zip(
@@ -57,7 +57,7 @@ class Box(NamedTuple):
         return True
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` is in this box."""
+        """Return True if every element of `other` is in this box."""
         if self.name != other.name or len(self.offsets) != len(other.offsets):
             return False
         low = all(a <= b for a, b in zip(self.offsets, other.offsets, strict=True))
@@ -152,7 +152,7 @@ def coverage(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
 
 
 def _outside(box: Box, shape: Sequence[int]) -> str | None:
-    """Why a box, whose numbers may come from anywhere, is no part of a tensor of this shape."""
+    """Return why a box from any source is no part of a tensor of this shape."""
     if not len(box.offsets) == len(box.lengths) == len(shape):
         return f"{box.name}: {box.offsets} and {box.lengths} have not the dims of {tuple(shape)}"
     numbers = (*box.offsets, *box.lengths, *shape)

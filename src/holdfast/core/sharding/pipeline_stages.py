@@ -1,4 +1,4 @@
-"""Which blocks each pipeline stage holds: equal time, not equal numbers.
+"""Assigns blocks to pipeline stages: equal time, not equal numbers.
 
 A pipeline runs at the pace of its slowest stage, so time is balanced. Time is FLOPs of a block
 against those of the head (`core/flops.py`, causal attention counted once). In a small model with a

@@ -75,7 +75,7 @@ def transfers(
     limit: int = LIMIT,
     window: int = WINDOW,
 ) -> Moves:
-    """What rank `me` of the new topology sends, receives and keeps.
+    """Return what rank `me` of the new topology sends, receives and keeps.
 
     came_from[rank] is the old rank of the same process; None for one that holds nothing yet. Old
     ranks that no process came from are lost, with the state that they held. limit: bytes of one

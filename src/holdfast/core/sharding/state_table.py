@@ -137,6 +137,7 @@ def empty(spec: TensorSpec) -> Box:
 
 
 def local_boxes(topology: Topology, table: StateTable, rank: int) -> tuple[Box, ...]:
-    """What `rank` holds in memory: one box per row of the table, in order; some may be empty."""
+    """Return the boxes in `rank`'s memory: one per row of the table, in order; some may be
+    empty."""
     replica, coordinate = topology.replica_of(rank), topology.coordinate(rank)
     return tuple(mesh_box(spec, replica, coordinate) for spec in table)

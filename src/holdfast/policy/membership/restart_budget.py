@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Restarts:
-    """What restarts have achieved so far.
+    """Progress of restarts so far.
 
     `without_progress` counts losses since the newest committed step last grew; `committed` is
     that step as of the last loss.

@@ -330,8 +330,7 @@ def tick(reign: Reign, now: float, rules: Rules) -> Reign:
 
 
 def deadline(reign: Reign, rules: Rules, now: float) -> float:
-    """Return the time after `now` at which `tick` may change something if no message comes
-    before."""
+    """Return when, after `now`, `tick` may change something if no message comes before."""
     times = [min(node.heard + rules.lost_after, node.until) for node in reign.nodes]
     if reign.phase is Phase.GATHERING:
         times += [reign.since + rules.gather, reign.since + rules.patience]

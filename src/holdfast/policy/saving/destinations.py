@@ -23,7 +23,7 @@ def due(
     stopping: bool = False,
     last_saved: int = 0,
 ) -> Reason | None:
-    """Why the state after `step` (of `steps`) is to be saved now; None: it is not.
+    """Return why the state after `step` (of `steps`) is to be saved now; None: it is not.
 
     `last_saved` is the step of the newest capture: nothing is saved twice. 0 switches a rule off.
     """

@@ -1,4 +1,4 @@
-"""What a journal says about how often its run breaks: records in, a Hazard out. Pure.
+"""Estimates from a journal how often its run breaks: records in, a Hazard out. Pure.
 
 A generation is at risk from the moment its last worker is ready to its last record. It ended in a
 failure if a worker was lost, or if no record says how it ended. In the second case its agent, and

@@ -1,4 +1,4 @@
-"""Which checkpoints to keep: data in, data out.
+"""Chooses the checkpoints to keep: data in, data out.
 
 The newest `keep_last` and every step that `keep_every` divides are kept. The newest one that was
 verified by reading it back is always kept, because newer ones are only believed to be good.

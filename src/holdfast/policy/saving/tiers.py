@@ -37,7 +37,7 @@ NO_LESS = 1e-3
 
 @dataclass(frozen=True)
 class Tiers:
-    """What the run file says of each tier of a run. auto: those to be decided."""
+    """The run file's settings for each tier of a run. auto: those to be decided."""
 
     present: tuple[int, ...]
     auto: frozenset[int]
@@ -65,7 +65,7 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Costs:
-    """What saves were seen to cost, by the highest tier that they went into."""
+    """The measured cost of saves, by the highest tier that they went into."""
 
     by_tier: Mapping[int, SaveCost] = field(
         default_factory=lambda: {tier: SaveCost(prior) for tier, prior in PRIORS.items()}
