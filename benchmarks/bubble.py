@@ -73,7 +73,7 @@ def execute(
 
 
 def in_order(schedule: Schedule, spans: list[list[Span]]) -> bool:
-    """Whether every rank executed exactly its row of the table, in its order."""
+    """Return True if every rank executed exactly its row of the table, in its order."""
     return all(
         [s.name for s in mine if s.track == COMPUTE] == [str(a) for c in row for a in singles(c)]
         for row, mine in zip(schedule.actions, spans, strict=True)

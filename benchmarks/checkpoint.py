@@ -1,4 +1,4 @@
-"""What a save costs, way by way: `python -m benchmarks.checkpoint [--quick] [--peers-python PATH]`.
+"""Cost of a save, way by way: `python -m benchmarks.checkpoint [--quick] [--peers-python PATH]`.
 
 A state that every rank holds completely is saved again and again. The output has the pause, its CPU
 seconds on the training thread, and the seconds until the save is durable. The pause is the time in

@@ -40,7 +40,7 @@ DEADLINE = 60.0
 
 
 def under_way() -> bool:
-    """Whether a connection of this machine holds so much that is not read yet, or not sent."""
+    """Return True if a connection of this machine holds that many bytes unread or unsent."""
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         if max(int(size, 16) for size in line.split()[4].split(":")) > HELD:
             return True

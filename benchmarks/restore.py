@@ -164,7 +164,7 @@ def table_of(nbytes: int) -> StateTable:
 
 
 def wanted(topology: Topology, table: StateTable, rank: int) -> Plan:
-    """What a rank holds, and warm memory for it."""
+    """The state of a rank, and warm memory for it."""
     boxes = [box for box in local_boxes(topology, table, rank) if box.size]
     return [(box, memoryview(np.ones(box.size * 4, np.uint8))) for box in boxes]
 

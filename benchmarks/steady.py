@@ -103,7 +103,7 @@ class SilentError(Exception):
 
 
 class Line(NamedTuple):
-    """What a rank tells of a step. when: seconds since the epoch; spent: seconds of `PARTS`."""
+    """A rank's report of a step. when: seconds since the epoch; spent: seconds of `PARTS`."""
 
     when: float
     step: int
@@ -265,7 +265,7 @@ def row(name: str, stretches: list[Stretch]) -> str:
 
 
 def held_up(stretches: list[Stretch]) -> str:
-    """What the worst blocked steps consist of, and what a memcpy takes in that thread."""
+    """Return the parts of the worst blocked steps, and the time of a memcpy in that thread."""
     on = sorted((b for s in stretches if s.kind == "on" for b in s.blocked), key=_sum)
     worst = "; ".join(
         " + ".join(f"{name} {1e3 * part:.2f}" for name, part in each.items() if part >= 1e-4)

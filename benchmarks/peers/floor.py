@@ -1,4 +1,5 @@
-"""What no implementation of a step can leave out, as a loop of its own: a floor from the same run.
+"""Floor of a step: the unavoidable work of every implementation, as a loop of its own in the same
+run.
 
 A rank does the matrix products of its own linear layers (forward, gradient of the input, gradient
 of the weight). It does them at the layout's local shapes, into existing memory. It also does one

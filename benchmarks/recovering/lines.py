@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class SilentError(Exception):
-    """What was waited for did not come."""
+    """The expected event did not come."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ PEERS = (
 
 
 class Processes:
-    """What was started, all of it ended at the end."""
+    """Started processes, all of which are ended at the end."""
 
     def __init__(self, folder: Path) -> None:
         self._log = (folder / "log").open("w")

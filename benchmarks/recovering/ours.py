@@ -52,7 +52,7 @@ class Agents(dict[str, subprocess.Popen[str]]):
 
 
 Deed = Callable[[list[Line], Agents], None]
-"""What befalls, given the lines of the newest generation and the agents."""
+"""The fault, given the lines of the newest generation and the agents."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ SILENCE = 120.0
 
 
 class Objects:
-    """What is kept, in chunks; those of an object that went are used again, so that from the second
+    """The kept bytes, in chunks. Chunks of a removed object are reused, so that from the second
     save on no page is new."""
 
     def __init__(self) -> None:

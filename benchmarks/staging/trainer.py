@@ -84,7 +84,8 @@ class Loop:
         self.begins.append((self._number, begun, pause, cpu))
 
     def ended(self) -> float | None:
-        """When the newest save ended; None while it has not. Raises RuntimeError when it failed."""
+        """Return when the newest save ended; None while it has not. Raises RuntimeError if it
+        failed."""
         ends = self._way.ends(self._number)
         if ends.error is not None:
             raise RuntimeError(ends.error)

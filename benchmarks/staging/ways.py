@@ -57,7 +57,7 @@ class Places:
 
 @dataclass
 class Ends:
-    """When one save was safe, in seconds of the trainer's monotonic clock."""
+    """The times when one save was safe, in seconds of the trainer's monotonic clock."""
 
     outside: float | None = None  # of the machine that trains
     stored: float | None = None  # in the network storage

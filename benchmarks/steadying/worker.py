@@ -26,7 +26,7 @@ KINDS = ("off", "on", "floor", "floor", "on", "off")
 
 
 def kind_of(step: int, stretch: int) -> str:
-    """What the stretch of a step is for; the first of all is on, to fault all memory in."""
+    """Return the kind of a step's stretch; the first of all is on, to fault all memory in."""
     number = (step - 1) // stretch
     return KINDS[(number - 1) % len(KINDS)] if number else "on"
 

@@ -258,7 +258,7 @@ def lines(seed: int, count: int, recorded: Sequence[bytes], fresh: Callable[[], 
 
 
 def told(connect: Callable[[], socket.socket], data: bytes, most: int = 1 << 20) -> bytes:
-    """What comes back for bytes, once this end has no more to say, until the other end closes."""
+    """Send bytes, close this end for writing, and return the answer until the other end closes."""
     found = b""
     with connect() as connection:
         connection.settimeout(60)

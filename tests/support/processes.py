@@ -1,4 +1,4 @@
-"""What the operating system says of other processes, and stopping one for sure."""
+"""Reads the operating system's state of other processes, and stops one for sure."""
 
 from __future__ import annotations
 

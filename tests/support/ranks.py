@@ -51,7 +51,7 @@ Dies = Mapping[int, str | int]  # rank -> a signal's name ("SIGKILL") or an exit
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a body knows about itself. `folder` is shared by the ranks of one call."""
+    """A body's knowledge about itself. `folder` is shared by the ranks of one call."""
 
     rank: int
     world_size: int
@@ -112,7 +112,7 @@ class RankContext:
 
 @dataclass(frozen=True)
 class Result:
-    """How one rank ended: `exit` is its exit code, or minus a signal's number."""
+    """The end of one rank: `exit` is its exit code, or minus a signal's number."""
 
     rank: int
     exit: int

@@ -31,7 +31,7 @@ class DegreesConfig(Section):
 
 
 class LayoutConfig(DegreesConfig):
-    """How the model is spread: replicas of pp x dp_shard x tp workers, as many as workers allow."""
+    """Replicas of pp x dp_shard x tp workers, as many as the number of workers allows."""
 
     workers: int = Field(0, ge=0, description="workers; 0: one copy of the model (planned)")
     zero: Literal[1, 2, 3] = Field(

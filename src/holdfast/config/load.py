@@ -68,7 +68,7 @@ class Loaded:
         return replace(self, config=_validate(data, origins, self.name), origins=origins)
 
     def to_json(self) -> dict[str, Any]:
-        """What `resolved.json` holds."""
+        """Return the contents of `resolved.json`."""
         return {
             "config": self.config.model_dump(mode="json"),
             "origins": {k: {"kind": o.kind, "place": o.place} for k, o in self.origins.items()},

@@ -46,7 +46,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class EpochUse:
-    """How often the samples of one epoch of one source were used."""
+    """Uses of the samples of one epoch of one source."""
 
     source: str
     epoch: int  # from 0
@@ -57,7 +57,7 @@ class EpochUse:
 
 @dataclass
 class AuditResult:
-    """What the audit found; `ok` when every sample up to `last_step` was used exactly once."""
+    """Result of the audit; `ok` if every sample up to `last_step` was used exactly once."""
 
     last_step: int
     samples: int = 0  # positions of the steps audited

@@ -54,7 +54,7 @@ class Stream:
 
 
 class Dataset:
-    """What `holdfast data prepare` wrote. Open it with `Dataset.open(folder)`."""
+    """A dataset that `holdfast data prepare` wrote. Open it with `Dataset.open(folder)`."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]):
         self.folder = folder

@@ -142,10 +142,9 @@ def _fill_validation(
 def tokenizer_sample(
     rows: Sequence[Rows], lots: Sequence[NDArray[np.uint8]], sample_bytes: int
 ) -> list[NDArray[np.bool_]]:
-    """Which training documents the tokenizer is trained on: per unit a mask [documents].
-
-    Those with the lowest second half of their hash (the first decides the split), until they
-    hold `sample_bytes`; at least one.
+    """Return the training documents of the tokenizer: per unit a mask [documents]. These have the
+    lowest second half of their hash (the first decides the split), until they hold `sample_bytes`;
+    at least one.
     """
     total = sum(int(r[lot == TRAIN, 2].sum()) for r, lot in zip(rows, lots, strict=True))
     share = min(1.0, 2.0 * sample_bytes / max(total, 1))

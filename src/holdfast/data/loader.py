@@ -15,7 +15,7 @@ from holdfast.data.batch import Microbatch, fed_hash
 
 
 class BatchSource(Protocol):
-    """What a Loader reads; `batch.Batches` is one."""
+    """The source of a Loader; `batch.Batches` is one."""
 
     def microbatch(self, step: int, index: int, part: int = 0, parts: int = 1) -> Microbatch: ...
 

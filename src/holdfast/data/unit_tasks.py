@@ -1,4 +1,4 @@
-"""What one process does to one unit: *scan* it, and later *tokenise* it.
+"""The tasks of one process on one unit: *scan* it, and later *tokenise* it.
 
 Each result is one small file: a line of JSON, then bytes whose checksum that line holds. It is
 written atomically, so an existing result is complete, and a killed preparation continues with the
@@ -35,7 +35,7 @@ TokenArray = NDArray[np.unsignedinteger[Any]]
 
 
 class Encoder(Protocol):
-    """What of a tokenizers.Tokenizer tokenising needs."""
+    """The part of a tokenizers.Tokenizer that tokenising needs."""
 
     def encode_batch_fast(self, batch: list[str], *, add_special_tokens: bool) -> list[Any]: ...
 

@@ -19,7 +19,7 @@ from holdfast.errors import DataError
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a dataset must know of its tokenizer. `size` counts ids, added tokens included."""
+    """A dataset's knowledge of its tokenizer. `size` counts ids, added tokens included."""
 
     size: int
     end: int
@@ -90,7 +90,7 @@ def describe(tokenizer: Tokenizer, path: Path) -> Vocabulary:
 
 
 def differences(path: Path, other: Path) -> str | None:
-    """How two tokenizer.json differ in what a token id means, or None when they do not."""
+    """Return how two tokenizer.json differ in the meaning of token ids; None if they do not."""
     a, b = (load(p).get_vocab(with_added_tokens=True) for p in (path, other))
     if len(a) != len(b):
         return f"{len(a)} tokens against {len(b)}"

@@ -163,7 +163,7 @@ def write_folder(
 
 @dataclass(frozen=True)
 class Sampling:
-    """How text is drawn from a model; `tokens` at most, fewer where it ends its document."""
+    """Settings of sampling: at most `tokens`, fewer if the model ends its document."""
 
     tokens: int = 120
     temperature: float = 0.8
@@ -174,7 +174,7 @@ class Sampling:
 def continuations(
     run: Run, checkpoint: Checkpoint, prompts: Sequence[str], how: Sampling
 ) -> list[str]:
-    """What the model writes after each prompt, up to the end of the document."""
+    """Return the model's text after each prompt, up to the end of the document."""
     import torch
 
     from holdfast.model.generate import generate

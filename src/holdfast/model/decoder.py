@@ -168,7 +168,7 @@ class Blocks(nn.Module):
 
 
 class Sight(NamedTuple):
-    """What attention knows of its tokens: their rotary angles, and who sees whom."""
+    """The tokens as attention sees them: their rotary angles, and the mask."""
 
     rotary: Rotary
     mask: Tensor | None

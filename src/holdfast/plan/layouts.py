@@ -117,7 +117,8 @@ def _idle(config: RunConfig, step: int, least: int, replicas: int) -> LayoutErro
 
 
 def _more_microbatches(config: RunConfig, key: str, degrees: DegreesConfig, least: int) -> str:
-    """What would give every pipeline enough: another schedule, a shorter one, fewer replicas."""
+    """Return remedies that give every pipeline enough: another schedule, a shorter one, fewer
+    replicas."""
     layout = config.layout
     offers = ["layout.schedule=gpipe"]
     one = degrees.ranks // degrees.pp  # ranks of a stage

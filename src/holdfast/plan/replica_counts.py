@@ -124,7 +124,8 @@ class _Rest:
         self._size, self._there, self._new = size, there, new
 
     def best(self, budget: int) -> _Entry | None:
-        """What uses the most workers with at most `budget` microbatches a step."""
+        """Return the choice that uses the most workers with at most `budget` microbatches a
+        step."""
         entry = self._table(lambda e: (e.kept, -e.number, -e.least))[self._size]
         if entry is not None and entry.least <= budget:
             return entry

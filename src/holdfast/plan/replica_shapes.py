@@ -98,7 +98,7 @@ class Shapes:
         return tuple(chosen)
 
     def allows(self, mesh_shape: MeshShape) -> bool:
-        """Whether a replica that is there already may stay."""
+        """Return True if an existing replica may stay."""
         pp, dp_shard, cp, tp = mesh_shape
         inside = any(
             pp <= s.mesh_shape[0] and dp_shard <= s.mesh_shape[1] and tp <= s.mesh_shape[3]
@@ -155,7 +155,7 @@ class Shapes:
 
 
 class _Possible:
-    """Whether the rules of the run file allow a degree; each axis has its own."""
+    """Return True if the rules of the run file allow a degree; each axis has its own."""
 
     def __init__(self, config: RunConfig):
         self._config = config
@@ -176,9 +176,8 @@ class _Possible:
 
 
 class Parts:
-    """How much of the state at one place of a replica is at a place of another, in bytes.
-
-    An estimate: cuts are taken as exact fractions, tp's and dp_shard's as independent.
+    """Return the bytes of state that one place of a replica shares with a place of another. It is
+    an estimate: cuts are taken as exact fractions, tp's and dp_shard's as independent.
     """
 
     def __init__(self, config: RunConfig):

@@ -170,7 +170,7 @@ class Progress:
 
 
 def _over(ended: Incident) -> str:
-    """What an incident cost."""
+    """Return the cost of an incident."""
     seconds, still = ended.seconds or 0.0, ended.stood_still
     lost = plural(ended.steps_lost, "step")
     cost = duration(seconds if still is None else still)
@@ -189,6 +189,6 @@ def _together(ranks: Iterable[str]) -> str:
 
 
 def _changes(before: set[str], now: set[str]) -> str:
-    """Which nodes came and went."""
+    """Return the nodes that came and went."""
     came, gone = ", ".join(sorted(now - before)), ", ".join(sorted(before - now))
     return (f"; {gone} left out" if gone else "") + (f"; {came} taken in" if came else "")

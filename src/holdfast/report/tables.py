@@ -126,7 +126,7 @@ def generations(history: History) -> str:
 
 
 def _origin(generation: Generation) -> str:
-    """What it began from."""
+    """Return the start of a generation."""
     if generation.live:
         return "what the processes held"
     return generation.restored_from or "initial weights"

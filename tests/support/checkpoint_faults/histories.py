@@ -35,7 +35,7 @@ Files = Mapping[str, bytes]
 
 @dataclass(frozen=True)
 class History:
-    """What was written, as keys and bytes."""
+    """The written objects, as keys and bytes."""
 
     files: dict[str, bytes]
     layouts: tuple[int, int]

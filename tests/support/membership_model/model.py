@@ -312,7 +312,7 @@ class Model:
         return i == k or not (world.cuts & PAIR[i, k] or world.asleep & (1 << i | 1 << k))
 
     def _beats(self, world: World, i: int, coordinator: int, mark: str) -> bool:
-        """Whether this agent is going to be heard by that coordinator."""
+        """Return True if that coordinator will hear this agent."""
         agent: Agent = self.agents.values[world.agents[i]]
         other: Agent = self.agents.values[world.agents[coordinator]]
         asks = agent.seat.standing in (Standing.SEEKING, Standing.FOLLOWING, Standing.SILENT)
@@ -326,7 +326,7 @@ class Model:
         )
 
     def moving(self, world: World) -> bool:
-        """Whether the newest generation commits steps."""
+        """Return True if the newest generation commits steps."""
         store: Store = self.stores.values[world.store]
         if not store.generations:
             return False

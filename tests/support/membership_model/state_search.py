@@ -69,7 +69,7 @@ def search(model: Model, starts: list[World], most: int = 10_000_000) -> Found:
 
 
 def safe(model: Model, world: World) -> None:
-    """What no world may show."""
+    """A state that no world may show."""
     store: Store = model.stores.values[world.store]
     agents: list[Agent] = [model.agents.values[number] for number in world.agents]
     terms = [agent.reign.term for agent in agents if agent.reign is not None]
