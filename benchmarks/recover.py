@@ -1,5 +1,4 @@
-"""Time to enter the next generation with everything inside the replicas kept, over a bare gloo
-group.
+"""Time to enter the next generation with replicas kept, relative to a bare gloo group.
 
 It is the work of a survivor after it has noticed another replica's loss, until it can compute. That
 is the group of all ranks, an agreement on the step, and the groups of the reduction cells. The

@@ -1,5 +1,4 @@
-"""Time from a fault to the next committed step, by rung of the recovery ladder and for other
-systems.
+"""Time from a fault to the next committed step, by recovery rung, ours and other systems'.
 
 Four workers train a model of 0.7 M parameters, each in a process of its own. In a step they mostly
 wait, as for an accelerator, so that four fit onto few cores. Faults hit them again and again,
