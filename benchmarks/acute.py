@@ -1,25 +1,26 @@
 """Staging against a multi-level baseline: `python -m benchmarks.acute [--quick]`.
 
-After ACUTE (Cho et al., IEEE Access 12, 2024, pp. 116891-116904), which stages checkpoints in the
-memory of a node that stays and reports 43.30 % faster checkpoints than a multi-level scheme on
-average. Here the baseline is PyTorch's DCP: `async_save` copies into local memory, then writes
-into network storage that takes 100 MB/s. Ours copies behind the step into the mover's arena; the
-mover sends it to a real `holdfast stage` over a link of 10 Gbit/s and, beside it, writes it into
-the same storage. Both train the same steps, in real processes, and save at the same cadence.
+This follows ACUTE (Cho et al., IEEE Access 12, 2024, pp. 116891-116904). ACUTE stages checkpoints
+in the memory of a stable node. It reports 43.30 % faster checkpoints than a multi-level scheme on
+average. Here the baseline is PyTorch's DCP: `async_save` copies into local memory, then writes into
+network storage that takes 100 MB/s. Ours copies in the background of the step into the mover's
+arena. The mover sends it to a real `holdfast stage` over a link of 10 Gbit/s and, at the same time,
+writes it into the same storage. Both train the same steps, in real processes, and save at the same
+cadence.
 
-    pause           seconds in which training stands still for a save
+    pause           seconds in which training pauses for a save
     safe outside    from the begin of a save until another machine has all of it: for the baseline
                     the network storage, for ours the staging machine's memory
     in storage      until the network storage has it
-    lost            what a save and the steps beside it took beyond as many steps without
-    CPU             of the training process beyond those steps, and of the processes beside it
+    lost            what a save and the steps during it took beyond as many steps without
+    CPU             of the training process beyond those steps, and of all other processes
 
 One row is harder than the baseline: DCP that writes into a staging node's memory over the same
-link, with no storage behind. Then `holdfast train` as a whole at that cadence: what its journal
-says training was blocked for, over the time of the run.
+link, with no storage behind. Then the complete `holdfast train` runs at that cadence. Its row is
+the time for which training was blocked, from its journal, over the time of the run.
 
-Not like the paper: CPU instead of GPUs, one machine (the storage and the link are processes with a
-token bucket), AdamW's state of a decoder. The first save of each way is not counted.
+Differences from the paper: CPU instead of GPUs, one machine (the storage and the link are processes
+with a token bucket), AdamW's state of a decoder. The first save of each way is not counted.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ NBYTES = {"667 MB": 667e6, "1.31 GB": 1.31e9, "9 MB": 9e6}
 
 
 def compare(size: Size, settings: argparse.Namespace, rates: Rates, folder: Path) -> Found:
-    """One answer for each way, and one for the whole."""
+    """Return one answer for each way, and one for the complete system."""
     found: Found = {}
     saves = settings.rounds
     nbytes = int(1.05 * NBYTES[size.name])

@@ -1,10 +1,10 @@
 """Schedules on waiting devices: the executed timeline against the timer's and the formula.
 
-Real processes, real sends and receives, real tables; only the arithmetic is a wait. For every
-case: the makespan and the mean bubble that the timer (`core/schedule/timing.py`) says, those that
-were executed, and the largest difference of any rank's bubble. The floor is the error of a bare
-wait of the same length in a process that does nothing else, in the same run: nothing executed
-here can be closer than that.
+Processes, sends, receives and tables are real; only the arithmetic is a wait. Every case has the
+makespan and the mean bubble of the timer (`core/schedule/timing.py`), and those that were executed.
+It also has the largest difference of any rank's bubble. The floor is the error of a bare wait of
+the same length in a process that does nothing else, in the same run. Nothing executed here can be
+closer than that.
 
     python -m benchmarks.bubble [--forward-ms 40] [--microbatches 8] [--trace FOLDER]
 """
@@ -73,7 +73,7 @@ def execute(
 
 
 def in_order(schedule: Schedule, spans: list[list[Span]]) -> bool:
-    """Whether every rank executed exactly its row of the table, in its order."""
+    """Return True if every rank executed exactly its row of the table, in its order."""
     return all(
         [s.name for s in mine if s.track == COMPUTE] == [str(a) for c in row for a in singles(c)]
         for row, mine in zip(schedule.actions, spans, strict=True)

@@ -1,9 +1,9 @@
 """The capture pause as a multiple of one memcpy of the same bytes: `python benchmarks/capture.py`.
 
 The floor of a pause is one copy of the rank's own bytes into memory that is already there. Floor
-and capture are run in turn, in the same process, on the same tensors, with a real mover that hashes
-and writes what was captured; the ratio is the median of paired rounds. CPU seconds of the training
-thread are given beside wall seconds, because they do not suffer from busy neighbours.
+and capture run in turn, in the same process, on the same tensors, with a real mover that hashes and
+writes the captures. The ratio is the median of paired rounds. The output has CPU seconds of the
+training thread as well as wall seconds, because busy neighbours do not affect them.
 """
 
 from __future__ import annotations

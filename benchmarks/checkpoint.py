@@ -1,15 +1,15 @@
-"""What a save costs, way by way: `python -m benchmarks.checkpoint [--quick] [--peers-python PATH]`.
+"""Cost of a save, way by way: `python -m benchmarks.checkpoint [--quick] [--peers-python PATH]`.
 
-A state that is whole on every rank is saved again and again. Printed are the pause (seconds in
-which training may not go on: the call, and what it must wait for before the next update; half a
-second of matrix products lies between the two, in place of a step), its CPU seconds on the training
-thread, and the seconds until the save is durable, which may be in the middle of those products.
-Floors are measured in the same processes: a copy of a rank's share into memory that is there, one
-xxh3 of it, and one direct write of the whole. Copy and write are taken again before each save, and
-what is a multiple of one is the median of pairs.
+A state that every rank holds completely is saved again and again. The output has the pause, its CPU
+seconds on the training thread, and the seconds until the save is durable. The pause is the time in
+which training may not continue: the call, and the wait before the next update. Half a second of
+matrix products is between the two, in place of a step. The save may become durable in the middle of
+these products. Floors are measured in the same processes. They are a copy of a rank's share into
+existing memory, one xxh3 of it, and one direct write of all of the state. Copy and write are
+measured again before each save. A multiple of a floor is the median of pairs.
 
-Then, on the most ranks, real steps of 61 M parameters (2,048 tokens) with a save before them, in
-turns with steps without: how much longer they take, all told.
+Then, on the most ranks, real steps of 61 M parameters (2,048 tokens) with a save before them
+alternate with steps without a save. The output has the difference of their times.
 
 Medians; the first save of each way is not counted. Plain torch.save is synced to disk here;
 torch_checkpointing never syncs, and needs an interpreter that has it.
@@ -66,10 +66,10 @@ QUICK = (Case("4 MB", 4, 256, ("DCP async", "ours, waiting", "ours, hidden", "ou
 
 @dataclass(frozen=True)
 class Row:
-    """Medians over saves of the slower rank; `x_`: over the floor before the save. CPU seconds
-    are the least of all saves, over the least of all floors: neighbours of a virtual machine take
-    memory bandwidth, so that the same copy costs up to five times as much from one to the next,
-    and what is asked is what ours costs while nobody does."""
+    """Medians over saves of the slower rank; `x_`: over the floor before the save. CPU seconds are
+    the least of all saves, over the least of all floors. Neighbours of a virtual machine take
+    memory bandwidth, so the cost of the same copy varies up to fivefold. The question is the cost
+    of our copy without such neighbours."""
 
     pause: float
     cpu: float

@@ -1,10 +1,10 @@
-"""What a copy in another machine's memory costs: `python benchmarks/copies.py [--mb 700]`.
+"""Cost of a copy in another machine's memory: `python benchmarks/copies.py [--mb 700]`.
 
-The sender is this process with one rank's snapshots, the receiver a real `holdfast stage`, both on
-this machine over loopback: no network was measured. Each row is the best of the rounds, in wall
-seconds and in CPU seconds of both processes, beside its floor from the same run: the same bytes
-from one memory file into another's pages over a loopback socket (sendfile, recv_into, a process
-each) and one pass of xxh3 over them, which is what a receiver cannot do without.
+The sender is this process with one rank's snapshots, the receiver a real `holdfast stage`. Both are
+on this machine over loopback, so no network is measured. Each row is the best of the rounds, in
+wall seconds and in CPU seconds of both processes, with its floor from the same run. The floor is
+the same bytes from one memory file into another's pages over a loopback socket (sendfile,
+recv_into, a process each). A pass of xxh3 over them is added, which every receiver needs.
 """
 
 from __future__ import annotations

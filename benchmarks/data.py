@@ -4,14 +4,15 @@
     python -m benchmarks.data --tokens-per-second N    of the quickstart model (else: measured here)
     python -m benchmarks.data --cores 1 --rounds 15
 
-Tokenising: the tokenise stage of `holdfast data prepare` (documents read, checked against the
-scan, encoded, packed and written, up to the end of the processes) against the `tokenizers`
-library's own `encode_batch_fast` on documents that lie in memory, on as many threads as we use
-processes. Both take turns, in an order that alternates; the ratio is the library's time over
-ours within a round, its median with a bootstrap interval.
+Tokenising: the tokenise stage of `holdfast data prepare` against the `tokenizers` library's own
+`encode_batch_fast`. The stage reads documents, checks them against the scan, encodes, packs and
+writes them, up to the end of the processes. The library has its documents in memory, and as many
+threads as we use processes. Both take turns, in an order that alternates. The ratio is the
+library's time over ours within a round, its median with a bootstrap interval.
 
 Loading: samples of the quickstart's shape out of `Loader`, hashed and as tensors, on one thread
-beside the training loop, against the tokens a second that the quickstart model trains at here.
+next to the training loop. They are compared with the tokens a second that the quickstart model
+trains at here.
 
 Index arithmetic: positions, sources and samples of one random step, 1,000 of them, among 10^12
 samples against among 10^6.

@@ -1,9 +1,9 @@
 """Forward and backward of our decoder against `transformers`' Llama of the same shape and weights.
 
-One process, one thread, float32, the two interleaved and paired: each round times both, in an
-order that alternates, and the ratio (theirs / ours, above 1 is faster) is taken within a round.
-The table gives medians with a bootstrap interval of the median ratio, for CPU seconds and for
-wall seconds. Both losses and every gradient are compared before anything is timed.
+One process runs both, on one thread, in float32, interleaved and paired. Each round times both, in
+an order that alternates. The ratio (theirs / ours, above 1 is faster) is taken within a round. The
+table gives medians with a bootstrap interval of the median ratio, for CPU seconds and for wall
+seconds. Both losses and every gradient are compared before anything is timed.
 
     python -m benchmarks.decoder [--rounds 30] [--shape 15m]
 """

@@ -4,13 +4,13 @@
 
 A run of ours is trained for a few steps and exported twice: as a DCP folder with torchtitan's
 names, and as a Hugging Face folder. torchtitan's own CheckpointManager loads the first (weights,
-AdamW's moments and settings) and, through its adapter, the second; transformers loads the second
-as well. All three must give the same logits. torchtitan then takes a step and saves; `holdfast
-checkpoint import` begins a run from that, and what is exported of it is loaded by torchtitan once
-more: every tensor must be, bit for bit, the one that it saved.
+AdamW's moments and settings) and, through its adapter, the second. transformers loads the second as
+well. All three must give the same logits. torchtitan then takes a step and saves. `holdfast
+checkpoint import` begins a run from that, and torchtitan loads the export of this run once more.
+Every tensor must be, bit for bit, the one that torchtitan saved.
 
-PATH is an interpreter that has torchtitan, transformers and Holdfast. Ends with 1 where something
-differs.
+PATH is an interpreter that has torchtitan, transformers and Holdfast. The exit code is 1 if
+something differs.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Peak memory of an export: `python benchmarks/export.py`.
 
-A checkpoint with the number of tensors and the shape of a 3 B decoder (Llama 3.2 3B: 28 blocks of
-9 tensors, embedding tied), its width reduced so that it has `--megabytes` of weights, is made by
-`--writers` writers side by side, with AdamW's moments (the file is three times the weights). Real
-bytes, real files. Then it is exported in a process of its own, which says its peak resident memory
-(VmHWM) before it opens the checkpoint, torch loaded, and at its end. The difference is what
-exporting takes; the bar is a few shards of `--shard-megabytes`, however large the model.
+The checkpoint has the number of tensors and the shape of a 3 B decoder (Llama 3.2 3B: 28 blocks of
+9 tensors, embedding tied). Its width is reduced so that it has `--megabytes` of weights.
+`--writers` writers make it side by side, with AdamW's moments (the file is three times the
+weights). Bytes and files are real. Then a process of its own exports it. The process reports its
+peak resident memory (VmHWM) before it opens the checkpoint, with torch loaded, and at its end. The
+difference is the memory of exporting. The bar is a few shards of `--shard-megabytes`, for any size
+of the model.
 
-Printed beside it: the same weights as `transformers` itself would save them, from one whole model
-in memory, are at least `weights` bytes.
+The output also has the memory of `transformers` itself: it saves the same weights from one complete
+model in memory, which is at least `weights` bytes.
 """
 
 from __future__ import annotations

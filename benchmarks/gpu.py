@@ -4,11 +4,11 @@
     python -m benchmarks.gpu train.microbatch_size=8      with other values of the run file
     python -m benchmarks.gpu --run-file examples/quickstart/run.yaml device=cpu     does it run?
 
-It is `holdfast train` as a person would type it, agent, loader, ledger, reports and the last
-checkpoint included, in a temporary folder; within ten minutes, or it is told to leave. Figures
-come from the run's journal. Steps before `--skip` compile and warm up and are left out; the
-others count whole, but for the seconds of a capture, which have a line of their own. Tokens are
-those computed on: samples times sequence length. Utilisation has two conventions, both named.
+It is `holdfast train` as a user would type it, with agent, loader, ledger, reports and the last
+checkpoint. It runs in a temporary folder, and is asked to leave after ten minutes. Figures come
+from the run's journal. Steps before `--skip` compile and warm up and are left out. The other steps
+count without the seconds of a capture, which have a line of their own. Tokens are those computed
+on: samples times sequence length. Utilisation has two conventions, both named.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long `holdfast --help` takes, beside an interpreter that does nothing.
+"""Time of `holdfast --help`, compared with an interpreter that does nothing.
 
     python benchmarks/help.py
 

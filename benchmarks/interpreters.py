@@ -1,11 +1,11 @@
 """Our interpreter against torch.distributed.pipelining's, on the same table and the same stages.
 
-Both run in the same processes, one thread each, in turns, float32 on the CPU; a round times one
-step of each and the ratio (theirs / ours, above 1: ours is faster) is taken within it. A step
+Both run in the same processes, one thread each, in turns, float32 on the CPU. A round times one
+step of each, and the ratio (theirs / ours, above 1: ours is faster) is taken within it. A step
 counts from a common start to the end of the last rank. Losses and gradients of both are compared
-bit for bit before anything is timed. The floor is a message of the boundary's size sent to and
-fro between two ranks that do nothing else. Then both are torn down and built anew again and
-again in the same processes, and what is left behind is counted.
+bit for bit before anything is timed. The floor is a message of the boundary's size sent to and fro
+between two ranks that do nothing else. Then both are torn down and rebuilt again and again in the
+same processes, and what is left behind is counted.
 
     python -m benchmarks.interpreters [--rounds 40] [--ranks 2] [--microbatches 8]
 """
@@ -175,7 +175,7 @@ def compare(
 
 
 def ping_pong(line: Peers, message: Tensor, rounds: int) -> list[float]:
-    """Seconds that a message takes one way between ranks 0 and 1; empty on the others.
+    """Return the seconds that a message takes one way between ranks 0 and 1; empty on other ranks.
 
     All ranks call. The sends are kept until an exchange shows that they have arrived.
     """

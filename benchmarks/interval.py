@@ -1,18 +1,19 @@
-"""When to save: the adaptive interval against every fixed one, on traces of machines that go.
+"""Intervals between saves: the adaptive one against every fixed one, on traces of lost machines.
 
-For every trace, job size and cost of a save: the share of the running time that saves and redone
-work cost, averaged over phases. A phase is another choice of the job's nodes, another moment of
-each departure within its sampling step, and another beginning within the trace; so no interval wins
-by the luck of its phase. The best fixed interval is found by a sweep on that very trace, which no
-policy could know beforehand. Bars: the adaptive policy, which begins with the default prior and
-sees each failure when it happens, costs at most 1.05 of the best fixed interval, and less than 10
-min, 30 min, and Young's interval with a rate that is 10 times too high or too low.
+The result is the share of the running time that saves and repeated work cost, averaged over phases.
+It is given for every trace, job size and cost of a save. A phase is another choice of the job's
+nodes, another moment of each departure within its sampling step, and another beginning within the
+trace. So no interval wins by the luck of its phase. The best fixed interval is found by a sweep on
+that very trace, which no policy could know beforehand. The adaptive policy begins with the default
+prior and sees each failure when it happens. Its bars: it costs at most 1.05 of the best fixed
+interval, and less than 10 min and 30 min. It also costs less than Young's interval with a rate that
+is 10 times too high or too low.
 
     python -m benchmarks.interval [--traces DIR] [--plot FILE.svg] [--held-out]
 
-DIR: files of the kinds that `holdfast.simulate.traces` reads; others are named and passed over.
+DIR: files of the kinds that `holdfast.simulate.traces` reads; other files are named and skipped.
 Two constants of the policy (the prior's mean and the exponent of the number of nodes) were chosen
-after misses on these traces had been seen; --held-out runs what nobody looked at for that: the
+after misses on these traces. --held-out runs data that was not used for this choice. These are the
 further clusters of tables that hold several, and other seeds of the synthetic generators.
 """
 
@@ -229,8 +230,8 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def drawing(rows: Sequence[Row], cost: float = 1.5, across: int = 3) -> str:
-    """Lost time over the interval, a panel per trace (its largest job), both scales by tens; the
-    dot is the adaptive policy at its mean interval, the line its level."""
+    """Draw lost time over the interval, a panel per trace (its largest job), both scales by tens.
+    The dot is the adaptive policy at its mean interval, the line its level."""
     chosen: dict[str, Row] = {}
     for row in rows:
         if row.cost == cost and row.nodes >= chosen.get(row.trace, row).nodes:

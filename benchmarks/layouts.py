@@ -1,11 +1,11 @@
 """A training step under each axis of a layout, against the same axis in other loops.
 
-tp2 (tensor with sequence parallelism), pp2 (8 microbatches, 1F1B and GPipe) and dp_shard2, on
-two workers with one thread each: by hand from PyTorch's own pieces (parallelize_module, the
-pipelining schedules, fully_shard), in DeepSpeed and with torchtitan's plans. Every loop has the
-same weights, the same decoder maths, the same tokens, fused AdamW and clipping to norm 1 over
-the whole gradient; `benchmarks/turns.py` says how they are compared, `peers/floor.py` what the
-floor is.
+The axes are tp2 (tensor with sequence parallelism), pp2 (8 microbatches, 1F1B and GPipe) and
+dp_shard2, on two workers with one thread each. The other loops are by hand from PyTorch's own
+pieces (parallelize_module, the pipelining schedules, fully_shard), in DeepSpeed and with
+torchtitan's plans. Every loop has the same weights, decoder maths and tokens, fused AdamW, and
+clipping to norm 1 over the complete gradient. `benchmarks/turns.py` says how they are compared,
+`peers/floor.py` what the floor is.
 
     python -m benchmarks.layouts                      every pair
     python -m benchmarks.layouts tp2 pp2              some pairs

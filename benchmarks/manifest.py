@@ -1,15 +1,15 @@
-"""What a checkpoint's commit object costs at scale: `python benchmarks/manifest.py`.
+"""Cost of a checkpoint's commit object at scale: `python benchmarks/manifest.py`.
 
-Nothing is saved: the real code derives the boxes of every rank, places them, merges the parts of
-all writers, encodes the commit object, opens it, and finds what one rank reads. The checksums are
-made up (they are as long as real ones). The default is a Llama-like decoder of 1 T parameters with
-AdamW in fp32 on 16,384 ranks: 4 replicas of pp 16, dp_shard 32, tp 8.
+Nothing is saved. The real code derives the boxes of every rank, places them, and merges the parts
+of all writers. Then it encodes the commit object, opens it, and finds what one rank reads. The
+checksums are made up (they are as long as real ones). The default is a Llama-like decoder of 1 T
+parameters with AdamW in fp32 on 16,384 ranks: 4 replicas of pp 16, dp_shard 32, tp 8.
 
-Seconds are CPU seconds of this one process (time.process_time), with wall seconds beside them. The
-bars are 100 MB, and 10 s for planning: table and topology, parsing the part manifests of all ranks,
-merging (which derives and places the boxes of all ranks again, and compares them with the parts),
-encoding, opening, and what one rank reads. Steps in brackets are shown and not counted twice: boxes
-and placing alone.
+Seconds are CPU seconds of this one process (time.process_time); wall seconds are shown too. The
+bars are 100 MB, and 10 s for planning. Planning is table and topology, parsing the part manifests
+of all ranks, merging, encoding, opening, and what one rank reads. (Merging derives and places the
+boxes of all ranks again, and compares them with the parts.) Steps in brackets are shown and not
+counted twice: boxes and placing alone.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Killed in the midst of a large message: from there to the next committed step.
+"""Time from a kill in the midst of a large message to the next committed step.
 
-gloo wakes nobody who waits for the rest of a message
-(`src/holdfast/parallel/comm/abortable_wait.py`), and the larger messages are, the surer a loss
-leaves one behind. Three workers of one node, a model whose gradients are as large as `--dim` makes
-them; a worker is killed while some connection of this machine holds bytes that nobody has read,
-again and again:
+gloo wakes no thread that waits for the rest of a message
+(`src/holdfast/parallel/comm/abortable_wait.py`). The larger messages are, the likelier a loss
+leaves one incomplete. Three workers of one node train a model whose gradients are as large as
+`--dim` makes them. Again and again, a worker is killed while some connection of this machine holds
+unread bytes:
 
     reduce   in a step of all three
-    move     while one that takes the place of a lost one is sent the state
+    move     while the replacement of a lost one receives the state
 
-Seconds from SIGKILL to the next step in a later generation, what of it is more than a step, and the
-workers that had to be killed after it, because they did not stop; beside it the floors of
-`benchmarks.recovery`.
+The output has the seconds from SIGKILL to the next step in a later generation, and how much of it
+is more than a step. It also has the number of workers that had to be killed because they did not
+stop, and the floors of `benchmarks.recovery`.
 
     python -m benchmarks.midway [reduce move] [--rounds 6] [--dim 768]
 """
@@ -40,7 +40,7 @@ DEADLINE = 60.0
 
 
 def under_way() -> bool:
-    """Whether a connection of this machine holds so much that is not read yet, or not sent."""
+    """Return True if a connection of this machine holds that many bytes unread or unsent."""
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         if max(int(size, 16) for size in line.split()[4].split(":")) > HELD:
             return True

@@ -1,11 +1,11 @@
-"""Who stands still: how soon it is named and excluded, and that nobody is where nobody does.
+"""Hang detection: time until a hung worker is named and excluded, and false alarms without one.
 
     stops         one worker of four is stopped (SIGSTOP), again and again; each time all four are
                   back before the next. Seconds from the signal to the line that names it, and to
-                  the generation without its process; both beside the bar, three normal steps and a
+                  the generation without its process; both against the bar, three normal steps and a
                   second. Agents are stopped, too, each with its worker.
-    undisturbed   2,000 steps, in the second half of which two loops keep both cores busy. Whoever
-                  is named is counted.
+    undisturbed   2,000 steps, in the second half of which two loops keep both cores busy. Each
+                  named worker is counted.
 
 Four nodes of one worker each, and one node of four: real agents on this machine.
 

@@ -1,9 +1,9 @@
 """Paired ratios and how sure we are of them.
 
-Two things that are timed one after the other, again and again, see the same machine: the ratio
-within a round cancels what the machine does meanwhile. The median of those ratios is quoted with
-a bootstrap interval (Efron 1979): redraw the rounds with replacement, take the median of each
-redraw, quote the middle 95 %.
+Two things that are timed in turn, again and again, see the same machine. The ratio within a round
+cancels what the machine does meanwhile. The median of those ratios is quoted with a bootstrap
+interval (Efron 1979). That is: redraw the rounds with replacement, take the median of each redraw,
+quote the middle 95 %.
 """
 
 from __future__ import annotations

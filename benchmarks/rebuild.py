@@ -1,10 +1,10 @@
-"""One rebuild in live processes, as a multiple of what no rebuild can do without.
+"""Cost of one rebuild in live processes, as a multiple of the work that every rebuild needs.
 
-A rebuild is what `train/recover.py` does where a replica cannot stay as it is: it ends the groups
-of one generation, meets and agrees in the next, builds model, optimizer and reducer, and moves the
-state, ranks moved on by one, in the same processes. (A replica of one rank always stays:
-`benchmarks.recover`.) The floor is taken just before, in the same processes: one memcpy of a rank's
-state into memory that is there, plus one bare gloo group among the same ranks. Both take the
+A rebuild is what `train/recover.py` does if a replica cannot stay as it is. It ends the groups of
+one generation, joins and agrees in the next, and builds model, optimizer and reducer. Then it moves
+the state, ranks shifted by one, in the same processes. (A replica of one rank always stays:
+`benchmarks.recover`.) The floor is measured just before, in the same processes. It is one memcpy of
+a rank's state into existing memory, plus one bare gloo group among the same ranks. Both take the
 slowest rank's time; the ratio is the median over rounds with its 95 % bootstrap interval. The first
 rebuild of a process (imports, caches) is left out. `tp2>dpshard2` takes turns between two layouts.
 "build" is the end of the old engine too, and Python's collection of it, without which its memory

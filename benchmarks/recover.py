@@ -1,9 +1,9 @@
-"""Into the next generation with everything inside the replicas kept, beside a bare gloo group.
+"""Time to enter the next generation with replicas kept, relative to a bare gloo group.
 
-What a survivor of another replica's loss does once it has noticed it, and until it can compute:
-the group of all ranks, an agreement on the step, the groups of the reduction cells. The floor is
-one bare gloo group among the same processes, taken just before. Both take the slowest rank's time;
-the ratio is the median over rounds with its 95 % bootstrap interval.
+It is the work of a survivor after it has noticed another replica's loss, until it can compute. That
+is the group of all ranks, an agreement on the step, and the groups of the reduction cells. The
+floor is one bare gloo group among the same processes, measured just before. Both take the slowest
+rank's time. The ratio is the median over rounds with its 95 % bootstrap interval.
 
     python -m benchmarks.recover                dp2, dp4, and replicas of two ranks
     python -m benchmarks.recover dp4            some layouts

@@ -1,31 +1,32 @@
-"""From a fault to the next committed step: by rung of the recovery ladder, and beside others.
+"""Time from a fault to the next committed step, by recovery rung, ours and other systems'.
 
-Four workers train a model of 0.7 M parameters, each in a process of its own, with steps in which
-they mostly wait, as for an accelerator (so that four fit onto few cores). Something befalls them
-somewhere in a step, again and again; between two faults all are there again.
+Four workers train a model of 0.7 M parameters, each in a process of its own. In a step they mostly
+wait, as for an accelerator, so that four fit onto few cores. Faults hit them again and again,
+somewhere in a step. Between two faults all workers are back.
 
-    step s       the time of a step before, and among those who are left after it
+    step s       the time of a step before, and among the remaining workers after it
     to next s    from SIGKILL (an exception being raised, a notice) to the next step that is
-                 committed in the generation that follows; CPU: seconds of the whole machine
+                 committed in the generation that follows; CPU: seconds of all of the machine
                  meanwhile
-    beyond s     what of that is more than one step of those who are left; then, more than one step
-                 before, which is shorter where fewer are left to compute the same
-    lost         steps that were done again: those that were committed before, and the step in
-                 flight where what was computed of it was thrown away. A step that goes on with what
-                 those who stay had computed of it is none (who raised an exception in it computes
-                 its own share anew); where nobody stays it always is one
+    beyond s     the part of it beyond one step of the remaining workers, then beyond one step
+                 before; the second is smaller, as fewer workers need longer for the same step
+    lost         repeated steps: those that were committed before, and the step in flight if its
+                 computed part was thrown away. A step is not lost if it continues from what the
+                 remaining workers had computed (a worker that raised an exception in it computes
+                 its own share again). If no worker remains, it is always lost
     rung         of the ladder, as the journal says
 
 Ours by rung: 0 replica lost, 1 error without loss of a process, 2 one of four shards lost and
-replaced by a standby, 3 node lost and an idle one in its place, 4 node lost and nothing in its
-place, 5 a node that was lost is back ("to next s" is for how long training stands still, from the
-last step before to the first after; CPU is from the start of its agent), 6 all agents killed and
-started again by the same commands, from a checkpoint of every fifth step; a planned move is a node
-that is told to go. torchrun starts everybody anew from a checkpoint of DCP, of every fifth step,
-too; torchft is told of a loss by its lighthouse after 0.5 s; Ray Train starts the group anew.
+replaced by a standby. In rung 3 a node is lost and an idle one replaces it, in rung 4 nothing
+replaces it. In rung 5 a lost node is back. There "to next s" is the length of the stall, from the
+last step before to the first after. CPU counts from the start of its agent. In rung 6 all agents
+are killed and started again by the same commands, from a checkpoint of every fifth step. In a
+planned move a node receives a notice to leave. torchrun restarts all processes from a checkpoint of
+DCP, of every fifth step, too. torchft learns of a loss from its lighthouse after 0.5 s. Ray Train
+restarts the group.
 
-Below the rows each bar, with the measured beside it, as a multiple of the floors and, where the
-peers ran, a share of theirs.
+Below the rows is each bar with the measured value, as a multiple of the floors. If the peers ran,
+it is also shown as a share of theirs.
 
     python -m benchmarks.recovery [NAME ...] [--peers-python PYTHON] [--step 0.5] [--rounds 3]
 """

@@ -1,23 +1,23 @@
-"""What a restore costs, as multiples of its floors: `python -m benchmarks.restore`.
+"""Cost of a restore, as multiples of its floors: `python -m benchmarks.restore`.
 
 A real mover process holds the state of a run (by default 1 GB) in memory and has made it durable.
 Then the state is read by boxes, onto the layout that wrote it and onto another one (shards of 8
-ranks onto 3), from memory, from the disk, and from a store where every request takes 20 ms. Every
-byte is checked. Floors are measured in the same run, in turn with the cases: one copy of the bytes
-between warm memory; one out of the mover's memory by a process that maps it first, as a new worker
-must (page faults, dearer in a virtual machine); xxh3 over them; a plain read of the files one after
-another; the same bytes from the slow store as one object, in requests as large and as many at a
-time as a bucket is read with, by as many processes; and the same once more, with xxh3 over what
-came, which on two busy cores is a good part of the whole. From the slow store each rank reads in a
-process of its own, as it does in a run: they are forked before, and begin together. CPU seconds are
-those of the processes that restore; `read` is bytes read per byte needed. The kernel is told to
-forget the files before each read from the disk. No torch. The lines below the table are the bars,
-and whether they hold.
+ranks onto 3). It is read from memory, from the disk, and from a store where every request takes 20
+ms. Every byte is checked. Floors are measured in the same run, in turn with the cases. The first
+floor is one copy of the bytes between warm memory. The second is one copy out of the mover's memory
+by a process that maps it first, as a new worker must (with page faults). The third is xxh3 over
+them, the fourth a plain read of the files one after another. The fifth is the same bytes from the
+slow store as one object. Its requests are as large and as many at a time as those to a bucket, from
+as many processes. The sixth adds xxh3 over the received bytes, which takes a good part of the time
+on two busy cores. From the slow store each rank reads in a process of its own, as in a run. These
+processes are forked before, and begin together. CPU seconds are those of the processes that
+restore; `read` is bytes read per byte needed. Before each read from the disk, the kernel drops the
+files from its cache. The lines below the table are the bars, and whether they hold. No torch.
 
-"killed worker" is what stands between a worker's death and its successor's state: find the newest
-step, ask for the memory, read and check; without the start of a process. "killed process" is the
-same with a real process, which holds the whole state and is killed (SIGKILL): until the next one
-has it; seconds until that one runs, and until its memory is there, are shown beside it.
+"killed worker" is the time from a worker's death to its successor's state, without the start of a
+process. It finds the newest step, requests the memory, reads and checks. "killed process" is the
+same from SIGKILL of a real process until the next one has the state. The seconds until that one
+runs, and until it has its memory, are shown too.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def table_of(nbytes: int) -> StateTable:
 
 
 def wanted(topology: Topology, table: StateTable, rank: int) -> Plan:
-    """What a rank holds, and warm memory for it."""
+    """The state of a rank, and warm memory for it."""
     boxes = [box for box in local_boxes(topology, table, rank) if box.size]
     return [(box, memoryview(np.ones(box.size * 4, np.uint8))) for box in boxes]
 
@@ -312,7 +312,7 @@ class Bench:
         return costs
 
     def drop_cache(self) -> None:
-        """Let the kernel forget the files, as far as it does: they are read from the disk then."""
+        """Ask the kernel to drop the files from its cache, so that they are read from the disk."""
         for writer in self.commit.writers:
             fd = os.open(self.mover.store.folder / writer.blob.key, os.O_RDONLY)
             try:
@@ -381,7 +381,7 @@ class Killed(NamedTuple):
 
 
 def killed_process(mover: Mover, megabytes: int, generation: int) -> Killed:
-    """A process that holds the whole state is killed, and another one takes its place."""
+    """Kill a process that holds all of the state, and replace it by another one."""
     first, _ = _worker(mover, megabytes, generation)
     killed = time.monotonic()
     first.kill()

@@ -1,22 +1,22 @@
-"""One coordinator and many agents: what it costs, and how long a generation takes to be decided.
+"""One coordinator and many agents: cost, and the time to decide on a generation.
 
     python -m benchmarks.scale [--agents 64 512 4096] [--seconds 30] [--changes 5]
 
-The coordinator is a process of its own; the agents are the agents' own client code over real HTTP
-on loopback, many to a process, each with a node whose workers are a switch. Heartbeats come every
-2 s (5 s at 4,096), and an agent is lost after three. Measured:
+The coordinator is a process of its own. The agents are the agents' own client code over real HTTP
+on loopback, many to a process. Each has a node whose workers are a switch. Heartbeats come every 2
+s (5 s at 4,096), and an agent is lost after three. Measured:
 
     steady      CPU seconds a second of the coordinator, and of all agents together, while nothing
                 happens but heartbeats
-    change      one agent reports a broken worker; all halt, hold, begin the next generation, work:
-                from that report to the last agent's acknowledgement
+    change      one agent reports a broken worker; all halt, hold, begin the next generation, work.
+                From that report to the last agent's acknowledgement
     lost        one agent falls silent: from the moment it is given up to the last acknowledgement
                 of a generation without it
     floor       what a signed request that does nothing costs the same server, in the same run
 
 Agents and coordinator share the machine, so a change takes as long as both together need. One thing
-is not as on machines of their own: a generation's object in the run store is read and parsed once
-for all agents of a process, not once for each (`read` says how long that takes).
+differs from separate machines. All agents of a process share one reading and parsing of a
+generation's object in the run store (`read` says how long that takes).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Reading:
 
 
 class Client:
-    """An agent that nobody asks: it has no listener."""
+    """An agent without a listener, so it is never probed."""
 
     def __init__(self, name: str, store: FolderStore, beat: float, read: Reading) -> None:
         self.work = Switch()
@@ -85,8 +85,8 @@ class Client:
 
 
 async def agents(folder: Path, first: int, count: int, beat: float) -> None:
-    """Does what is said on standard input, a line each, and says when it is done: `break`, a worker
-    of the first agent; `stop`, the last agent that is left; `floor ADDRESS`; `cpu`."""
+    """Obey commands on standard input, a line each, and report when each is done. They are `break`
+    (a worker of the first agent), `stop` (the last remaining agent), `floor ADDRESS` and `cpu`."""
     store = FolderStore(folder)
     read = Reading(store)
     clients = [Client(f"n{first + i:05d}", store, beat, read) for i in range(count)]

@@ -1,24 +1,25 @@
-"""What it costs that nothing can be lost: `python -m benchmarks.steady [NAME ...]`.
+"""Steady cost of fault tolerance: `python -m benchmarks.steady [NAME ...]`.
 
-Two agents on this machine are two nodes of one worker each; 0.8 M parameters, 8,192 tokens a step,
-and each step's state goes into the node's memory (tier 0) and the other's (tier 1), with heartbeats
-and the commit of every step. Stretches of steps alternate in the same processes: nothing captured
-(off), every step captured and sent (on), nothing captured while a pair of bare processes does what
-cannot be left out (floor): one copy of the state, one hash of it, the peer's bytes over a loopback
-socket into warm memory and a hash there. So neither neighbours nor the age of the run decide.
+Two agents on this machine are two nodes of one worker each, with 0.8 M parameters and 8,192 tokens
+a step. Each step's state goes into the node's memory (tier 0) and the other node's (tier 1), with
+heartbeats and the commit of every step. Stretches of steps alternate in the same processes. "off"
+captures nothing, and "on" captures and sends every step. "floor" captures nothing, while a pair of
+bare processes does the unavoidable work. That is one copy of the state, one hash of it, the peer's
+bytes over a loopback socket into warm memory and a hash there. So neither neighbours nor the age of
+the run decide.
 
     step ms      off, on and floor: the median step, first steps of a stretch left out
-    blocked ms   of a step's time, in the training thread, for tiers: median, and the worst rank's;
-                 below them what that consists of, and the same of a plain memcpy of as many bytes
-                 in that thread, in the stretches that are floor
+    blocked ms   of a step's time, in the training thread, for tiers: median, and the worst rank's.
+                 Below them are its parts, and the same of a plain memcpy of as many bytes in that
+                 thread, in the stretches that are floor
     least        the same work as two nodes must divide it, with signed messages and nothing else
-                 (`steadying.least`), over the floor; decided: with Holdfast's messages, manifests,
-                 checks, an agent that is told, and nothing else (`steadying.decided`)
+                 (`steadying.least`), over the floor. decided: with Holdfast's messages, manifests,
+                 checks, reports to an agent, and nothing else (`steadying.decided`)
     added        wall of on over off, paired by rounds; CPU ms a step of all processes (workers,
                  movers, agents) more than off, of the bare work likewise, and their ratio
-    request      what one costs that does nothing; a step needs eight of them at least: on each node
-                 a capture is announced, offered, read and told of
-    agents       CPU of both agents, heartbeats and journal and all, as a share of the whole run's
+    request      cost of an empty one. A step needs eight of them at least: on each node a capture
+                 is announced, offered, read and reported
+    agents       CPU of both agents with heartbeats and journal, as a share of the run's
 
 The commit is no part of the difference: its vote rides with the norm that clipping needs anyway.
 """
@@ -69,7 +70,7 @@ STATE = 12
 """Bytes of a parameter: itself and its two moments."""
 WORLD = 2
 WORST = 3
-"""So many of the worst blocked steps are told in their parts."""
+"""Number of the worst blocked steps that are shown in their parts."""
 OURS = ("agents", "movers", "workers")
 HEAD = (
     f"{'':<12}{'rounds':>7}{'step ms: off':>14}{'on':>8}{'floor':>8}{'blocked ms':>12}{'worst':>8}"
@@ -98,11 +99,11 @@ class Stretch:
 
 
 class SilentError(Exception):
-    """The run ended, or did not go on."""
+    """The run ended, or did not continue."""
 
 
 class Line(NamedTuple):
-    """What a rank tells of a step. when: seconds since the epoch; spent: seconds of `PARTS`."""
+    """A rank's report of a step. when: seconds since the epoch; spent: seconds of `PARTS`."""
 
     when: float
     step: int
@@ -181,7 +182,7 @@ class Run:
 
 
 class Bare:
-    """Processes that do a step's work when they are told to: `steadying.floor` and others."""
+    """Processes that do a step's work on request: `steadying.floor` and its variants."""
 
     def __init__(self, name: str, *about: object) -> None:
         self.name = name
@@ -264,7 +265,7 @@ def row(name: str, stretches: list[Stretch]) -> str:
 
 
 def held_up(stretches: list[Stretch]) -> str:
-    """What the worst blocked steps consist of, and what a memcpy takes in that thread."""
+    """Return the parts of the worst blocked steps, and the time of a memcpy in that thread."""
     on = sorted((b for s in stretches if s.kind == "on" for b in s.blocked), key=_sum)
     worst = "; ".join(
         " + ".join(f"{name} {1e3 * part:.2f}" for name, part in each.items() if part >= 1e-4)
@@ -279,9 +280,9 @@ def held_up(stretches: list[Stretch]) -> str:
 
 
 def by_kind(stretches: list[Stretch]) -> str:
-    """CPU ms a step of all processes of a kind, without and with, means over all stretches; and
-    what movers and agents add over the floor: computing a step, workers differ by more from step
-    to step than a capture costs them."""
+    """Return CPU ms a step of all processes of a kind, without and with captures, as means over all
+    stretches. Also return what movers and agents add over the floor. Workers are left out of it,
+    because their steps differ by more than a capture costs them."""
 
     def spent(name: str, kind: str) -> float:
         chosen = [s for s in stretches if s.kind == kind]

@@ -1,7 +1,7 @@
 """A training step of ours against the same step in other loops.
 
-Every loop has the same weights, our decoder module, the same tokens, fused AdamW and clipping to
-norm 1, on two workers with one thread each; `benchmarks/turns.py` says how they are compared.
+Every loop has our decoder module, equal weights and tokens, fused AdamW and clipping to norm 1, on
+two workers with one thread each. `benchmarks/turns.py` says how they are compared.
 
     python -m benchmarks.train_step                      every pair
     python -m benchmarks.train_step ddp fsdp             some pairs

@@ -1,14 +1,14 @@
 """Two loops that do the same training step, timed in turns.
 
-Each loop is two worker processes (`benchmarks/peers`) with one thread each, over the same
-weights and tokens. First the losses of three steps must agree, or the pair says so and is not
-timed. Then the loops take turns, a block of steps each, in an order that alternates; all
-processes live throughout, and those that wait do not spin. The ratio is the peer's time over
-ours (above 1: ours is faster), taken within a round; rounds go on until the 95 % bootstrap
-interval of the median is within +-0.015, or `--rounds` is reached. Wall time is the slower
-rank's; CPU time is summed over ranks and threads.
+Each loop is two worker processes (`benchmarks/peers`) with one thread each, over the same weights
+and tokens. First the losses of three steps must agree, or the pair says so and is not timed. Then
+the loops take turns, a block of steps each, in an order that alternates. All processes live
+throughout, and those that wait do not spin. The ratio is the peer's time over ours (above 1: ours
+is faster), taken within a round. Rounds continue until the 95 % bootstrap interval of the median is
+within +-0.015, or `--rounds` is reached. Wall time is the slower rank's; CPU time is summed over
+ranks and threads.
 
-A pair may name a floor: a third loop that takes its turn in every round and does only the matrix
+A pair may name a floor, a third loop that takes its turn in every round. It does only the matrix
 products and the memory traffic that no implementation of the step can leave out.
 """
 
@@ -247,9 +247,9 @@ def _settings(pairs: Sequence[Pair], title: str) -> argparse.Namespace:
 
 
 def compare(pairs: Sequence[Pair], title: str) -> int:
-    """The whole command: one table of the pairs that the command line names (none: all).
+    """Run the command: print one table of the pairs that the command line names (none: all).
 
-    Returns the exit code: 1 where losses differ.
+    Returns the exit code: 1 if losses differ.
     """
     settings = _settings(pairs, title)
     width = max(len(pair.name) for pair in pairs)

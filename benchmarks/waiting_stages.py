@@ -1,14 +1,14 @@
 """Stages that wait instead of computing: the one fake allowed for parallel speed.
 
-Where several ranks share a few cores, real arithmetic measures the operating system's scheduler.
-A waiting stage takes a given time per action, sends and receives real tensors of a given size
-between real processes, and so shows what a schedule does on devices that do not disturb each
-other: its bubble, and what its transfers hide behind.
+If several ranks share a few cores, real arithmetic measures the operating system's scheduler. A
+waiting stage takes a given time per action, and exchanges real tensors of a given size between real
+processes. So it shows what a schedule does on devices that do not disturb each other. That is its
+bubble, and the work behind which its transfers hide.
 
-A wait ends at a moment fixed when it begins. Nobody wakes exactly then, and being late would add
-up over a row of actions that follow each other without a pause; so the next one counts from the
-moment at which the one before should have ended. (An accelerator with work queued behaves so: its
-host may be late, the device goes on.)
+A wait ends at a moment fixed when it begins. No process wakes exactly then, and the delays would
+add up over a row of actions without a pause. So the next action counts from the moment at which the
+last one should have ended. (An accelerator with queued work behaves so: its host may be late, the
+device continues.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PAUSE = 0.0005  # seconds; an action that begins later than this had something 
 
 
 class WaitingStages:
-    """The stages of one rank (`StageWork`, with the backward whole or split), waiting.
+    """The stages of one rank (`StageWork`, with an undivided or a split backward) that wait.
 
     seconds: how long each action of (stage, kind) takes.
     nbytes: of every activation, and of every gradient, between two stages.

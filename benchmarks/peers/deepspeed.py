@@ -1,5 +1,5 @@
-"""DeepSpeed's engines on the CPU with torch's fused AdamW and their own clipping: ZeRO stage 2
-or 3, its pipeline (1F1B), and its training with automatic tensor parallelism."""
+"""DeepSpeed's engines on the CPU with torch's fused AdamW and their own clipping. These are ZeRO
+stage 2 or 3, its pipeline (1F1B), and training with automatic tensor parallelism."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def plain_loss(logits: Tensor, shift_labels: Tensor) -> Tensor:
 
 def tensor(bench: Bench) -> None:
     """AutoTP: the tensor parallelism that DeepSpeed trains with. The vocabulary of the head is
-    sharded with the loss; embedding and norms are whole on every rank, and so are the tokens."""
+    sharded with the loss; every rank has all of the embedding, the norms and the tokens."""
     join(bench)
     module = HookedLoss(compiled(Parts(bench.work.decoder()), bench.work))
     rows = {"patterns": [r".*attention\.o\.weight$", r".*ffn\.down\.weight$"]}

@@ -1,10 +1,11 @@
-"""What no implementation of a step can leave out, as a loop of its own: a floor from the same run.
+"""Floor of a step: the unavoidable work of every implementation, as a loop of its own in the same
+run.
 
 A rank does the matrix products of its own linear layers (forward, gradient of the input, gradient
-of the weight) at the layout's local shapes, into memory that is there, and one copy as large as
-half of what AdamW reads and writes (a copy reads and writes too): parameter, gradient and both
-moments in, all but the gradient out. No attention, no norms, no softmax, no communication, no
-waiting for another stage.
+of the weight). It does them at the layout's local shapes, into existing memory. It also does one
+copy as large as half of what AdamW reads and writes (a copy reads and writes too). AdamW reads
+parameter, gradient and both moments, and writes all but the gradient. No attention, no norms, no
+softmax, no communication, no waiting for another stage.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from holdfast.model.decoder import Decoder
 
 
 class Parts(nn.Module):
-    """The whole decoder, or one stage of a pipeline; what is not here is None.
+    """The complete decoder, or one stage of a pipeline; what is not here is None.
 
     blocks: of the stage, in order (None: all). The first stage has the embedding, the last one
     norm and head. Parameters keep the decoder's names.
@@ -29,9 +29,9 @@ class Parts(nn.Module):
         self.rotary = decoder.rotary
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens [B, S] on the first stage, else what enters: [B, S, D] -> logits [B, S, V] on
-        the last stage, else what leaves: [B, S, D]."""
-        length = x.shape[1]  # of the whole: under sequence parallelism the embedding gives a part
+        """Run the stage. Input: tokens [B, S] on the first stage, [B, S, D] on later ones. Output:
+        logits [B, S, V] on the last stage, [B, S, D] on earlier ones."""
+        length = x.shape[1]  # all of S: with sequence parallelism the embedding gives a part
         if self.embed is not None:
             x = self.embed(x)
         rotary = self.rotary(length, None, x)

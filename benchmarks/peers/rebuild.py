@@ -1,8 +1,8 @@
 """A run of ours that is torn down and rebuilt in its own processes, again and again.
 
-A "step" of the bench is one rebuild with a floor before it: one memcpy of this rank's state into
-memory that is there, and one bare gloo group among the same processes. Ranks move on by one each
-time, so that sharded state has to travel, and no replica of several ranks can stay as it is.
+A "step" of the bench is one rebuild with a floor before it. The floor is one memcpy of this rank's
+state into existing memory, and one bare gloo group among the same processes. Ranks shift by one
+each time. So sharded state has to travel, and no replica of several ranks can stay as it is.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A run of ours that enters one generation after another with nothing lost.
 
 A "step" of the bench is `recover` into the same topology under a new generation, between two steps
-of training, after a floor: one bare gloo group among the same processes. Replicas are whole, so
-everything inside them stays: what is timed is what every loss of another replica costs beside the
-kernel's own teardown of the dead process.
+of training. The floor, one bare gloo group among the same processes, comes before it. Replicas are
+complete, so everything inside them stays. So this is the cost of each loss of another replica,
+without the kernel's own teardown of the dead process.
 """
 
 from __future__ import annotations

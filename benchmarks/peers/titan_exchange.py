@@ -19,7 +19,7 @@ Found = dict[str, Any]
 
 
 class Trainer:
-    """What torchtitan's own trainer builds, as far as state goes."""
+    """The parts of torchtitan's own trainer that hold state."""
 
     def __init__(self, request: Found, folder: Path, **settings: Any) -> None:
         from torchtitan.components.checkpoint import CheckpointManager

@@ -1,9 +1,9 @@
 """torchtitan's FSDP plan, gradient clipping and loss convention around our decoder's blocks.
 
 Its Trainer needs triton and an accelerator and does not start on a CPU, so the loop is its
-trainer's step written out: embedding, each block, and norm with head as units of FSDP2, losses
-summed and divided by the global token count, its `clip_grad_norm_`. One patch: gloo cannot
-reduce with a factor inside, so FSDP2 is told to sum.
+trainer's step written out. Embedding, each block, and norm with head are units of FSDP2. Losses are
+summed and divided by the global token count, and its `clip_grad_norm_` clips. One patch: gloo
+cannot reduce with a factor inside, so FSDP2 is set to sum.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """torchtitan's own Llama 3 model with our weights, under its plan for tensor and sequence
 parallelism or in its pipeline.
 
-What it takes to run on a CPU: its language models no longer offer plain causal attention, so the
-class for it (`ScaledDotProductAttention`) is named by hand with the kernels that a CPU has; FSDP2
-over one rank, which its `parallelize_llama` always adds, is told to sum (gloo cannot reduce with
-a factor inside).
+Two changes let it run on a CPU. Its language models no longer offer plain causal attention, so the
+class for it (`ScaledDotProductAttention`) is named by hand with the kernels that a CPU has. Its
+`parallelize_llama` always adds FSDP2 over one rank, which is set to sum (gloo cannot reduce with a
+factor inside).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ RENAMED = {
 
 @contextmanager
 def without_triton() -> Iterator[None]:
-    """Its package imports triton for kernels of experts, which this model has none of: while it
-    is imported, a stand-in takes triton's place (torch itself has looked for triton before)."""
+    """Replace triton by a stand-in while torchtitan is imported. Its package imports triton for
+    kernels of experts, and this model has none. (torch itself has looked for triton before.)"""
     importlib.import_module("torch._inductor.compile_fx")
     names = ("triton", "triton.language")
     sys.modules |= {name: MagicMock() for name in names}

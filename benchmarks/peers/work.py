@@ -1,9 +1,9 @@
 """The work that every loop does, and the bench that times it.
 
-A loop is a function `run(bench)`. It builds its model from `bench.work`, calls `bench.ready()`,
-and from then on calls `bench.done(loss)` after each optimizer step; the bench answers when the
-next block of steps may begin, so that two loops in two sets of processes can take turns. The
-clock runs from the order to the end of the last step of a block.
+A loop is a function `run(bench)`. It builds its model from `bench.work` and calls `bench.ready()`.
+From then on it calls `bench.done(loss)` after each optimizer step. The bench answers when the next
+block of steps may begin, so two loops in two sets of processes can take turns. The clock runs from
+the order to the end of the last step of a block.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class Bench:
         self._wait()
 
     def done(self, loss: Tensor | float | None, notes: dict[str, float] | None = None) -> None:
-        """A step is over; `loss` is this rank's mean, or the global one, or None on a rank that
-        does not know it; `notes` is what else the rank has measured. May end the process."""
+        """End a step. `loss` is this rank's mean, or the global one, or None on a rank that does
+        not know it. `notes` is what else the rank has measured. May end the process."""
         self._notes.append(notes or {})
         self._losses.append(None if loss is None else float(loss))
         self._left -= 1

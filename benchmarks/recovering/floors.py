@@ -1,8 +1,8 @@
-"""What no recovery can be quicker than: `python -m benchmarks.recovering.floors` prints JSON.
+"""Floors of a recovery: `python -m benchmarks.recovering.floors` prints JSON.
 
-error      from SIGKILL of one of four processes of a bare gloo group to the error in the first
-           of the others, which wait in a reduction (by itself the last may learn of it by the
-           group's time limit alone)
+error      from SIGKILL of one of four processes of a bare gloo group to the first error in another
+           one. All wait in a reduction. (By itself the last may learn of it by the group's time
+           limit alone.)
 regroup    a gloo group of three, over a file store, to its first reduction
 import     a process that imports torch and ends
 """

@@ -1,4 +1,5 @@
-"""What the processes of a run tell while they train, a line a step: see `recovering/worker.py`."""
+"""Lines that the processes of a run write while they train, one a step: see
+`recovering/worker.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pathlib import Path
 
 
 class SilentError(Exception):
-    """What was waited for did not come."""
+    """The expected event did not come."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Found:
-    """One loss. seconds: from the fault to the next committed step; step: how long a step took
-    before and after; cpu: seconds of the whole machine meanwhile; generation: in which that next
-    step was; rung: by which it came about, as its journal says.
+    """One loss. seconds: from the fault to the next committed step. before, after: duration of a
+    step before and after the fault. cpu: seconds of all of the machine meanwhile. generation: the
+    one of that next step. rung: how the run recovered, from its journal.
 
-    lost: steps done again. For everybody alike these are the steps that were committed before and
-    once more after, and the step in flight where what was computed of it was thrown away: somebody
-    who stays says so (a line with its number below zero), or nobody stays."""
+    lost: repeated steps. For all systems alike, these are steps that were committed before the
+    fault and again after it. The step in flight counts too if its computed part was thrown away. A
+    remaining process reports that (a line with its number below zero), or no process remains."""
 
     seconds: float
     before: float
@@ -44,7 +45,7 @@ class Found:
 
     @property
     def beyond(self) -> float:
-        """What it took beyond one step among those who are left."""
+        """Return the seconds beyond one step of the remaining workers."""
         return self.seconds - max(self.before, self.after)
 
     @property
@@ -57,7 +58,7 @@ class Lines:
     """The file, read as it grows."""
 
     def __init__(self, path: Path, alive: Callable[[], str], seconds: float = 60.0) -> None:
-        """alive: "" while the run lives, else its last words."""
+        """alive: returns "" while the run lives, its last output afterwards."""
         self._path, self._alive, self._seconds = path, alive, seconds
         path.touch()
 
@@ -96,8 +97,8 @@ class Lines:
     def befall(
         self, deed: Callable[[list[Line]], None], after_steps: int = 3, still: bool = False
     ) -> Found:
-        """Do it, and see what comes of it. still: nothing breaks, and it counts from the last step
-        before, not from the deed, for how long training stands still."""
+        """Do it and wait for the outcome. still: nothing breaks, so the length of the stall counts
+        from the last step before the deed."""
         known = self.read()
         newest = max(line.generation for line in known)
         cpu, begun = machine_cpu(), time.time()
@@ -111,7 +112,7 @@ class Lines:
         begun = next((line.time for line in found if line.step == 0 and line.time > begun), begun)
         first = min(line.time for line in found if _after(line, newest, begun))
         reached = next(line.generation for line in found if line.time == first)
-        found = self.until(  # on a busy machine others may join after fewer
+        found = self.until(  # on a busy machine other workers may join after fewer
             lambda lines: (
                 len(commits(lines, reached)) >= after_steps
                 or max(line.generation for line in lines) > reached
@@ -136,7 +137,8 @@ def _after(line: Line, generation: int, begun: float) -> bool:
 
 
 def commits(lines: list[Line], generation: int) -> dict[int, float]:
-    """When each of its steps was committed: nobody applies before all have voted."""
+    """Return when each step of a generation was committed: no rank applies it before all have
+    voted."""
     out: dict[int, float] = {}
     for line in lines:
         if line.generation == generation and line.step > 0:
@@ -152,7 +154,7 @@ def _gap(times: dict[int, float]) -> float:
 
 def machine_cpu() -> float:
     """Seconds that the machine's cores have computed. On a machine that does nothing else, they are
-    those of the run: whatever its processes are called and whoever has reaped them."""
+    those of the run, for any names of its processes and any parent that reaped them."""
     words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     user, nice, system = (int(word) for word in words[:3])
     return (user + nice + system) / 100.0

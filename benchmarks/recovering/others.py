@@ -1,4 +1,4 @@
-"""Others' runs that lose a process, over and over: see `recovering/peer_loops.py`."""
+"""Runs of other systems that lose a process, over and over: see `recovering/peer_loops.py`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PEERS = (
 
 
 class Processes:
-    """What was started, all of it ended at the end."""
+    """Started processes, all of which are ended at the end."""
 
     def __init__(self, folder: Path) -> None:
         self._log = (folder / "log").open("w")
@@ -91,8 +91,8 @@ def _running(loop: str, python: str, folder: Path, step: float) -> Iterator[tupl
         if loop == "torchft":
             yield processes, _torchft(processes, python, told)
         elif loop == "dcp":
-            # torch 2.13 keeps one store over all restarts, without a prefix for each: processes
-            # that were started anew found the addresses of the dead, and none came up.
+            # torch 2.13 keeps one store over all restarts, without a prefix for each. Restarted
+            # processes found the addresses of dead ones, and none came up.
             processes.start(
                 python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}",
                 "--max-restarts=50", "--monitor-interval=0.1", "-m", *told,

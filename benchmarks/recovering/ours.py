@@ -1,4 +1,4 @@
-"""Runs of ours that something befalls, over and over: by rung of the recovery ladder."""
+"""Runs of ours that faults hit, over and over: by rung of the recovery ladder."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Agents(dict[str, subprocess.Popen[str]]):
 
 
 Deed = Callable[[list[Line], Agents], None]
-"""What befalls, given the lines of the newest generation and the agents."""
+"""The fault, given the lines of the newest generation and the agents."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """nodes: workers of each. shards: of a replica. back: whether there are as many workers as
-    before afterwards. spare: one more node, without a worker. away: how many workers are lost
-    first, with node n1, and what is measured is how long it stands still when that comes back."""
+    """One case. nodes: workers of each. shards: of a replica. back: True if there are as many
+    workers as before afterwards. spare: one more node, without a worker. away: how many workers are
+    lost first, with node n1. Then the stall is measured when that node comes back."""
 
     name: str
     nodes: Sequence[int]
@@ -113,8 +113,9 @@ def environment(**more: str) -> dict[str, str]:
 def measured(
     case: Case, run_file: Path, step: float, seconds: float, rounds: int
 ) -> Iterator[Found]:
-    """What comes back is hit again in the same run; else each round is a run of its own. step:
-    seconds of a step of all workers. rounds: 0 for the case's own. Raises SilentError."""
+    """Run a case. If the workers come back, the fault hits again in the same run; otherwise each
+    round is a run of its own. step: seconds of a step of all workers. rounds: 0 for the case's own.
+    Raises SilentError."""
     rounds = rounds or case.rounds
     if case.back:
         yield from measure(replace(case, rounds=rounds), run_file, step, seconds)
@@ -186,7 +187,8 @@ def _befallen(
 
 
 def _is_taken_in(folder: Path, node: str) -> bool:
-    """What could take part there is made ready once the others are known to work."""
+    """Return True if the node has joined: its standby is prepared once the other nodes are known to
+    work."""
     return (folder / "logs" / f"standby1.{node}.log").exists()
 
 

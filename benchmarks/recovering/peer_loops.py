@@ -1,12 +1,13 @@
-"""The loops of others that `benchmarks.recovery` breaks.
+"""The loops of other systems that `benchmarks.recovery` breaks.
 
     python -m benchmarks.recovering.peer_loops NAME FOLDER SECONDS     (dcp: under torchrun)
 
-Each has a model of 0.8 M parameters with AdamW, a step that waits as long as ours does, its
-gradients averaged over four processes, and the same line a step (`recovering/worker.py`). A step
-that was computed and given up is told with its number below zero.
+Each has a model of 0.8 M parameters with AdamW and a step that waits as long as ours does. Its
+gradients are averaged over four processes, and it writes the same line a step
+(`recovering/worker.py`). A step that was computed and given up is reported with its number below
+zero.
 
-    dcp      torchrun restarts everybody; DCP saves every fifth step, and is read at the start
+    dcp      torchrun restarts all processes; DCP saves every fifth step, and is read at the start
     torchft  four replica groups; the one that is killed is started again, and is sent the state
     ray      Ray Train v2; rank 0 reports a checkpoint after every step
 """
@@ -99,8 +100,8 @@ def torchft(folder: Path, seconds: float) -> None:
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
 
-    # Who waits in gloo's ring for one that is alive is told of a loss by this deadline alone: as
-    # short as a steady step allows.
+    # A process that waits in gloo's ring for a live one learns of a loss by this deadline alone. So
+    # it is as short as a steady step allows.
     patience = timedelta(seconds=seconds + 0.5)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=patience), load_state_dict=load,

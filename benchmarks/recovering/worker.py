@@ -1,11 +1,11 @@
 """A worker of `benchmarks.recovery`: the real one, whose microbatches take a given time.
 
-The time passes asleep, as it does for a process that waits for its accelerator: so four workers on
-two cores step like four machines. Every step that is applied is told by one line in a file:
-`seconds since the epoch, step, generation, rank, process, workers`. A step of which this process
-had computed microbatches, and that does not go on with what anybody kept of it, is told with its
-number below zero, when the next one begins. SIGUSR1: raise an exception in the microbatch that it
-is in, once, and tell when that was by a line of step 0.
+The time passes asleep, as it does for a process that waits for its accelerator. So four workers on
+two cores step like four machines. Every applied step is reported by one line in a file: `seconds
+since the epoch, step, generation, rank, process, workers`. If this process had computed
+microbatches of a step that does not continue from any kept part, it reports that step. The line has
+the step's number below zero, and is written when the next one begins. SIGUSR1: raise an exception
+in the current microbatch, once, and report its time by a line of step 0.
 """
 
 from __future__ import annotations

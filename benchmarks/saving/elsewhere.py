@@ -1,5 +1,5 @@
-"""torch_checkpointing (meta-pytorch), as its documentation says it is to be used: a manager, its
-lock around the update, a future for the end of the write. It never syncs to disk."""
+"""Saves with torch_checkpointing (meta-pytorch) as its documentation recommends. That is a manager,
+its lock around the update, and a future for the end of the write. It never syncs to disk."""
 
 from __future__ import annotations
 

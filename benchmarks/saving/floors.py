@@ -1,5 +1,5 @@
-"""What no way of saving can leave out, measured in the same run: one copy of the bytes into memory
-that is there, one hash of them, one write of them past the page cache and a sync."""
+"""Floors of every way of saving, measured in the same run. They are one copy of the bytes into
+existing memory, one hash of them, and one write past the page cache with a sync."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Ours:
     """Every rank is a replica, so each captures its share of what all of them hold."""
 
     def __init__(self, name: str, task: Task, rank: int, state: Mapping[str, Tensor]) -> None:
-        """name: "ours, waiting"; "ours, hidden": the copy runs beside the next step; "ours,
+        """name: "ours, waiting"; "ours, hidden": the copy runs during the next step; "ours,
         memory": the same, and nothing becomes durable."""
         topology = place(Layout(dp_replicate=task.world), 1, ("here",) * task.world)
         table = tuple(TensorSpec(n, "F32", tuple(t.shape), 0) for n, t in state.items())
@@ -46,7 +46,7 @@ class Ours:
             assert isinstance(made, Captured), made
         self._newest, told = step, Future[None]()
         self._told = told
-        # As a worker does: when the copy is whole, which may be before the fence.
+        # As a worker does: when the copy is complete, which may be before the fence.
         self._capturer.after(step, lambda cost: self._announce(step, told))
 
     def fence(self) -> None:

@@ -40,8 +40,8 @@ class Trainer:
         }
 
     def pairs(self, way: Way, pairs: int, number: Callable[[], int]) -> dict[str, Any]:
-        """Wall seconds of a step with the save before it, and of one without, in turns.
-        `blocked`: of the former, seconds in which training stood still."""
+        """Wall seconds of a step with the save before it, and of one without, in turns. `blocked`:
+        of the former, seconds in which training was blocked."""
         found: dict[str, Any] = {"with": [], "without": [], "blocked": []}
         for turn in range(pairs + 1):
             for saves in (turn % 2 == 0, turn % 2 == 1):
@@ -63,7 +63,7 @@ class Trainer:
         return time.perf_counter() - begun + self.train(way)
 
     def train(self, way: Way | None) -> float:
-        """One step; the seconds that it stood still before the update."""
+        """Do one step; return the seconds for which it was blocked before the update."""
         whole = self._work.tokens[self._step % self._work.distinct]
         mine = whole[self._rank * self._share :][: self._share]
         self._step += 1

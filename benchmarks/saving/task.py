@@ -1,4 +1,4 @@
-"""What a rank of the checkpoint benchmark is told, and what a way of saving is."""
+"""Task of a rank of the checkpoint benchmark, and the protocol of a way of saving."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ TRAINED = {"preset": "medium", "vocabulary": 22_784, "sequence": 256, "batch": 8
 
 @dataclass(frozen=True)
 class Task:
-    """A state of `tensors` equal fp32 tensors, whole on every rank; or, with `train`, what a real
-    engine holds."""
+    """A state of `tensors` equal fp32 tensors, complete on every rank; or, with `train`, the state
+    of a real engine."""
 
     world: int
     meeting: str
@@ -34,8 +34,8 @@ class Task:
 
 
 class Way(Protocol):
-    """One way of saving. A save is begun and fenced on the training thread, which stands still in
-    both calls; what lies between may run beside it."""
+    """One way of saving. A save is begun and fenced on the training thread, which is blocked in
+    both calls. Work between them may run in the background."""
 
     def begin(self, step: int) -> None:
         """Returns when training may compute the next step, which changes nothing."""

@@ -21,7 +21,7 @@ State = Mapping[str, Tensor]
 
 
 class Plain:
-    """`torch.save` on rank 0 and a sync to disk; the others wait for it."""
+    """`torch.save` on rank 0 and a sync to disk; the other ranks wait for it."""
 
     def __init__(self, task: Task, state: State) -> None:
         self._path, self._state = f"{task.folder}/plain.pt", dict(state)

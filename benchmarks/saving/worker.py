@@ -3,7 +3,7 @@ input, one answer each on standard output.
 
     {"floor": "xxh3", "rounds": n}
     {"way": name, "rounds": n, "least": n, "seconds": s, "beside": s}
-                                                            saves of a state that stands still,
+                                                            saves of a state that does not change,
                                                             each after its floors
     {"way": name, "pairs": n}                               real steps, with and without it
 """
@@ -81,9 +81,9 @@ class Rank:
     def _saves(
         self, way: Way, rounds: tuple[int, int], seconds: float, beside: float
     ) -> dict[str, Any]:
-        """At least and at most so many saves. The first is not counted: it sets things up. A
-        thread waits for the end of each, so that a save that ends beside the computing is not
-        taken for one that ends after it.
+        """Make the given least and most number of saves. The first is not counted: it sets things
+        up. A thread waits for the end of each, so a save that ends during the computing is not
+        mistaken for one that ends after it.
 
         Neighbours of a virtual machine take memory and disk bandwidth as they come and go. So the
         floors are taken before each save, by itself, and not once for all.
@@ -119,8 +119,8 @@ class Rank:
         return out
 
     def _floors(self) -> Callable[[], dict[str, float]]:
-        """What takes the floors of a save: a copy of each rank's share, at the same time, and then
-        one write of all by the first rank alone."""
+        """Return the function that measures the floors of a save. They are a copy of each rank's
+        share, at the same time, and then one write of all by the first rank alone."""
         whole = sum(t.nbytes for t in self.state.values())
         copy = floors.Memcpy(whole // self.task.world)
         disk = floors.DirectWrite(Path(self.task.folder), whole) if self.rank == 0 else None

@@ -1,10 +1,10 @@
-"""Something at the other end of a link that gives so many bytes a second, and no more.
+"""The far end of a link with a fixed number of bytes a second.
 
-A process of its own: `python -m benchmarks.staging.storage BYTES_PER_SECOND` prints its address.
-It is the network storage of the comparison, and the memory of a staging node for a trainer that
-has none of its own. What arrives is kept in memory, so the link is its only limit; one token
-bucket stands before all connections. A connection is one request: a JSON line, then for a `put`
-the bytes up to the end of the stream; the answer comes when all of them are kept.
+A process of its own: `python -m benchmarks.staging.storage BYTES_PER_SECOND` prints its address. It
+is the network storage of the comparison, and the memory of a staging node for a trainer that has
+none of its own. What arrives is kept in memory, so the link is its only limit; one token bucket
+serves all connections. A connection is one request: a JSON line, then for a `put` the bytes up to
+the end of the stream. The answer comes when all of them are kept.
 
 `NetworkStore` is a run store whose blobs lie there; the small objects stay in a folder.
 """
@@ -33,7 +33,7 @@ SILENCE = 120.0
 
 
 class Objects:
-    """What is kept, in chunks; those of an object that went are used again, so that from the second
+    """The kept bytes, in chunks. Chunks of a removed object are reused, so that from the second
     save on no page is new."""
 
     def __init__(self) -> None:

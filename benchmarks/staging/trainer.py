@@ -1,8 +1,8 @@
 """The process that trains and saves: `python -m benchmarks.staging.trainer ORDER`, one JSON line.
 
-Real steps of our decoder under plain PyTorch; a save is begun at a step boundary when it is due
-and the one before has ended. Every step's wall and CPU seconds (of this process, all threads) are
-kept, so that those beside a save can be compared with those that had none.
+It runs real steps of our decoder under plain PyTorch. A save begins at a step boundary when it is
+due and the last save has ended. Every step's wall and CPU seconds (of this process, all threads)
+are kept. So steps during a save can be compared with steps without one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Step:
 @dataclass(frozen=True)
 class Save:
     begun: float
-    pause: float  # seconds that training stood still
+    pause: float  # seconds that training paused
     outside: float  # seconds from the begin until it is safe outside of this machine
     stored: float | None  # and in the network storage
     steps: int  # begun before it had ended
@@ -84,7 +84,8 @@ class Loop:
         self.begins.append((self._number, begun, pause, cpu))
 
     def ended(self) -> float | None:
-        """When the newest save ended; None while it has not. Raises RuntimeError when it failed."""
+        """Return when the newest save ended; None while it has not. Raises RuntimeError if it
+        failed."""
         ends = self._way.ends(self._number)
         if ends.error is not None:
             raise RuntimeError(ends.error)
@@ -114,7 +115,8 @@ def until_due(loop: Loop, every: float, plain: int) -> None:
 
 
 def saves_of(loop: Loop, way: SafeWay, plain: Step) -> list[Save]:
-    """All but the first, which sets things up. plain: what a step takes that has no save beside."""
+    """Return all saves but the first, which sets things up. plain: cost of a step without a
+    save."""
     out = []
     for number, begun, pause, cpu in loop.begins[1:]:
         ends = way.ends(number)
@@ -132,7 +134,7 @@ def saves_of(loop: Loop, way: SafeWay, plain: Step) -> list[Save]:
 
 
 def plain_step(loop: Loop, way: SafeWay) -> Step:
-    """The medians of steps without a save beside them; the first step of all is not counted."""
+    """Return the medians of steps without a save; the first step of all is not counted."""
     spans = []
     for number, begun, _, _ in loop.begins:
         ends = way.ends(number)

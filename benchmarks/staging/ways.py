@@ -1,9 +1,9 @@
 """The two sides of the comparison, as ways of saving that know when a save is safe.
 
-DCP's asynchronous save copies the state into local memory (its first level) while training stands
-still, and a thread, or a process, of its own writes from there into the network storage. Ours
-copies behind the step into the mover's arena; the mover sends it to a staging machine and writes
-it into the same storage.
+DCP's asynchronous save copies the state into local memory (its first level) while training pauses.
+A thread, or a process, of its own writes from there into the network storage. Ours copies in the
+background of the step into the mover's arena. The mover sends it to a staging machine and writes it
+into the same storage.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WAIT = 120.0
 
 @dataclass(frozen=True)
 class Places:
-    """Where a way saves to: addresses of the network storage and of a staging node's memory; the
+    """Targets of a way: addresses of the network storage and of a staging node's memory, and the
     mover's socket and secret."""
 
     storage: str
@@ -57,7 +57,7 @@ class Places:
 
 @dataclass
 class Ends:
-    """When one save was safe, in seconds of the trainer's monotonic clock."""
+    """The times when one save was safe, in seconds of the trainer's monotonic clock."""
 
     outside: float | None = None  # of the machine that trains
     stored: float | None = None  # in the network storage
@@ -67,7 +67,7 @@ class Ends:
 class SafeWay(Way, Protocol):
     """A way of saving that says when each save was safe."""
 
-    stores: bool  # in the network storage; else a save ends when it is outside
+    stores: bool  # True if in the network storage; otherwise a save ends when it is outside
 
     def ends(self, step: int) -> Ends: ...
 

@@ -1,5 +1,6 @@
-"""The whole of Holdfast at the comparison's cadence: `holdfast train` of a run file that saves by
-the clock, with a real `holdfast stage`. What blocked training is read from the journal.
+"""Runs the complete Holdfast at the comparison's cadence: `holdfast train` of a run file that saves
+by the clock, with a real `holdfast stage`. The time for which training was blocked is read from the
+journal.
 
 Its network storage is the run folder, which is not throttled: no part of training waits for it.
 """
@@ -106,9 +107,9 @@ def measure(
 def _until(
     process: subprocess.Popen[bytes], run: Path, stage_pid: int, saves: int, deadline: float
 ) -> dict[str, float] | None:
-    """Wait for `saves` saves that are both kept by the stage and durable. CPU seconds a save, from
-    the first to the last, of the processes beside the trainer and of the agent's others; None when
-    the run ended or took too long."""
+    """Wait for `saves` saves that are both kept by the stage and durable. Return the CPU seconds a
+    save, from the first to the last, of the processes apart from the trainer. None if the run ended
+    or took too long."""
     stop = threading.Event()
     timer = threading.Timer(deadline, stop.set)
     timer.start()

@@ -1,12 +1,11 @@
-"""What `least` does, with what the architecture has decided on beside it, and nothing more.
+"""The work of `least`, and in addition what the architecture requires, and nothing more.
 
 Requests of a node travel as signed JSON lines over a unix socket, those between nodes as signed
-HTTP. A part's sealed manifest, with a checksum for each extent, goes with its bytes; whoever
-receives them checks every extent, and writes the slot's header last. An agent a node asks its mover
-what has happened, is told once a step, and writes that into a journal. The parts are Holdfast's own
-(`framing`, `wire.http.auth`, `exchange`, `manifest`, `arena`); there is no shelf, no placement, no
-budget, no retry, no generation that changes, and each message is answered by the thread that reads
-it.
+HTTP. A part's sealed manifest, with a checksum for each extent, goes with its bytes. The receiver
+checks every extent, and writes the slot's header last. One agent a node polls its mover, gets an
+answer once a step, and writes it into a journal. The parts are Holdfast's own (`framing`,
+`wire.http.auth`, `exchange`, `manifest`, `arena`); there is no snapshot store, no placement, no
+rate limit, no retry and no change of generation. The thread that reads a message also answers it.
 
     python -m benchmarks.steadying.decided RUN_FILE [key=value ...]
 """
@@ -78,7 +77,7 @@ class Asking:
         self._link, self._lines = link, protocol.LineReader(link)
 
     def ask(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Raises EOFError when the other end has gone."""
+        """Send a request and return its answer. Raises EOFError if the other end has closed."""
         line, nonce = protocol.request_line(SECRET, verb, body, 1, time.time())
         protocol.send(self._link, line)
         received = self._lines.line()

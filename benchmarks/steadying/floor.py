@@ -1,8 +1,8 @@
-"""What no way of keeping a state in another machine's memory does without, beside the training.
+"""Floor of keeping a state in another machine's memory during training.
 
-Two processes. For each line on its stdin the first copies the whole state into memory that is
-there already, hashes the copy (xxh3), and hands what peers are to have to the other over a loopback
-socket (sendfile), which receives it into memory that is there and hashes it too. The first answers
+There are two processes. For each line on its stdin, the first copies the complete state into
+existing memory and hashes the copy (xxh3). It sends the peers' part to the second over a loopback
+socket (sendfile). The second receives it into existing memory and hashes it too. The first answers
 with the CPU seconds of both so far.
 
     python -m benchmarks.steadying.floor STATE_BYTES PEER_BYTES

@@ -1,11 +1,12 @@
 """The floor's work, divided as it is on two nodes, with every message signed, and nothing else.
 
-A worker and a mover a node. For each line on stdin a worker copies its half of the state into
-memory that is there, and tells its mover so over a unix socket. The mover answers, hashes the copy
-on a thread of its own, and sends it behind one message to the other node's, which receives it into
-memory that is there, hashes it and answers. Each message carries an HMAC-SHA256 that the other end
-checks, and says two numbers: there is no HTTP, no manifest, nothing is kept, told to an agent or
-written to a journal. Answers with the CPU seconds of all processes so far.
+Each node has a worker and a mover. For each line on stdin, a worker copies its half of the state
+into existing memory, and notifies its mover over a unix socket. The mover answers, hashes the copy
+on a thread of its own, and sends it after one message to the other node's mover. That mover
+receives it into existing memory, hashes it and answers. Each message holds two numbers and an
+HMAC-SHA256 that the other end checks. There is no HTTP and no manifest. Nothing is kept, reported
+to an agent or written to a journal. The answer on stdout is the CPU seconds of all processes so
+far.
 
     python -m benchmarks.steadying.least STATE_BYTES
 """
@@ -40,7 +41,7 @@ def send(link: socket.socket, number: int, value: float = 0.0) -> None:
 
 
 def receive(link: socket.socket) -> tuple[int, float]:
-    """Raises EOFError when the other end has gone."""
+    """Receive one message. Raises EOFError if the other end has closed."""
     data = bytearray(WORDS.size + DIGEST)
     fill(link, memoryview(data))
     body, digest = bytes(data[: WORDS.size]), data[WORDS.size :]
@@ -61,7 +62,7 @@ def fill(link: socket.socket, target: memoryview) -> None:
 def mover(
     worker: socket.socket, listening: socket.socket, other: tuple[str, int], fd: int, nbytes: int
 ) -> None:
-    """Raises EOFError when the worker has gone."""
+    """Serve one worker. Raises EOFError if the worker has exited."""
     captured = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8)
     kept = memoryview(bytearray(b"\1") * nbytes)
     outwards = socket.create_connection(other)
@@ -97,7 +98,7 @@ def mover(
 
 
 def _until_over(work: Callable[[], None]) -> None:
-    with suppress(EOFError, ConnectionError):  # the others have gone
+    with suppress(EOFError, ConnectionError):  # the other processes have exited
         work()
 
 

@@ -1,4 +1,4 @@
-"""What a request costs that does nothing: `python -m benchmarks.steadying.requests` is its server.
+"""Cost of a request that does nothing: `python -m benchmarks.steadying.requests` is its server.
 
 Signed, answered with a signature, over a connection that is open: as movers of two nodes ask each
 other. CPU of both ends, which are processes of their own.

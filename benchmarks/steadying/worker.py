@@ -1,9 +1,9 @@
 """A worker of `benchmarks.steady`: the real one, which captures in some stretches of steps only.
 
-Steps come in stretches; what a stretch is for follows from the step's number alone (`kind_of`), so
+Steps come in stretches. The kind of a stretch follows from the step's number alone (`kind_of`), so
 all ranks agree. In those that are not "on" nothing is captured, so nothing is hashed or sent. In
-those that are "floor" the training thread copies as many bytes itself, at the end of each step:
-what the scheduler makes of a plain memcpy under this load. Each step is told by one line: `seconds
+those that are "floor" the training thread copies as many bytes itself, at the end of each step.
+That shows what a plain memcpy takes under this load. Each step is reported by one line: `seconds
 since the epoch, step, rank`, then the seconds that the training thread spent in each of `PARTS`.
 """
 
@@ -26,7 +26,7 @@ KINDS = ("off", "on", "floor", "floor", "on", "off")
 
 
 def kind_of(step: int, stretch: int) -> str:
-    """What the stretch of a step is for; the first of all is on, to fault all memory in."""
+    """Return the kind of a step's stretch; the first of all is on, to fault all memory in."""
     number = (step - 1) // stretch
     return KINDS[(number - 1) % len(KINDS)] if number else "on"
 

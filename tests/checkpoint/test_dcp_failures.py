@@ -166,7 +166,7 @@ def crash_over(ctx: RankContext, folder: Path) -> None:
 
 
 def test_p4_a_crash_while_a_step_is_saved_again_destroys_nothing(tmp_path: Path) -> None:
-    """There: the older checkpoint is gone, and looks valid."""
+    """There: the older checkpoint is lost, and looks valid."""
     store = history(3, 3).pour(tmp_path / "run")
     (ended,) = run_ranks(crash_over, 1, {"folder": store.folder}, dies={0: "SIGKILL"})
     assert ended.exit == -signal.SIGKILL, ended.log

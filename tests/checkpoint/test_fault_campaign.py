@@ -163,8 +163,8 @@ class Careless:
 def test_the_campaign_sees_a_product_that_checks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the checksums of extents left out, flipped bits are handed out, and the campaign says
-    so: its verdicts do not come from the code that they judge."""
+    """Without the checksums of extents, flipped bits are handed out, and the campaign reports them.
+    So its verdicts do not come from the code that they judge."""
     good = [run(Case(3, "flip-data", number), tmp_path) for number in range(10)]
     assert not [outcome for outcome in good if outcome.verdict == "FAILED"]
     for module in (verify, sources):

@@ -1,8 +1,7 @@
 """Agents without trainers: real HTTP between them, a real run store, and a node's work as a switch.
 
-What they coordinate is all real: terms, generations, heartbeats, succession. An agent can be killed
-(its sockets close, it answers no more), stopped (it answers nothing and says nothing), cut off from
-others, and started anew.
+Terms, generations, heartbeats and elections are real. An agent can be killed (its sockets close),
+suspended (it answers nothing and says nothing), cut off from other agents, and restarted.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ BEAT = 0.2
 
 
 class Switch:
-    """A node's workers: they build and work at once, and hold when they are told to."""
+    """A node's workers: they build and work at once, and hold on command."""
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()

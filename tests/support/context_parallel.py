@@ -1,10 +1,10 @@
 """The `cp` axis, written as a new axis would be: one file that nothing else knows of.
 
 It is the example of docs/axes.md, and what `test_new_axis.py` trains with. Each rank has a
-contiguous part of every sample's tokens. What acts on single tokens needs nothing; attention
-needs the keys and values of all tokens, which are gathered (the simplest way; a ring, Liu et al.
-2023, arXiv 2310.01889, holds less). A gathered key's gradient is the sum over the ranks that read
-it: a reduce-scatter. Parameters are whole on every rank, their gradients are parts, and the cells
+contiguous part of every sample's tokens. Operations on single tokens need nothing. Attention needs
+the keys and values of all tokens, which are gathered. (That is the simplest way; a ring, Liu et al.
+2023, arXiv 2310.01889, holds less.) A gathered key's gradient is the sum over the ranks that read
+it: a reduce-scatter. Parameters are complete on every rank and their gradients are parts. The cells
 of `core/sharding/reduction_cells.py` add these. The loss is summed over the ranks, so that each of
 them knows it.
 """

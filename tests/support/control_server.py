@@ -19,7 +19,8 @@ SECRET = Secret(b"e" * 32)
 
 
 class Desk:
-    """Where workers ask for orders. What a test orders, and what they hold, goes by process."""
+    """Serves commands to workers. Commands of a test, and the state that workers hold, are kept by
+    process."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None

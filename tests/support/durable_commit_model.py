@@ -1,14 +1,14 @@
-"""What becomes of a run store when nobody is in time: a model of the durable commit.
+"""A model of the durable commit, in which every process may be late.
 
-Three generations over one run store, one after the other opened: by whoever comes to lead when the
-one before is lost, or cut off and does not know. Each part may stop before any of its steps for as
-long as it likes (it is slow, or a zombie), or for ever (it was killed; a mover that is killed is
-replaced, and takes up what lies there). The run store's own functions are run as they are, over a
-store whose reads may be older than what they then write.
+Three generations open one run store, one after the other. The new leader opens each when the one
+before is lost, or is cut off and does not know it. Each part may stop before any of its steps for
+any time (it is slow, or a zombie), or for ever (it was killed). A killed mover is replaced, and the
+new one adopts the stored saves. The run store's own functions run unchanged, over a store whose
+reads may be older than their later writes.
 
-    who begins a generation   opened --older ones never begin--> settled --choose--> chosen
+    beginning a generation    opened --older ones never begin--> settled --choose--> chosen
                                      --is mine the newest?--> checked --note--> begun
-    who commits of it         begun --is mine the newest?--> part --all parts there?--> whole
+    committing in it          begun --is mine the newest?--> part --all parts there?--> whole
                                     --is mine the newest?--> checked --commit object--> done
 """
 
@@ -57,9 +57,10 @@ class View:
 
 
 class Line(NamedTuple):
-    """One generation. begins: how far whoever begins it is; then: what that one has read; base:
-    what it stands on, (step, generation) of a checkpoint, or (step, 0) of state that is alive. at:
-    the step that its workers have applied. saves, read: of its mover, likewise."""
+    """One generation. begins: progress of the process that begins it. then: what that process has
+    read. base: what the generation starts from, (step, generation) of a checkpoint, or (step, 0) of
+    live state. at: the step that its workers have applied. saves, read: progress and reads of its
+    mover."""
 
     begins: str = ""
     then: Objects = frozenset()

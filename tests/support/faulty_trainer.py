@@ -1,9 +1,9 @@
 """`holdfast train` with workers that something befalls: `python -m tests.support.faulty_trainer
 RUN_FILE [key=value ...]`.
 
-What it is stands in the environment, as JSON: {"raise": [[generation, rank, step], ...], "die
-agreeing": [[generation, rank], ...], "last": [[first step, last step, milliseconds], ...]}: so long
-do the steps of the first generation take.
+The faults are in the environment, as JSON: {"raise": [[generation, rank, step], ...], "die
+agreeing": [[generation, rank], ...], "last": [[first step, last step, milliseconds], ...]}. "last"
+gives the duration of steps of the first generation.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(boot: WorkerBoot, secret: Secret) -> int:
         return agree(control, *given, **named)
 
     class _At:
-        """Where the process stands: the newest generation that it speaks in."""
+        """The process's place: the newest generation that it takes part in."""
 
         generation, rank = boot.generation, boot.rank
 

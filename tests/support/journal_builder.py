@@ -64,7 +64,8 @@ class Scribe:
             self.write(WorkerReady(rank, 0.5, step=step), after=0.25)
 
     def among(self, *nodes: str, step: int = 0, reason: str = "start", rung: int = -1) -> None:
-        """A generation of one worker a node, which go on with what they hold."""
+        """Write a generation of one worker a node; the workers continue with the state that they
+        hold."""
         self.workers = len(nodes)
         topology = place(Layout(len(nodes)), self.generation, nodes).to_json()
         held = list(range(len(nodes))) if step else None

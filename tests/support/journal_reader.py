@@ -38,7 +38,7 @@ class Journal:
         return list(self._records)
 
     def _look(self, store: FolderStore, key: str) -> bool:
-        """Whether the segment has changed."""
+        """Return True if the segment has changed."""
         start, found = self._parsed.get(key, (0, []))
         try:
             size = store.size(key)

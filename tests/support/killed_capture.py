@@ -1,9 +1,9 @@
 """A worker that is killed in the middle of a copy that hides:
 `python -m tests.support.killed_capture SOCKET SECRET GENERATION PIECE`.
 
-It captures and announces step 1, takes step 2, begins to copy that, and at PIECE its copying thread
-kills the process with SIGKILL, while the training thread computes. With a PIECE that the copy
-does not have it ends by itself, and prints how many it has.
+It captures and announces step 1, takes step 2, and begins to copy that. At PIECE its copying thread
+kills the process with SIGKILL, while the training thread computes. If the copy has no such PIECE,
+the process ends by itself and prints the number of pieces.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(socket: str, secret: str, generation: int, point: int) -> None:
     capturer._behind = lambda slot: [partial(counted, p) for p in behind(slot)]  # type: ignore
     copy = capturer.begin(2)
     assert isinstance(copy, Copy)
-    while not copy.ended:  # the next step, as far as the thread can see
+    while not copy.ended:  # to the thread this is the next step
         torch.ones(1000).sum()
     print(count, flush=True)
     os._exit(0)

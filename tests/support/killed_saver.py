@@ -1,7 +1,7 @@
 """Processes that save steps and are killed in the middle: `python -m tests.support.killed_saver
 ROOT`.
 
-Every change of the store is counted, in the middle of its bytes and when it is done; at count
+Every change of the store is counted, in the middle of its bytes and when it is done. At count
 `point` the process kills itself with SIGKILL. Prints [point, exit code, steps committed] for each.
 """
 

@@ -1,5 +1,5 @@
-"""An API server with one kind of nodes and one of pods: real TLS with an authority of its own, a
-bearer token, lists, watches in chunks, versions that are forgotten (410)."""
+"""An API server with one kind of nodes and one of pods. It has real TLS with an authority of its
+own, a bearer token, lists, watches in chunks, and versions that expire (410)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Kube:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def put(self, kind: str, name: str, change: Callable[[dict[str, Any]], object]) -> None:
-        """Make an object, or change it, and tell those who watch."""
+        """Make an object, or change it, and notify the watchers."""
         with self.lock:
             what = {NODES: "Node", PODS: "Pod"}[kind]
             found = self.objects[kind].setdefault(

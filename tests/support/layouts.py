@@ -94,8 +94,8 @@ def of_one_model(*names: str) -> list[str]:
 
 
 def config_of(changes: dict[str, Any]) -> RunConfig:
-    """6 microbatches of 4 samples a step; 4 blocks; two key/value heads for four query heads; a
-    vocabulary that nothing divides; clipping is active in each step."""
+    """Return a small run: 6 microbatches of 4 samples a step, 4 blocks, two key/value heads for
+    four query heads. Its vocabulary is indivisible, and clipping is active in each step."""
     value: dict[str, Any] = {
         "data": {"sequence_length": LENGTH},
         "model": {
@@ -175,7 +175,8 @@ def load_pieces(path: Any) -> list[Piece]:
 def assert_state_equal(
     whole: dict[str, np.ndarray], held: list[Piece], tolerance: float
 ) -> dict[str, int]:
-    """Each piece against its part of the whole, as |difference| / |part|; elements by name."""
+    """Compare each piece with its part of the complete tensor, as |difference| / |part|. Return the
+    number of elements by name."""
     count: dict[str, int] = {}
     for name, offsets, values in held:
         count[name] = count.get(name, 0) + values.size
@@ -195,8 +196,7 @@ def assert_state_equal(
 
 
 def assert_all_state(whole: dict[str, np.ndarray], files: Iterable[Path], tolerance: float) -> None:
-    """What the ranks have saved, each in its file: equal to the whole, all of which is held by
-    somebody."""
+    """Check that the ranks' files, one each, equal the complete state and cover all of it."""
     count: dict[str, int] = {}
     for file in files:
         for name, number in assert_state_equal(whole, load_pieces(file), tolerance).items():

@@ -19,11 +19,11 @@ PAGE = b"<html><body><h1>503 Service Unavailable</h1></body></html>"
 
 @dataclass
 class Metadata:
-    """What the service says now. `asked` counts requests by path, without the query.
+    """The service's present answer. `asked` counts requests by path, without the query.
 
     `illness`: "" (none), "refuses" (503), "page" (an error page with status 200), "half" (breaks
-    off), "drips" (a byte now and then), "hangs". `started`: events that somebody acknowledged.
-    `open`: questions that wait for a change.
+    off), "drips" (a byte now and then), "hangs". `started`: acknowledged events. `open`: requests
+    that wait for a change.
     """
 
     address: str = ""

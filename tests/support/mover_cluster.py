@@ -1,5 +1,5 @@
-"""A run on several nodes, as far as its movers see it: a real mover a node over one run store, and
-the capturers of all ranks in this process."""
+"""A run on several nodes, as its movers see it. Each node has a real mover, all over one run store.
+The capturers of all ranks are in this process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Nodes:
         return mover
 
     def kill(self, name: str) -> None:
-        """The node is gone, with its workers."""
+        """Kill a node with its workers."""
         self.hear()
         self.movers.pop(name).kill()
         del self.peers[name]
@@ -121,7 +121,7 @@ class Nodes:
         ]
 
     def held(self, name: str) -> list[tuple[int, int]]:
-        """(step, rank) of what a node's mover keeps for others."""
+        """Return (step, rank) of each snapshot that a node's mover keeps for other nodes."""
         found = self.movers[name].client(0).status()["peers"]["keeps"]["snapshots"]
         return [(step, rank) for _, step, rank in found]
 
@@ -135,7 +135,7 @@ class Nodes:
         return str(until(kept))
 
     def restored(self, on: str, generation: int, key: str, step: int) -> set[str]:
-        """Read the whole state as a worker on a node does; which sources were read."""
+        """Read the complete state as a worker on a node does; return which sources were read."""
         holdings = self.movers[on].client(generation).holdings(key)
         mapped = MappedSource(holdings.slots)
         peers = [

@@ -35,7 +35,7 @@ def prepared(folder: Path) -> Path:
 
 
 def losses_of_one_worker(run_file: Path, *settings: str) -> dict[int, float]:
-    """By step, of the run that is compared with: nobody disturbs it."""
+    """Return the losses by step of an undisturbed reference run."""
     folder = run_file.parent / f"alone{len(list(run_file.parent.glob('alone*')))}"
     done = apart(
         "train", run_file, f"folder={folder}", *settings, "layout.workers=1",
@@ -94,7 +94,8 @@ class Nodes:
         return {r.event.step: r.event.loss for r in effective if isinstance(r.event, StepDone)}
 
     def nodes(self, generation: int) -> set[str]:
-        """Who took part; nobody where that is not written yet, though a step of it may be."""
+        """Return the nodes of a generation. The set is empty until they are written, even if a step
+        of it is."""
         for record in self.records():
             if record.generation == generation and isinstance(record.event, GenerationStarted):
                 return set(record.event.topology["nodes"])
@@ -102,7 +103,7 @@ class Nodes:
 
     @property
     def leader(self) -> str:
-        """Who holds the newest term."""
+        """The node that holds the newest term."""
         _, holder = newest_term(FolderStore(self.folder))
         return "" if holder is None else str(holder["node"])
 
@@ -181,7 +182,7 @@ class Nodes:
 
 @contextmanager
 def nodes_of(run_file: Path, folder: Path, *settings: str) -> Iterator[Nodes]:
-    """Nobody is left afterwards, however the test ended."""
+    """Run the nodes of a test; no process is left afterwards, for any end of the test."""
     nodes = Nodes(run_file, folder, *settings)
     try:
         yield nodes

@@ -73,7 +73,7 @@ class Node:
         return skipped
 
     def kept(self, peer: str) -> tuple[int, int]:
-        """The newest (generation, step) that a peer has taken whole."""
+        """Return the newest (generation, step) that a peer has completely."""
         generation, step = self.do("status")["sends"][peer]["kept"]
         return generation, step
 

@@ -1,8 +1,8 @@
 """A mover's tier 1 alone, as a process: `python -m tests.support.peer_tier_process`.
 
 Reads one JSON line of settings on stdin, then commands, and answers each with one line. It holds
-its own ranks' snapshots as a mover does (arena, seqlock, shelf) and knows no torch: what a tensor
-holds after a step is arithmetic.
+its own ranks' snapshots as a mover does (arena, seqlock, snapshot store). It needs no torch,
+because a tensor's content after a step is arithmetic.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from holdfast.wire.secret import Secret
 
 
 def content(step: int, box: Box, item: int, shape: tuple[int, ...]) -> bytes:
-    """A box's bytes: byte i of the whole tensor is a function of i, the name and the step; what is
-    called frozen knows no step."""
+    """Return a box's bytes. Byte i of the complete tensor is a function of i, the name and the
+    step. A tensor named frozen does not depend on the step."""
     step = 0 if "frozen" in box.name else step
     count = int(np.prod(shape, dtype=np.int64)) * item
     whole = (np.arange(count, dtype=np.uint32) * 2654435761 + 97 * step + len(box.name)) >> 13

@@ -3,8 +3,9 @@
 
     python -m tests.support.preloaded_steps FOLDER LAYOUT...
 
-Prints as JSON, by layout, what of torch the template has beside torch itself, and what a rank
-imported more. The templates are forks of this process, which has what they have in common.
+Prints as JSON, by layout, which torch modules the template has apart from torch itself, and what a
+rank imported in addition. The templates are forks of this process, which has what they have in
+common.
 """
 
 from __future__ import annotations

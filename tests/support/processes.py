@@ -1,4 +1,4 @@
-"""What the operating system says of other processes, and stopping one for sure."""
+"""Reads the operating system's state of other processes, and stops one for sure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def state(pid: int) -> str:
 
 
 def runs(pid: int) -> bool:
-    """Whether it has not ended; a zombie that nobody has reaped has."""
+    """Return True if the process has not ended; a zombie that was not reaped has."""
     return state(pid) not in ("", "Z", "X")
 
 
@@ -38,7 +38,7 @@ def children_of(pid: int, module: str, recursive: bool = False) -> list[psutil.P
 
 
 def stop(pid: int) -> None:
-    """Stop it, and return when it stands. Where the cores are busy, SIGSTOP alone leaves time: one
-    of its threads has to run to take the signal, and the others go on until it has."""
+    """Stop a process; return when it has stopped. On busy cores SIGSTOP alone is not immediate. One
+    of the threads has to run to take the signal, and until then the other threads continue."""
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: state(pid) in (STOPPED, "Z", ""), 60.0, f"process {pid} to stop")

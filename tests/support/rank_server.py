@@ -1,9 +1,9 @@
 """The fork server behind `tests/support/ranks.py`: one process, one loop, no threads.
 
-It answers one JSON line per connection. A request waits in one queue, first come first served
-(a large request is not overtaken by small ones, so it cannot starve), until its ranks fit under
-the bound. Every rank is a session and process group of its own; a job ends all of them when its
-deadline is over, when its client is gone, or shortly after one of its ranks failed.
+It answers one JSON line per connection. A request waits in one queue until its ranks fit under the
+bound. The queue is first come, first served: small requests do not overtake a large one, so it
+cannot starve. Every rank is a session and process group of its own. A job ends all of them when its
+deadline is over, when its client has exited, or shortly after one of its ranks failed.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class RankServer:
 
     def _answer(self, job: Job, answer: dict[str, Any]) -> None:
         if job.connection not in self.buffers:
-            return  # the client is gone
+            return  # the client has exited
         with contextlib.suppress(OSError):
             job.connection.sendall(json.dumps(answer).encode() + b"\n")
 

@@ -13,11 +13,11 @@
     @ranks(3, dies={1: "SIGKILL"})           # rank 1 must die so, the others must succeed
     def test_loss(rank: RankContext) -> None: ...
 
-The processes are forked from one server per pytest session (`tests/support/rank_server.py`) that
-has imported torch and touched no device, so a rank costs milliseconds instead of seconds. The
-server hands out at most `MAX_RANKS` at a time over all pytest workers, first come first served.
-A body is a function at the top level of its module; it is found again by name in the rank.
-Arguments and return values are JSON values (and paths), never pickles.
+The processes are forked from one server per pytest session (`tests/support/rank_server.py`). It has
+imported torch and touched no device, so a rank costs milliseconds instead of seconds. The server
+hands out at most `MAX_RANKS` at a time over all pytest workers, first come first served. A body is
+a function at the top level of its module; it is found again by name in the rank. Arguments and
+return values are JSON values (and paths), never pickles.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Dies = Mapping[int, str | int]  # rank -> a signal's name ("SIGKILL") or an exit
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a body knows about itself. `folder` is shared by the ranks of one call."""
+    """A body's knowledge about itself. `folder` is shared by the ranks of one call."""
 
     rank: int
     world_size: int
@@ -60,8 +60,9 @@ class RankContext:
     def store(self, name: str = "store") -> Store:
         """A FileStore that all ranks of this call share; another name is another store.
 
-        It is not told the number of ranks: a store that knows it removes its file whenever all
-        have let go of it for a moment, and a rank that is just coming back waits in the old one.
+        It does not know the number of ranks. A store that knows it removes its file if all ranks
+        have closed it for a moment. A rank that is just coming back would then wait in the old
+        file.
         """
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -111,7 +112,7 @@ class RankContext:
 
 @dataclass(frozen=True)
 class Result:
-    """How one rank ended: `exit` is its exit code, or minus a signal's number."""
+    """The end of one rank: `exit` is its exit code, or minus a signal's number."""
 
     rank: int
     exit: int

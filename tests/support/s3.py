@@ -1,8 +1,8 @@
 """A server that speaks S3 (moto, in a process of its own), and a proxy that counts, fails and
 stalls.
 
-The server starts at the first use in a test process and ends with it, however that ends: it reads
-its standard input and leaves when that is closed.
+The server starts at the first use in a test process and ends with it, for any end of the process.
+It reads its standard input and exits when that is closed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def ask(address: tuple[str, int], method: str, path: str, body: bytes = b"") -> int:
-    """The status of one request that nobody signed."""
+    """Return the status of one unsigned request."""
     connection = http.client.HTTPConnection(*address, timeout=20)
     try:
         connection.request(method, path, body)
@@ -90,7 +90,7 @@ def ask(address: tuple[str, int], method: str, path: str, body: bytes = b"") -> 
 
 
 def location(address: tuple[str, int], prefix: str = "", **options: Any) -> str:
-    """Of a prefix that nobody else uses."""
+    """Return the location of an unused prefix."""
     found = {"endpoint": f"http://{address[0]}:{address[1]}", "allow_http": "true"} | options
     query = "&".join(f"{name}={value}" for name, value in found.items())
     return f"s3://{BUCKET}/{prefix or uuid.uuid4().hex}?{query}"
@@ -115,9 +115,9 @@ def removes(request: Request) -> bool:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens instead of an answer. `status` answers with an error, 0 with nothing at all:
-    the connection is closed, after `after` bytes of the true answer where that is above 0, or with
-    `hold` left open and silent. With `forward` the server has done what it was asked for."""
+    """A fault instead of an answer. `status` answers with an error, 0 with nothing at all. In that
+    case the connection is closed, after `after` bytes of the true answer if that is above 0. With
+    `hold` it stays open and silent. With `forward` the server has carried out the request."""
 
     status: int = 0
     code: str = "InternalError"

@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
         filler = leave_free(folder, room)
         workers.save(step)
         report[f"reason{step}"] = workers.capturers[0].settle(step, 60)
-        assert client.drain(60)  # nobody is writing any more
+        assert client.drain(60)  # no save is being written any more
         report[f"left{step}"] = [n for n in files(mover.store) if f"{step:010d}-rank" in n or
                                  ".tmp" in n]  # fmt: skip
         found = newest_verified(mover.store)

@@ -30,7 +30,7 @@ def may_run(action: Action, done: set[Action], stages: int) -> bool:
 
 
 def runs_to_the_end(schedule: Schedule) -> bool:
-    """Search every interleaving of the ranks (whoever can, steps): does any reach the end?
+    """Search every interleaving of the ranks (any rank that can, steps): does any reach the end?
 
     A state is how far each rank has come. Exponential in the number of ranks: for small tables.
     """
@@ -82,7 +82,7 @@ def random_table(
 ) -> Schedule:
     """A valid table: actions that may run are drawn one after another.
 
-    Stages lie on ranks at random (each rank has one at least); each backward is whole or split.
+    Stages are on ranks at random (each rank has one at least); each backward is undivided or split.
     """
     rank_of = [*range(ranks), *(random.randrange(ranks) for _ in range(stages - ranks))]
     random.shuffle(rank_of)

@@ -1,11 +1,12 @@
-"""A rank is really killed at a named point of a step; the others recover and train on.
+"""A rank is really killed at a named point of a step; the other ranks recover and continue to
+train.
 
 Each process is a `Survivor`: a session over synthetic batches, with the numbers of every step that
 it has applied. `Deadly` makes one rank die at a point:
 
     forward   of its second microbatch        backward   of the first block, in its last one
-    late      as forward, but when all others have computed what was theirs
-    whole     holding the whole gradient      told N     its vote has reached N ranks only
+    late      as forward, but when all other ranks have computed their parts
+    `whole`   holding the complete gradient   told N     its vote has reached N ranks only
     voted     before its update               applied    after it
 """
 
@@ -35,7 +36,7 @@ from tests.support.ranks import RankContext, rank_values
 from tests.support.tiny_training import CPU, digest, feed
 
 SIZE = 4  # samples of a microbatch
-DIES, LAST = 3, 5  # the step in which somebody is lost, and the last of all
+DIES, LAST = 3, 5  # the step in which a rank is lost, and the last of all
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,8 @@ def _plain(event: Event) -> list[Any]:
 
 
 class Deadly:
-    """Makes this process die in a step, if it is the one; the others say how far they came."""
+    """Makes this process die in a step, if it is the victim; the other ranks report their
+    progress."""
 
     def __init__(self, survivor: Survivor, victim: int, step: int, when: str) -> None:
         self.survivor, self.victim, self.step = survivor, victim, step
@@ -312,6 +314,6 @@ def _undisturbed(rank: RankContext, name: str, microbatches: int) -> dict[str, A
 
 @cache
 def undisturbed(name: str, microbatches: int = 6) -> list[dict[str, Any]]:
-    """What each rank of one replica has, when nobody is lost."""
+    """Return what each rank of one replica has if no rank is lost."""
     arguments = {"name": name, "microbatches": microbatches}
     return list(rank_values(_undisturbed, case(name).world_size, arguments))

@@ -210,7 +210,7 @@ def test_server_and_ranks_end_with_their_owner(tmp_path: Path, victim: str) -> N
     server, _, folder = (tmp_path / "server").read_text().partition(" ")
     os.kill(owner.pid if victim == "owner" else int(server), signal.SIGKILL)
     wait_until(lambda: not any(map(runs, [int(server), *pids])), 10, "their end")
-    owner.wait(20)  # a client whose server is gone does not wait either
+    owner.wait(20)  # a client whose server has exited does not wait either
     subprocess.run(["rm", "-rf", folder], check=True)
 
 

@@ -1,4 +1,5 @@
-"""What the tests of the train room share: a tiny run file, text-free batches, a short training."""
+"""Shared parts of the tests of the train room: a tiny run file, text-free batches, a short
+training."""
 
 from __future__ import annotations
 

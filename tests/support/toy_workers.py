@@ -1,7 +1,7 @@
 """Workers for the agent's tests: real processes, real gloo groups, nearly no work.
 
-What a worker does beyond counting steps stands in `plan.json` of its run folder:
-{"steps": N, "pace": seconds a step takes, "<deed>": {"generation": g, "rank": r, "step": n}}.
+A worker counts steps. Further actions are in `plan.json` of its run folder: {"steps": N, "pace":
+seconds a step takes, "<deed>": {"generation": g, "rank": r, "step": n}}.
 """
 
 from __future__ import annotations

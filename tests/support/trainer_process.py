@@ -103,7 +103,7 @@ class Trainer:
 
 @contextmanager
 def training(folder: Path, plan: dict[str, Any], *overrides: str) -> Iterator[Trainer]:
-    """A trainer that is gone afterwards, however the test ended."""
+    """Run a trainer that is ended afterwards, for any end of the test."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan))
     trainer = Trainer(folder, *overrides)
@@ -116,10 +116,10 @@ def training(folder: Path, plan: dict[str, Any], *overrides: str) -> Iterator[Tr
 
 
 def parent_of(pid: int) -> int:
-    """Raises OSError when the process is gone."""
+    """Return the parent of a process. Raises OSError if the process has exited."""
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def gone(pids: set[int]) -> bool:
-    """Whether none of them runs any more; a zombie that nobody has reaped counts as gone."""
+    """Return True if none of the processes runs; a zombie that was not reaped does not run."""
     return not any(map(runs, pids))

@@ -1,7 +1,7 @@
-"""A step that is not finite, or whose loss jumps, is done again. If it is well then, it was the
-device, and the run is the same to the last bit; if its data is bad wherever it is computed, that is
-left out, with its reason. From outside, on two nodes and with real processes: one run has it all,
-because each costs seconds to start."""
+"""A step that is not finite, or whose loss jumps, is repeated. If the repetition is good, the
+device was bad, and the run is the same to the last bit. If its data is bad on every device, the
+data is left out, with its reason. From outside, on two nodes and with real processes. One run has
+all cases, because each costs seconds to start."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Torn and rotten checkpoints under the real command.
+"""Torn and corrupt checkpoints under the real command.
 
-A run is killed, trainer and all, when it has several checkpoints. One copy of its folder goes on
-undisturbed to the end. Other copies are damaged, and `holdfast train` goes on with another number
-of workers: it begins from the newest good checkpoint, says which ones it passed over, and its last
-checkpoint holds the same bytes as the undisturbed one's. Where nothing good is left, it says so in
-one sentence and begins nothing.
+A run and its trainer are killed when it has several checkpoints. One copy of its folder continues
+undisturbed to the end. Other copies are damaged, and `holdfast train` continues with another number
+of workers. It begins from the newest good checkpoint and says which ones it skipped. Its last
+checkpoint holds the same bytes as the undisturbed one's. If nothing good is left, it says so in one
+sentence and begins nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run file, and beside it the folder of its killed run; tests must not change it."""
+    """A run file, and next to it the folder of its killed run; tests must not change it."""
     run_file = write_run_file(tmp_path_factory.mktemp("rotten"))
     folder = run_file.parent / "killed"
     process = start("train", run_file, f"folder={folder}", *SETTINGS, "layout.workers=2")
@@ -51,7 +51,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(killed: Path) -> Path:
-    """The folder of the same run, gone on to its end."""
+    """The folder of the same run, continued to its end."""
     folder = killed.parent / "whole"
     shutil.copytree(killed.parent / "killed", folder)
     outcome = go_on(killed, folder, 2)

@@ -1,5 +1,6 @@
-"""One run from outside, as a person has it: two workers, one of them killed, then the trainer
-itself killed, resumed on a terminal, finished; then everything that is told about it."""
+"""One run from outside, as a user has it. It has two workers. One of them is killed, then the
+trainer itself. The run is resumed on a terminal, and finishes. Then everything that is reported
+about it is checked."""
 
 from __future__ import annotations
 
@@ -82,8 +83,8 @@ def _free_port() -> int:
 
 
 def _killed_twice(command: list[str], folder: Path, port: int) -> tuple[dict[str, float], str]:
-    """Kill a worker after the second checkpoint, and the agent some steps after its recovery,
-    which has ended when the steps that were lost are done again."""
+    """Kill a worker after the second checkpoint, and the agent some steps after its recovery. The
+    recovery has ended when the lost steps are done again."""
     process = start(*command)
     ended = threading.Event()
     output: list[str] = []

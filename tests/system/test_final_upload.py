@@ -1,5 +1,5 @@
-"""A run ends when its last checkpoint is in the bucket, and not before: a real trainer, a real S3
-server behind a proxy that stalls or refuses what is sent."""
+"""A run ends when its last checkpoint is in the bucket, and not before. The trainer is real, and
+the S3 server is behind a proxy that stalls or refuses uploads."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_bucket_that_takes_nothing_any_more_is_not_waited_for_without_end(
 def test_a_run_that_leaves_says_so_before_it_waits_and_waits_no_longer_than_it_has(
     tmp_path: Path, proxy: Proxy
 ) -> None:
-    """Nothing reaches the bucket, and SIGTERM says when the machine is gone."""
+    """Nothing reaches the bucket, and SIGTERM says when the machine will be lost."""
     where = s3.location(proxy.address, f"leave-{id(proxy)}", timeout=60)
     run_file, folder = write_run_file(tmp_path), tmp_path / "run"
     trained, may = threading.Event(), threading.Event()

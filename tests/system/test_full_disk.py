@@ -1,4 +1,4 @@
-"""A disk that is full during a whole run's saves, for real: a size-limited tmpfs."""
+"""A disk that is full during the saves of a complete run, for real: a size-limited tmpfs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Run folders, journal lines and messages that an older version wrote: this one reads them, goes
-on from them, and writes them the same. What they are, and how made: tests/golden/README.md."""
+"""Run folders, journal lines and messages that an older version wrote. This version reads them,
+resumes from them, and writes them the same. tests/golden/README.md describes them and how they were
+made."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ PROSE = ("text", "title", "sentence")
 @dataclass(frozen=True)
 class Run:
     """A golden run folder. reached: the newest step that is saved; None: the run is finished.
-    settings: with which it is gone on with; skips: whether its generations leave out data."""
+    settings: those of the resumed run. skips: True if its generations leave out data."""
 
     name: str
     reached: int | None
@@ -77,7 +78,7 @@ def expected(name: str) -> Any:
 
 
 def this_machine() -> dict[str, str]:
-    """What the last bits of a loss depend on, beside the code."""
+    """Return what the last bits of a loss depend on, apart from the code."""
     cores = Path("/proc/cpuinfo")
     lines = cores.read_text().splitlines() if cores.exists() else []
     model = next((line.partition(":")[2] for line in lines if line.startswith("model name")), "")
@@ -87,7 +88,7 @@ def this_machine() -> dict[str, str]:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A copy that a test may go on with; the run folders lie beside their dataset and run file."""
+    """A copy that a test may continue; the run folders are next to their dataset and run file."""
     return shutil.copytree(GOLDEN / "runs", tmp_path / "runs")
 
 
@@ -183,7 +184,7 @@ MESSAGES: dict[str, Again] = {
     "heartbeat": lambda value: Heartbeat.from_json(value).to_json(),
     "held_state": lambda value: Held.from_json(value).to_json(),
 }
-"""By the name of the file: those that have a type. Where a file holds pairs ({"asked": ...,
+"""Readers of messages with a type, by name of the file. If a file holds pairs ({"asked": ...,
 "answer": ...}), the function takes the pair."""
 
 

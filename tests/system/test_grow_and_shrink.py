@@ -1,7 +1,7 @@
 """A run of two nodes grows to five and shrinks to three, with an axis of the layout across nodes.
 
-Four workers are two replicas of two ranks, the fifth is a replica of its own: unequal replicas,
-and every one of two ranks lies on two nodes.
+Four workers are two replicas of two ranks, and the fifth is a replica of its own. So replicas are
+unequal, and every one of two ranks is on two nodes.
 """
 
 from __future__ import annotations

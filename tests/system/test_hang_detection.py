@@ -1,5 +1,5 @@
-"""Who stands still is named and replaced, and the others go on live; who only has little of the
-machine is left in peace. Nothing here waits for `cluster.progress_seconds`, which are 300."""
+"""A hung worker is named and replaced, and the other workers continue live. A worker that only gets
+little CPU time is not named. Nothing here waits for `cluster.progress_seconds`, which are 300."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FIVE = 5
 
 @contextmanager
 def _busy_cores() -> Iterator[None]:
-    """Two loops beside it."""
+    """Run two busy loops meanwhile."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         yield
@@ -51,7 +51,7 @@ def _busy_cores() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def undisturbed(run_file: Path) -> dict[int, float]:
-    """Beside two loops that keep both cores busy: nobody is named."""
+    """Two loops keep both cores busy, and no worker is named."""
     folder = run_file.parent / "alone"
     with nodes_of(run_file, folder) as run:
         run.agents["alone"] = start("train", run_file, f"folder={folder}", *SETTINGS)
@@ -64,13 +64,13 @@ def undisturbed(run_file: Path) -> dict[int, float]:
 
 
 def _live(run: Nodes) -> bool:
-    """Whether every generation but the first went on with what processes held."""
+    """Return True if every generation but the first continued with the state of live processes."""
     return all(e.came_from is not None for e in run.events(GenerationStarted)[1:])
 
 
 def _in_time(run: Nodes, begun: float, rank: int) -> None:
     """The generation without `rank` began soon after it was stopped: within three normal steps and
-    a second, five times over here, where other tests run on the same cores."""
+    a second. Here it may take five times as long, because other tests run on the same cores."""
     records = run.records()
     before = [r.time for r in records if isinstance(r.event, StepDone) and r.time < begun]
     normal = statistics.median(b - a for a, b in pairwise(before))
@@ -140,8 +140,9 @@ def test_a_node_that_is_stopped_is_done_without_and_joins_again_when_it_wakes(
 def test_a_worker_that_hangs_is_named_wherever_it_does(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    """It never comes to the reduction; it holds the whole gradient and never votes; it holds the
-    interpreter, so that it says nothing at all. Nobody's system call or signal tells of that."""
+    """In turn, the worker never comes to the reduction, holds the complete gradient and never
+    votes, and holds the interpreter. In the last case it reports nothing at all. No system call or
+    signal shows that."""
     armoury = Armoury(tmp_path)
     armoury.prepare()
     deeds = (("hang", "forward", "behind"), ("hang", "reduced", "behind"),
@@ -165,7 +166,8 @@ def test_a_worker_that_hangs_is_named_wherever_it_does(
 def test_a_worker_that_hangs_inside_a_replica_is_named_and_not_its_partner(
     run_file: Path, tmp_path: Path
 ) -> None:
-    """Its partner stands at the same point, in an exchange with it; both are behind the others."""
+    """Its partner waits at the same point, in an exchange with it; both are behind the other
+    workers."""
     armoury = Armoury(tmp_path)
     armoury.prepare()
     for number, point in enumerate(("forward", "backward"), 1):

@@ -1,5 +1,5 @@
-"""A mover is killed while the run folder is out of reach, so that no other can be started: one is
-when the folder is back, and it saves for the generation that has gone on meanwhile."""
+"""A mover is killed while the run folder is out of reach, so that no new one can be started. A new
+one starts when the folder is back. It saves for the generation that has continued meanwhile."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_mover_that_cannot_be_started_at_once_is_started_later(
         threading.Thread(target=said.extend, args=(stream,), daemon=True).start()
     try:
         _until(lambda: _newest(real) > 0)
-        _point(link, link.name)  # to itself: nobody gets in
+        _point(link, link.name)  # to itself: it cannot be opened
         _movers(process.pid)[0].kill()
         _until(lambda: not _movers(process.pid))
         _until(lambda: any("there is no new mover yet" in line for line in said))

@@ -44,7 +44,7 @@ def _three(run_file: Path, folder: Path) -> Iterator[tuple[Network, Nodes]]:
 def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    """One that follows, then the one that leads; bit by bit the run that nobody disturbed."""
+    """Cut off a follower, then the leader; the run equals an undisturbed one bit by bit."""
     with _three(run_file, tmp_path) as (network, nodes):
         first = nodes.leader
         network.delay(max(ALL - {first}), 10)  # no step is quicker than that, on any machine
@@ -67,7 +67,7 @@ def test_a_node_that_is_cut_off_is_done_without_and_taken_in_again(
 def test_two_that_do_not_reach_each_other_are_not_in_one_generation(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path
 ) -> None:
-    """Both are heard by the one that leads, so neither is lost: one of them is done without."""
+    """The leader hears both, so neither is lost; one of them is left out."""
     with _three(run_file, tmp_path) as (network, nodes):
         first = nodes.leader
         one, other = sorted(ALL - {first})
@@ -92,7 +92,8 @@ def test_two_that_do_not_reach_each_other_are_not_in_one_generation(
 
 
 def _told(nodes: Nodes, first: str) -> None:
-    """The report knows who was gone and came back, and no takeover for a restart."""
+    """The report shows the node that was lost and came back, and takes no takeover for a
+    restart."""
     story = history.read(FolderStore(nodes.folder))
     assert [session.ended for session in story.sessions] == ["finished"]
     assert sum(story.time.values()) == pytest.approx(story.wall)

@@ -1,4 +1,4 @@
-"""How runs on several nodes end or go on: too few nodes, `holdfast notice`."""
+"""Runs on several nodes end or continue: too few nodes, `holdfast notice`."""
 
 from __future__ import annotations
 

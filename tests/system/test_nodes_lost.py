@@ -1,5 +1,5 @@
-"""A run on several nodes from outside: nodes are lost and come back, the one that leads, too, and
-the curve is that of the run that nobody disturbed."""
+"""A run on several nodes from outside: nodes are lost and come back, the leader too. The curve is
+that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ FOUR = (*SETTINGS, "layout.workers=4", "cluster.min_nodes=2")
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Armoury:
-    """Shut, until a test opens it: to LATE before it does harm, which then comes in the middle of
-    steps and never too late, and to the end after that."""
+    """A gate that is shut until a test opens it. The test opens it to LATE before a fault, and to
+    the end after it. So the fault comes in the middle of steps and never too late."""
     found = Armoury(tmp_path / "gate")
     found.prepare(0)
     return found

@@ -1,4 +1,4 @@
-"""A run that hears of a deadline, from outside: what it decides, and what a restart begins from.
+"""A run that learns of a deadline, from outside: its decision, and the start of the next run.
 
 Nothing is saved by steps or by the clock: what is there afterwards was saved because of the notice.
 """
@@ -105,8 +105,8 @@ def _last_step(events: list[Event]) -> int:
 def test_what_the_disk_will_have_in_time_is_saved_and_a_restart_begins_there(
     run_file: Path, tmp_path: Path
 ) -> None:
-    """First a notice to a run that goes on, then SIGTERM with the kill a minute behind it: to every
-    process of the run, as systemd sends it, and a scheduler that preempts a job."""
+    """First a notice to a run that continues, then SIGTERM with the kill a minute later. It goes to
+    every process of the run, as systemd sends it, and a scheduler that preempts a job."""
     folder = tmp_path / "run"
     trainer = Trainer(run_file, "cluster.grace_seconds=60", folder=folder)
     trainer.until(lambda r: isinstance(r.event, StepDone) and r.event.step >= 3)

@@ -1,5 +1,5 @@
-"""Two agents of one run whose processes are all begun anew after a loss (`cluster.recovery:
-restart`): they restart together, and end together."""
+"""Two agents of one run whose processes all restart after a loss (`cluster.recovery: restart`).
+They restart together, and end together."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_whoever_waits_alone_for_others_can_be_stopped(tmp_path: Path) -> None:
 def test_a_run_that_is_taken_up_again_tells_of_no_loss_in_a_generation_before_all(
     tmp_path: Path,
 ) -> None:
-    """All agents were killed: whoever leads next finds nobody of the generation before."""
+    """All agents were killed: the next leader finds no worker of the generation before."""
     plan = {"steps": 1_000_000, "pace": 0.01}
     with training(tmp_path / "run", plan, *NODES, "cluster.node=a") as one:
         other = _second(one)

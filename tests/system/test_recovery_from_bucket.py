@@ -1,4 +1,4 @@
-"""A run whose folder is lost goes on from its bucket, as if nothing had happened."""
+"""A run whose folder is lost resumes from its bucket, as if nothing had happened."""
 
 from __future__ import annotations
 

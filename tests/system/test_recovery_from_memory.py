@@ -1,8 +1,8 @@
 """Tier 0 from outside: a killed worker's state comes back from its node's memory.
 
 The run saves durably only at its end, and keeps a snapshot of every step in the mover's memory.
-Workers get SIGKILL; each time all are ended, the next generation goes on from the newest snapshot,
-and the end is that of a run that was left alone, to the bit.
+Workers get SIGKILL. Each time all are ended, and the next generation resumes from the newest
+snapshot. The end is that of an undisturbed run, to the bit.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_beside_a_snapshot_of_every_step_the_durable_saves_come_first(run_file: 
     durable = {step for step, is_durable in captured.items() if is_durable}
     committed = {event.step for event in events if isinstance(event, CheckpointCommitted)}
     assert STEPS in committed <= durable
-    # Those under way beside the last one may be committed when nobody listens any more.
+    # Saves under way with the last one may be committed when no agent listens any more.
     assert set(sorted(durable)[:-3]) <= committed
 
 

@@ -1,7 +1,7 @@
-"""Recovery in the same process, from outside: whoever is not hit goes on, and nothing is lost.
+"""Recovery in the same process, from outside: surviving workers continue, and nothing is lost.
 
-Real runs of `holdfast train`. Processes are killed; those that are left keep their process ids, and
-the end is that of a run that nobody disturbed: to the bit where only replicas changed.
+Real runs of `holdfast train`. Processes are killed, and the surviving ones keep their process ids.
+The end is that of an undisturbed run, to the bit if only replicas changed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SETTINGS = (
 )  # fmt: skip
 
 ALONE = "cluster.settle_seconds=1000"
-"""Whoever is ready to join the others waits until all is over."""
+"""A worker that is ready to join waits until the end of the run."""
 
 Kind = TypeVar("Kind", bound=Event)
 
@@ -190,8 +190,8 @@ def _same_bits(folder: Path, alone: Path) -> None:
 
 @pytest.mark.slow
 def test_of_four_replicas_whoever_is_not_hit_stays(run_file: Path, alone: Path) -> None:
-    """Rank 0 is lost; then two at once; then the template, and the mover. (Nobody joins them: what
-    follows then is in test_rung0.)"""
+    """Rank 0 is lost; then two at once; then the template, and the mover. (No worker joins them:
+    test_rung0 covers that.)"""
     with _train(run_file, "replicas", "layout.workers=4", ALONE) as run:
         run.until_step(3, 1)
         first = dict(run.pids)
@@ -236,8 +236,8 @@ def test_of_four_replicas_whoever_is_not_hit_stays(run_file: Path, alone: Path) 
 def test_what_only_the_lost_one_held_comes_from_memory(
     run_file: Path, alone: Path, layout: str
 ) -> None:
-    """Steps last a quarter of a second, so that a mover on a busy machine keeps up: then nobody
-    goes further back than to the last step that was done, or the one before while it is copied."""
+    """Steps last a quarter of a second, so that a mover on a busy machine keeps up. Then no worker
+    goes further back than to the last step, or the one before while it is copied."""
     settings = (
         f"layout.{layout}=2", "layout.workers=2", "checkpoint.memory_every_steps=1",
         "train.microbatch_size=2",

@@ -1,8 +1,8 @@
-"""Tier 1 from outside: a node's memory is lost, and the run goes on from another machine's.
+"""Tier 1 from outside: a node's memory is lost, and the run resumes from another machine's.
 
 The run saves durably only at its end and keeps a snapshot of every step in memory. Its mover is
-killed, and all of that memory with it, and its workers are ended: without the staging machine it
-would begin again at step 0.
+killed, and all of that memory with it. Its workers are ended. Without the staging machine it would
+begin again at step 0.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A replica is lost and the others are whole: they go on at once without it (rung 0), and what
-replaces it joins at a later step boundary. From outside, with real kills."""
+"""A replica is lost and the other replicas are complete. They continue at once without it (rung 0),
+and its replacement joins at a later step boundary. From outside, with real kills."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ SETTINGS = (
 def test_the_others_go_on_at_once_and_are_joined_later(
     run_file: Path, undisturbed: dict[int, float], tmp_path: Path, shards: int, rel: float
 ) -> None:
-    """Three replicas of one worker, or two of two: then whoever is left of the broken one waits."""
+    """Three replicas of one worker, or two of two: then the remaining worker of the broken one
+    waits."""
     workers = 3 if shards == 1 else 4
     with nodes_of(
         run_file, tmp_path / "run", *SETTINGS, f"layout.workers={workers}",

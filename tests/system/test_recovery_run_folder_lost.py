@@ -1,8 +1,8 @@
-"""A run folder is lost with everything on its node, and the run goes on from a peer's memory.
+"""A run folder is lost with everything on its node, and the run resumes from a peer's memory.
 
 The run keeps a snapshot of every step on a staging machine and saves durably only at its end. All
-of its processes are killed and the folder is removed; the same command then begins a new folder
-above the generations that the peer knows, from the step that it holds.
+of its processes are killed and the folder is removed. The same command then begins a new folder
+above the generations that the peer knows, from the step that the peer holds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from holdfast.wire.journal import Record, follow, read
 from holdfast.wire.store.run_store import FolderStore
 from tests.support.commands import apart, secret_file, staging, start, write_run_file
 
-STEPS, GATE = 40, 25  # further than the gate nobody goes before all is lost
+STEPS, GATE = 40, 25  # no worker passes the gate before all is lost
 KILL_AT = 10
 VARIABLE = "HOLDFAST_SECRET_FILE"
 

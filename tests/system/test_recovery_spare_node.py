@@ -1,6 +1,6 @@
-"""A node of a sharded replica is lost for good, by real kills: an idle one takes its rank (rung 3);
-where no other is left, another layout of what is left goes on (rung 4). Nobody holds the lost
-part alive, so both go on from memory, the lost part from the copy on another node."""
+"""A node of a sharded replica is lost for good, by real kills. An idle node takes its rank (rung
+3). If no idle node is left, the rest continues with another layout (rung 4). No live process holds
+the lost part. So both resume from memory, the lost part from the copy on another node."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def test_a_spare_node_takes_the_rank_and_then_what_is_left_another_layout(
 
 
 def _held_on_both(nodes: Nodes, gate: Armoury, steps: range, after: int = 0) -> int:
-    """The first of these steps, done after that generation, whose state lies on both nodes: a copy
-    is left out where a busy machine is still sending those before it."""
+    """Return the first of these steps, done after that generation, whose state is on both nodes. A
+    copy is skipped if a busy machine is still sending earlier ones."""
     for step in steps:
         gate.open_gate(step)
         nodes.wait_step(step, after)

@@ -1,5 +1,5 @@
 """The run folder of several nodes is moved away while they train, or is out of reach when they are
-told to go: they wait for it, and end with a sentence."""
+asked to leave. They wait for it, and end with a sentence."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTINGS = (
     "train.steps=100000", "train.batch_size=6", "train.evaluate.every=0",
     "checkpoint.every_steps=20", "layout.workers=2",
 )  # fmt: skip
-CLEAN = 30.0  # beside what is waited for: processes end, on a busy machine
+CLEAN = 30.0  # on top of the waits: processes end, on a busy machine
 
 
 def _train(nodes: Nodes) -> None:
@@ -56,7 +56,7 @@ def test_a_folder_that_was_moved_is_waited_for_and_then_all_leave(
         time.sleep(GONE_SECONDS / 3)
         assert nodes.alive == ["a", "b"], nodes.story()
         moved.rename(folder)
-        # Nothing has been lost, and nobody had to begin anew.
+        # Nothing has been lost, and no worker had to restart.
         newest = step_of(listing(FolderStore(folder))[0])
         nodes.wait_until(
             lambda: step_of(listing(FolderStore(folder))[0]) > newest + 20, "nothing is saved"
@@ -92,7 +92,7 @@ def test_a_folder_out_of_reach_ends_nobody_but_who_is_told_to_go(
     _point(folder, real.name)
     with nodes_of(run_file, folder, *SETTINGS) as nodes:
         _train(nodes)
-        _point(folder, folder.name)  # to itself: nobody gets in
+        _point(folder, folder.name)  # to itself: it cannot be opened
         time.sleep(GONE_SECONDS + HOLD_SECONDS + 5)
         assert nodes.alive == ["a", "b"], nodes.story()
         before = step_of(listing(FolderStore(real))[0])

@@ -28,7 +28,7 @@ from tests.support.ranks import ROOT, wait_until
 from tests.support.trainer_process import Trainer, gone, training
 
 ENDLESS = {"steps": 1_000_000, "pace": 0.05}
-LOOKS = 3 * TERM_SECONDS  # in which everybody has looked more than once
+LOOKS = 3 * TERM_SECONDS  # in which every agent has looked more than once
 T = TypeVar("T", bound=Trainer)
 NODES = ("layout.workers=2", "cluster.places=1", "cluster.beat_seconds=0.5",
          "cluster.settle_seconds=0.5", "cluster.gather_seconds=60")  # fmt: skip
@@ -83,7 +83,7 @@ def _also(trainer: T) -> Iterator[T]:
 
 
 def _nobody_minds(disk: Disk, *trainers: Trainer) -> None:
-    """Nobody ends, nor says that the folder is to be put back."""
+    """No trainer ends, nor asks to put the folder back."""
     for trainer in trainers:
         assert trainer.process.poll() is None, trainer.said
         assert "waited for" not in trainer.said
@@ -188,7 +188,8 @@ def test_two_nodes_keep_their_leader_while_their_folder_is_not_mounted(
 
 
 class Hanging(Trainer):
-    """One whose disk hangs from when it is told to, though others' does not: see `hung_disk`."""
+    """A trainer whose disk hangs on request, though those of other trainers do not: see
+    `hung_disk`."""
 
     def __init__(self, folder: Path, seconds: float, *overrides: str) -> None:
         self.folder, self.output = folder, folder.with_name("hanging.out")

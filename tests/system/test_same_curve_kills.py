@@ -1,10 +1,10 @@
-"""Promise 1 and 2 from outside: a run that is killed again and again ends where one that is left
-alone ends, to the bit, and has used every sample once.
+"""Promise 1 and 2 from outside: a run that is killed again and again ends like an undisturbed one,
+to the bit. It has used every sample once.
 
-One worker trains undisturbed. Another run of the same file starts with three workers; a worker
-drawn at random gets SIGKILL at each of ten seeded points; then the run is told to leave, goes on
-with two workers, is killed once more, and ends. Weights and both moments of AdamW are compared
-byte by byte, and the ledger is audited.
+One worker trains undisturbed. Another run of the same file starts with three workers. A worker
+drawn at random gets SIGKILL at each of ten seeded points. Then the run is asked to leave, continues
+with two workers, is killed once more, and ends. Weights and both moments of AdamW are compared byte
+by byte, and the ledger is audited.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _disturbed(
         # Late reports of a generation that was already hit do not count.
         if not isinstance(event, StepDone) or record.generation <= killed:
             continue
-        if due and event.step >= due[0] and pids:  # who they are may be told a moment later
+        if due and event.step >= due[0] and pids:  # their ids may be reported a moment later
             due.pop(0)
             killed = record.generation
             os.kill(pids[chooser.choice(sorted(pids))], signal.SIGKILL)

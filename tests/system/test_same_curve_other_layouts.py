@@ -1,5 +1,5 @@
-"""Promise 1 across layouts, from outside: a run that loses a worker, is told to leave, and goes on
-under another layout on another number of workers, ends where a run on one worker ends."""
+"""Promise 1 across layouts, from outside. A run loses a worker, is asked to leave, and continues
+under another layout on another number of workers. It ends like a run on one worker."""
 
 from __future__ import annotations
 

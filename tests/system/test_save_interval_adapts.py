@@ -1,4 +1,4 @@
-"""A run that decides by itself how often to save: what it says, and what it learns from a kill."""
+"""A run that decides by itself how often to save: its reports, and its reaction to a kill."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_kill_is_remembered_over_the_restart_and_over_a_new_session(tmp_path: 
             return record.generation == 2 and 2 in decided
         return False
 
-    saved: list[int] = []  # steps, by time: nobody asked for them, and the run did not end there
+    saved: list[int] = []  # steps saved by time: unrequested, and not the end of the run
 
     def second(record: Record) -> bool:
         if record.generation == 3 and isinstance(record.event, CheckpointCommitted):
@@ -75,7 +75,7 @@ def test_a_kill_is_remembered_over_the_restart_and_over_a_new_session(tmp_path: 
 
 
 def _until(path: Path, folder: Path, leaves: Callable[[Record], bool]) -> int:
-    """A session that is told to leave once `leaves` says so of a record; its exit code."""
+    """Run a session and ask it to leave once `leaves` says so of a record; return its exit code."""
     process = start("train", path, f"folder={folder}", *SETTINGS)
     done = threading.Event()
     collector = threading.Thread(target=lambda: (process.communicate(timeout=200), done.set()))

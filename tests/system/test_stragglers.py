@@ -1,5 +1,5 @@
-"""A worker that is slow gets fewer microbatches, and the curve stays that of the run that nobody
-disturbed: real processes, one of which takes longer for each microbatch."""
+"""A worker that is slow gets fewer microbatches, and the curve stays that of an undisturbed run.
+The processes are real, and one of them takes longer for each microbatch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_slow_worker_gets_fewer_microbatches_of_the_same_steps(tmp_path: Path)
     faults.make_slow({1: 0.1})
     settings = (*SETTINGS, "layout.workers=2", f"cluster.faults={faults.folder}")
     with nodes_of(run_file, tmp_path / "run", *settings) as run:
-        # Compared at each heartbeat; the one node has nobody who could miss its own.
+        # Compared at each heartbeat; with one node, no other node can miss its heartbeats.
         run.start("a", settings=["cluster.places=2", "cluster.beat_seconds=0.2"])
         run.wait_step(1)
         begun = run.newest

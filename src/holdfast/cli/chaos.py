@@ -162,7 +162,7 @@ def _shapes(layout: str, nodes: int) -> list[Shape]:
     named = [layout] if "=" in layout else [each.strip() for each in layout.split(",")]
     shapes = [shape_of(each, nodes) for each in named]
     if any(shape.nodes < 2 for shape in shapes):
-        raise UserError("one node has nobody beside it", where="--nodes",
+        raise UserError("a campaign needs several nodes", where="--nodes",
                         remedy=f"use 2 or more, or one of {', '.join(SHAPES)}")  # fmt: skip
     return shapes
 

@@ -88,7 +88,7 @@ def _own(overrides: list[str]) -> list[str]:
         if not key.startswith("cluster.") and key not in ("device", "checkpoint.peer_interface",
                                                           "checkpoint.peer_advertise"):  # fmt: skip
             raise RunFolderError(
-                f"{key} is the whole run's, and cannot be another for one node", where=override,
+                f"{key} belongs to the run, and cannot differ for one node", where=override,
                 remedy="give cluster.* or device here, and the rest to holdfast train",
             )  # fmt: skip
     return overrides

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 # name -> (module, what it does)
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("init", "write a run file to start from"),
-    "train": ("train", "train, or go on training, what a run file describes"),
+    "train": ("train", "start or resume the run that a run file describes"),
     "join": ("join", "take part in a run on several machines"),
     "watch": ("watch", "follow a run from another terminal"),
     "notice": ("notice", "tell a run that machines are about to go"),
@@ -43,7 +43,7 @@ Commands:
 
 Start with:
   holdfast init              writes run.yaml
-  holdfast train run.yaml    trains it; the same command again goes on where it was
+  holdfast train run.yaml    trains it; the same command again resumes it
 
 'holdfast COMMAND --help' explains one command. 'holdfast --version' prints the version.
 """

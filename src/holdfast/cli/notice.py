@@ -40,7 +40,7 @@ def notice(
     if not 0 < seconds < 1e6:
         raise UserError(
             f"a notice of {seconds:g} seconds makes no sense", where="--seconds",
-            remedy="say in how many seconds the machines will be gone",
+            remedy="say in how many seconds the machines will be lost",
         )  # fmt: skip
     names = list(dict.fromkeys(node or ()))
     if "" in names:

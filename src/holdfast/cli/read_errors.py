@@ -21,10 +21,10 @@ def speak(where: Path) -> Iterator[None]:
     except CorruptError as error:
         raise CheckpointError(
             str(error), where=str(where),
-            remedy=f"see which checkpoints are whole: holdfast checkpoint verify {where}",
+            remedy=f"see which checkpoints are intact: holdfast checkpoint verify {where}",
         ) from None  # fmt: skip
     except MissingKeyError as error:
         raise CheckpointError(
-            f"{error}; a run that goes on may have removed it", where=str(where),
+            f"{error}; a run in progress may have removed it", where=str(where),
             remedy=f"see what is there: holdfast checkpoint list {where}",
         ) from None  # fmt: skip

@@ -78,7 +78,7 @@ def _watch(kept: Any, json: bool) -> int:
     if json:
         print_line({"address": kept.address})
     else:
-        say(f"keeping snapshots at {kept.address}; Ctrl-C ends it, and what it keeps is gone then")
+        say(f"keeping snapshots at {kept.address}; Ctrl-C ends it and discards the snapshots")
     last: list[Any] = []
     while not select.select([leave], [], [], REPORT_SECONDS)[0]:
         keeps = kept.status()["keeps"]

@@ -31,7 +31,7 @@ from holdfast.plan.layouts import layouts_of, most_workers
 if TYPE_CHECKING:
     from holdfast.data.dataset import Dataset
 
-app = make_app("Train, or go on training, what a run file describes.")
+app = make_app("Start or resume the run that a run file describes.")
 
 
 @app.command()

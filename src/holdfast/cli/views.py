@@ -65,7 +65,7 @@ class Views:
 
 
 def metrics_of(config: RunConfig, dataset_version: str, machine: Machine) -> Metrics:
-    """What `/metrics` shows; utilisation only where the device's peak is known."""
+    """Return what `/metrics` shows; it has utilisation only if the device's peak is known."""
     peak = None
     if config.device == "cuda" and machine.accelerators:
         one = machine.accelerators[0].peak_flops(config.train.precision)

@@ -62,7 +62,7 @@ def watch(
     if progress.ended:
         return 0
     say(f"no trainer is at work here: it ended without a word after step {progress.step}; "
-        "the command that started it goes on from the last checkpoint")  # fmt: skip
+        "the command that started it resumes from the last checkpoint")  # fmt: skip
     return 1
 
 

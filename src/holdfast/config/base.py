@@ -1,4 +1,4 @@
-"""What every section of the run file shares."""
+"""The base of every section of the run file."""
 
 from __future__ import annotations
 

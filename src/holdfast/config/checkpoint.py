@@ -1,4 +1,4 @@
-"""`checkpoint:` when state is saved and how long it is kept."""
+"""The section `checkpoint:` of a run file: when state is saved and how long it is kept."""
 
 from __future__ import annotations
 
@@ -11,82 +11,89 @@ from holdfast.config.peers import MachineConfig, PeerConfig, unreachable
 
 
 class CheckpointConfig(Section):
-    every_steps: int = Field(50, ge=0, description="0: only when leaving and at the end")
-    every_seconds: float = Field(0, ge=0, description="0: by steps only")
+    every_steps: int = Field(
+        50, ge=0, description="steps between saves; 0: only when leaving or at the end"
+    )
+    every_seconds: float = Field(0, ge=0, description="seconds between saves; 0: by steps only")
     interval: Literal["fixed", "adaptive"] = Field(
         "fixed",
-        description="adaptive: as often as loses least time, by the measured cost of a save and "
-        "the failures seen; every_steps and every_seconds are not used then",
+        description="adaptive: the interval that loses the least time, from the measured cost of "
+        "a save and past failures; every_steps and every_seconds are ignored",
     )
-    min_seconds: float = Field(1.0, gt=0, description="adaptive: no more often")
-    max_seconds: float = Field(1800, gt=0, description="adaptive: no less often")
+    min_seconds: float = Field(1.0, gt=0, description="adaptive: shortest interval")
+    max_seconds: float = Field(1800, gt=0, description="adaptive: longest interval")
     node_mtbf_hours: float = Field(
-        1.5, gt=0, description="adaptive: expected hours between failures of one node, before any"
+        1.5,
+        gt=0,
+        description="adaptive: hours between failures of a node, until one fails",
     )
     memory_every_steps: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         0,
-        description="snapshots that stay in memory; 0: only what is saved durably; auto: as often "
-        "as loses least time",
+        description="steps between snapshots that stay in memory; 0: only durable saves; "
+        "auto: the interval that loses the least time",
     )
     hidden: bool = Field(
-        True, description="copy while the next step computes; false: training waits for the copy"
+        True, description="copy while the next step computes; false: training pauses for the copy"
     )
-    keep_last: int = Field(3, ge=1, description="newest checkpoints that are kept")
-    keep_every: int = Field(0, ge=0, description="also keep each step that this divides; 0: none")
+    keep_last: int = Field(3, ge=1, description="number of newest checkpoints to keep")
+    keep_every: int = Field(
+        0, ge=0, description="also keep steps that this number divides; 0: none"
+    )
     folder_survives: bool = Field(
         True,
-        description="false: the run folder lies on a node's own disk, and is lost with the node; a "
-        "notice then saves to peers or into the bucket",
+        description="false: the run folder is on a node's own disk and is lost with it; a notice "
+        "then saves to peers or into the bucket",
     )
     bucket: str = Field(
-        "", description="address of a bucket that gets every checkpoint too: s3://bucket/prefix"
+        "",
+        description="bucket for copies of checkpoints: s3://bucket/prefix; empty: none",
     )
     bucket_every_seconds: Annotated[float, Field(ge=0)] | Literal["auto"] = Field(
         0,
-        description="checkpoints in between stay out of the bucket; 0: it gets all that it can "
-        "take; auto: as often as loses least time",
+        description="least seconds between copies into the bucket; 0: as many as its bandwidth "
+        "allows; auto: the interval that loses the least time",
     )
-    bucket_keep_last: int = Field(3, ge=1, description="newest checkpoints kept in the bucket")
+    bucket_keep_last: int = Field(3, ge=1, description="number of newest checkpoints to keep in it")
     bucket_wait_seconds: float = Field(
         180,
         ge=0,
-        description="at its end the run waits for the bucket while bytes move; so long "
-        "where none does",
+        description="at its end the run waits for uploads to the bucket; it gives up if no byte "
+        "moves for this long",
     )
     slots: Annotated[int, Field(ge=2, le=3)] | Literal["auto"] = Field(
         "auto",
-        description="snapshots that fit into memory; auto: 3 where memory gets snapshots that the "
-        "disk does not, one of which may be written meanwhile, else 2",
+        description="snapshots that fit into memory; auto: 3 if memory_every_steps is not 0 (one "
+        "may be written to disk meanwhile), 2 otherwise",
     )
     extent_mb: int = Field(16, ge=1, description="bytes under one checksum, in MiB")
     machine: MachineConfig = MachineConfig()
     peers: tuple[PeerConfig, ...] = Field(
-        (), description="machines whose memory holds copies of the snapshots; none: no listener"
+        (), description="machines whose memory holds copies of the snapshots; empty: no listener"
     )
     peer_every_steps: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         1,
-        description="of the snapshots in memory, those of such steps are copied to peers; auto: as "
-        "often as loses least time",
+        description="steps between snapshots that are copied to peers; auto: the interval that "
+        "loses the least time",
     )
-    peer_copies: int = Field(1, ge=1, description="peers that hold each snapshot")
+    peer_copies: int = Field(1, ge=1, description="number of peers that hold each snapshot")
     peer_mbps: float = Field(
-        0, ge=0, description="megabits a second that copies may take; 0: no bound"
+        0, ge=0, description="megabits a second that copies may use; 0: no limit"
     )
-    peer_memory_gb: float = Field(0, ge=0, description="memory for the snapshots of others")
-    peer_interface: str = Field("127.0.0.1", description="address that peers are listened to on")
-    peer_port: int = Field(0, ge=0, le=65535, description="0: any free one")
+    peer_memory_gb: float = Field(0, ge=0, description="memory for snapshots of other machines")
+    peer_interface: str = Field("127.0.0.1", description="address to listen on for peers")
+    peer_port: int = Field(0, ge=0, le=65535, description="0: any free port")
     peer_advertise: str = Field(
-        "", description="host or host:port that peers are told; left out: what is listened on"
+        "", description="host or host:port that peers connect to; empty: the listening address"
     )
 
     @property
     def most_slots(self) -> int:
-        """What `auto` stands for, where there is room."""
+        """The number of slots that `auto` stands for if memory suffices."""
         return self.slots if self.slots != "auto" else 3 if self.memory_every_steps else 2
 
     @property
     def by_steps(self) -> int:
-        """The rule by steps; an adaptive interval replaces it."""
+        """The fixed interval in steps; 0 if the interval is adaptive."""
         return self.every_steps if self.interval == "fixed" else 0
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""`data:` where text comes from and how it becomes samples."""
+"""The section `data:` of a run file: sources of text, and how it becomes samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SourceConfig(Section):
     path: str | None = Field(None, description="file, folder or glob; Hugging Face dataset name")
     field: str = Field("text", description="JSONL field or Parquet column that holds the text")
     split: str = Field("train", description="split of a Hugging Face dataset")
-    weight: float = Field(1.0, gt=0, description="share of the samples, relative to the others")
+    weight: float = Field(1.0, gt=0, description="share of the samples, relative to other sources")
 
     @model_validator(mode="after")
     def _has_a_path(self) -> SourceConfig:
@@ -32,22 +32,22 @@ class SourceConfig(Section):
 class TokenizerConfig(Section):
     """A byte-level BPE trained on the corpus, or any tokenizer.json."""
 
-    path: str | None = Field(None, description="a tokenizer.json; none: train one")
-    vocab_size: int = Field(4096, ge=257, description="of the trained byte-level BPE")
+    path: str | None = Field(None, description="path of a tokenizer.json; none: train one")
+    vocab_size: int = Field(4096, ge=257, description="tokens of the trained byte-level BPE")
     sample_bytes: int = Field(4_000_000, ge=1, description="text the BPE is trained on")
 
 
 class DataConfig(Section):
-    folder: str = Field("datasets/python-stdlib", description="where the prepared dataset lies")
+    folder: str = Field("datasets/python-stdlib", description="folder of the prepared dataset")
     sources: tuple[SourceConfig, ...] = Field((SourceConfig(),), min_length=1)
     tokenizer: TokenizerConfig = TokenizerConfig()
     sequence_length: int = Field(256, ge=2, description="tokens of one sample")
     attention: Literal["full", "document"] = Field(
         "full", description="document: a token attends to its own document only"
     )
-    validation_fraction: float = Field(0.01, ge=0, lt=1, description="of documents, by hash")
+    validation_fraction: float = Field(0.01, ge=0, lt=1, description="share of documents, by hash")
     max_document_bytes: int = Field(
-        16 * 2**20, ge=1, description="a longer file or line is refused, and named"
+        16 * 2**20, ge=1, description="a longer file or line is an error that names it"
     )
     shard_tokens: int = Field(8_000_000, ge=1024, description="tokens of one shard file")
-    processes: int = Field(0, ge=0, description="of prepare; 0: one per core")
+    processes: int = Field(0, ge=0, description="processes of `holdfast prepare`; 0: one per core")

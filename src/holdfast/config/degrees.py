@@ -1,8 +1,8 @@
-"""Which degrees can work together, as far as the run file alone decides it.
+"""Rules for degrees that work together, to the extent that the run file alone decides it.
 
-A rule that does not hold is one sentence: the key and its value, what it does not fit, and the
-nearest values below and above that every rule of the same axis allows. What depends on how
-microbatches are dealt stands in `plan/layouts.py`.
+A violated rule gives one sentence. It names the key, its value, and what the value does not fit.
+It also names the nearest values below and above that every rule of the same axis allows. Rules
+that depend on how microbatches are dealt are in `plan/layouts.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.config.train import TrainConfig
 
 
 def impossible(layout: LayoutConfig, model: ModelConfig, train: TrainConfig) -> str | None:
-    """The sentence of the first rule that does not hold, "... : use ..."; None when all do."""
+    """Return the sentence of the first violated rule, "... : use ..."; None if there is none."""
     if sentence := _degrees_in_two_places(layout):
         return sentence
     shards = lcm(*(degrees.dp_shard for _, degrees in layout.kinds))
@@ -32,7 +32,7 @@ def impossible(layout: LayoutConfig, model: ModelConfig, train: TrainConfig) -> 
 
 
 def nearest(degree: int, works: Callable[[int], bool], most: int) -> str:
-    """The closest degrees below and above `degree` that work, in words: "2 or 4"."""
+    """Return the closest degrees below and above `degree` that work, in words: "2 or 4"."""
     below = next((d for d in range(min(degree - 1, most), 0, -1) if works(d)), None)
     above = next((d for d in range(degree + 1, most + 1) if works(d)), None)
     return " or ".join(str(d) for d in (below, above) if d is not None)
@@ -50,10 +50,10 @@ def _degrees_in_two_places(layout: LayoutConfig) -> str:
 
 
 def _shard(key: str, degree: int, shards: int, train: TrainConfig) -> str:
-    """dp_shard splits the samples of a microbatch evenly.
+    """Check that dp_shard splits the samples of a microbatch evenly.
 
     `shards`: the least common multiple of every replica's dp_shard. A larger microbatch is
-    offered only where all of them and every size of batch allow it.
+    offered only if all of them and every size of batch allow it.
     """
     size = train.microbatch_size
     if size % degree == 0:
@@ -70,8 +70,10 @@ def _shard(key: str, degree: int, shards: int, train: TrainConfig) -> str:
 
 
 def _tensor(key: str, tp: int, model: ModelConfig) -> str:
-    """tp gives each rank whole query heads, whole or shared key/value heads, and equal parts of
-    the inner dim. Vocabulary and tokens may be cut unevenly."""
+    """Check that tp cuts no query head and cuts the inner dim evenly.
+
+    A key/value head is undivided or shared. Vocabulary and tokens may be cut unevenly.
+    """
     heads, kv_heads, ffn_dim = model.heads, model.kv_heads, model.ffn_dim
 
     def works(d: int) -> bool:
@@ -89,7 +91,7 @@ def _tensor(key: str, tp: int, model: ModelConfig) -> str:
 
 
 def _pipeline(key: str, degrees: DegreesConfig, layers: int) -> str:
-    """Every stage holds at least one block; stages that are named hold all of them."""
+    """Check that every stage holds at least one block, and named stages hold all blocks."""
     pp, stages = degrees.pp, list(degrees.stages)
     if pp > layers:
         return f"{key}.pp {pp} is more than model.layers {layers}: use {layers} or less"
@@ -106,7 +108,7 @@ def _pipeline(key: str, degrees: DegreesConfig, layers: int) -> str:
 
 
 def _workers(layout: LayoutConfig) -> str:
-    """Workers fill whole replicas."""
+    """Check that the workers fill complete replicas."""
     workers, ranks = layout.workers, layout.least_workers
     if layout.replicas:
         if workers == ranks:

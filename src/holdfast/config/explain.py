@@ -55,8 +55,11 @@ _BOUNDS = {
 
 
 def explain(error: ValidationError, place: Place, name: str) -> ConfigError:
-    """All refusals at once. `place(path)` says where a key was given, None if nowhere; `name`
-    stands for the run file as a whole."""
+    """Return one error for all refusals.
+
+    `place(path)` says where a key was given, None if nowhere. `name` stands for the run file if
+    a refusal has no place.
+    """
     sentences: list[str] = []
     everything = error.errors()
     paths = {tuple(details["loc"]) for details in everything}
@@ -75,8 +78,10 @@ def explain(error: ValidationError, place: Place, name: str) -> ConfigError:
 
 
 def _alternative(path: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], str]:
-    """Of a key that takes a number or one word, the refusal as a number stands for both: the key's
-    path, and the word. Anything else as it is, and no word."""
+    """Return a key's path and the word that it takes instead of a number; "" if it takes none.
+
+    Such a key is refused twice. The refusal as a number stands for both.
+    """
     info = field_at(path[:-1]) if len(path) > 1 else None
     if info is None or field_at(path) is not None or section_of(info.annotation) is not None:
         return path, ""
@@ -85,8 +90,10 @@ def _alternative(path: tuple[str | int, ...]) -> tuple[tuple[str | int, ...], st
 
 
 def _follows(kind: str, path: tuple[str | int, ...], paths: set[tuple[str | int, ...]]) -> bool:
-    """Whether a refusal is only the echo of another one: a list that lost its refused items, a
-    shape that a refused preset would have given."""
+    """Return True if a refusal follows from another one.
+
+    Examples are a list that lost its refused items, and a shape that a refused preset would give.
+    """
     if kind == "too_short":
         return any(len(p) > len(path) and p[: len(path)] == path for p in paths)
     return kind == "missing" and path[0] == "model" and ("model", "preset") in paths
@@ -130,7 +137,7 @@ def _sentence(details: ErrorDetails, path: tuple[str | int, ...]) -> tuple[str, 
 
 
 def _example(info: FieldInfo | None) -> str:
-    """A value that works: the default, or else a bound that the field names."""
+    """Return a value that works: the default, or a bound of the field if there is no default."""
     if info is None or section_of(info.annotation) is not None:
         return ""
     default = info.get_default(call_default_factory=True, validated_data={})
@@ -144,7 +151,7 @@ def _example(info: FieldInfo | None) -> str:
 
 
 def suggestion(path: tuple[str | int, ...]) -> str:
-    """'did you mean ...?' for an unknown key: a sibling, else a key of another section."""
+    """Return 'did you mean ...?' for an unknown key: a sibling, or a key of another section."""
     rest: tuple[str | int, ...] = ()
     for length in range(1, len(path)):
         if field_at(path[:length]) is None:  # the mistake is further up: trian.steps
@@ -174,8 +181,11 @@ def suggestion(path: tuple[str | int, ...]) -> str:
 
 
 def _where(path: tuple[str | int, ...], rule: str, place: Place) -> str | None:
-    """The place of the key itself. A rule over several keys names them in its sentence; it is
-    reported at the first of them that somebody wrote."""
+    """Return the place of the key itself.
+
+    A rule over several keys names them in its sentence. It is reported at the first of them that
+    the user wrote.
+    """
     for word in re.findall(r"[a-z_]+(?:\.(?:[a-z_]+|[0-9]+))*", rule):
         parts = as_path(word)
         for candidate in ((*path, *parts), parts):

@@ -43,7 +43,7 @@ def is_list(annotation: Any) -> bool:
 
 
 def allows(annotation: Any, kind: type) -> bool:
-    """Whether a value of `kind` itself is among the annotation's alternatives."""
+    """Return True if a value of `kind` itself is among the annotation's alternatives."""
     if get_origin(annotation) in (Union, UnionType):
         return any(allows(inner, kind) for inner in get_args(annotation))
     return annotation is kind

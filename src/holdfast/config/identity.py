@@ -1,4 +1,4 @@
-"""Which part of a configuration decides what a run computes, and whether two runs are the same.
+"""The identity of a run: the part of a configuration that decides what it computes.
 
 A resume may use other workers, another machine, other checkpoint intervals or a moved folder:
 the state after step N does not depend on them. Everything else makes another run.
@@ -49,7 +49,8 @@ def config_hash(config: RunConfig) -> str:
 
 
 def differences(stored: Mapping[str, Any], config: RunConfig) -> list[Difference]:
-    """What decides the computation and is not the same; `stored` is the dump in the run folder.
+    """Return the differing keys that decide the computation; `stored` is the dump in the run
+    folder.
 
     A key that the folder's older format did not have counts as its default; one that this
     version no longer knows is left out.

@@ -1,4 +1,7 @@
-"""`layout:` how many workers and what each holds. Free to change between restarts."""
+"""The section `layout:` of a run file: how many workers, and what each holds.
+
+It may change between restarts.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from holdfast.config.base import Section
 
 
 class DegreesConfig(Section):
-    """One replica's degrees, where replicas are unlike. Its workers: pp x dp_shard x tp."""
+    """Degrees of one replica if replicas differ. It has pp x dp_shard x tp workers."""
 
     pp: int = Field(1, ge=1, description="stages of the pipeline")
     dp_shard: int = Field(
@@ -28,22 +31,22 @@ class DegreesConfig(Section):
 
 
 class LayoutConfig(DegreesConfig):
-    """How the model is spread: replicas of pp x dp_shard x tp workers, as many as workers allow."""
+    """Replicas of pp x dp_shard x tp workers, as many as the number of workers allows."""
 
-    workers: int = Field(0, ge=0, description="0: one copy of the model (planned)")
+    workers: int = Field(0, ge=0, description="workers; 0: one copy of the model (planned)")
     zero: Literal[1, 2, 3] = Field(
         3,
         description="what dp_shard cuts: 1 optimizer state; 2 gradients too; 3 parameters too, "
         "gathered for each use",
     )
     sequence_parallel: bool = Field(
-        True, description="of tp: norms and residuals are cut by tokens, at the same traffic"
+        True, description="with tp: cut norms and residuals by tokens, at the same traffic"
     )
     schedule: Literal["1f1b", "gpipe"] = Field(
-        "1f1b", description="of pp: 1f1b keeps fewer activations, gpipe takes fewer microbatches"
+        "1f1b", description="with pp: 1f1b keeps fewer activations, gpipe takes fewer microbatches"
     )
     replicas: tuple[DegreesConfig, ...] = Field(
-        (), description="unlike replicas side by side; []: all have the degrees above"
+        (), description="replicas that differ; []: all have the degrees above"
     )
     reduction: Literal["tree", "fast"] = Field(
         "tree", description="tree: bit-equal on any number of replicas; fast: the backend's own"
@@ -51,8 +54,8 @@ class LayoutConfig(DegreesConfig):
     trace_step: int = Field(
         0,
         ge=0,
-        description="what each worker does when in this step; `holdfast report --trace` "
-        "writes it; 0: none",
+        description="step in which each worker records what it does when; `holdfast report "
+        "--trace` writes it; 0: none",
     )
     bucket_mb: float = Field(6.6, gt=0, description="gradient bytes reduced at a time, in MB")
 

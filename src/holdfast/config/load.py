@@ -4,8 +4,8 @@
     loaded.config.train.steps              # 200
     loaded.origins["train.steps"]          # Origin("command line", "train.steps=200")
 
-Every refusal is a ConfigError that names the line (or the override), the key and a value that
-would work; all of them come at once.
+Every refusal is a ConfigError. It names the line (or the override), the key and a value that
+would work. All refusals come at once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Origin:
-    """Who decided a value: `place` is "run.yaml:12", the override's text, the preset's name or
-    the reason of a plan; empty for a default."""
+    """The source of a value.
+
+    `place` is "run.yaml:12", the override's text, the preset's name or the reason of a plan. It
+    is empty for a default.
+    """
 
     kind: OriginKind
     place: str = ""
@@ -65,7 +68,7 @@ class Loaded:
         return replace(self, config=_validate(data, origins, self.name), origins=origins)
 
     def to_json(self) -> dict[str, Any]:
-        """What `resolved.json` holds."""
+        """Return the contents of `resolved.json`."""
         return {
             "config": self.config.model_dump(mode="json"),
             "origins": {k: {"kind": o.kind, "place": o.place} for k, o in self.origins.items()},
@@ -167,7 +170,7 @@ def _step(holder: Any, path: KeyPath, depth: int, value: Any, last: bool, where:
 
 def _validate(data: dict[str, Any], given: Mapping[str, Origin], name: str) -> RunConfig:
     def place(path: KeyPath) -> str | None:
-        """Where a key was given; a section counts as given by its own line only."""
+        """Return where a key was given; a section counts as given by its own line only."""
         origin = given.get(".".join(map(str, path)))
         if origin is None:
             return None
@@ -214,7 +217,7 @@ def _boolean_sentences(found: list[tuple[KeyPath, bool]], place: Any, name: str)
 
 
 def _origins(config: RunConfig, given: Mapping[str, Origin]) -> dict[str, Origin]:
-    """The origin of every leaf. A list given as a whole is the origin of all that is in it."""
+    """Return the origin of every leaf. If a list is given as one value, its items share it."""
     origins: dict[str, Origin] = {}
     preset = config.model.preset
     for key, _ in leaves(config.model_dump(mode="json")):
@@ -224,8 +227,8 @@ def _origins(config: RunConfig, given: Mapping[str, Origin]) -> dict[str, Origin
             if found is not None:
                 break
             parent = given.get(".".join(parts[:length]))
-            # A section's own line says nothing of the keys it does not name; an override that
-            # gives a whole list or section does.
+            # A section's own line says nothing of keys that it does not name. An override that
+            # gives a complete list or section does.
             if parent is not None and parent.kind == "command line":
                 found = parent
         if found is None and preset and parts[0] == "model" and parts[1] in PRESETS[preset]:

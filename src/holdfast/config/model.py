@@ -94,6 +94,9 @@ class ModelConfig(Section):
 
     @property
     def vocab_rows(self) -> int:
-        """Rows of embedding and head: those beyond `vocab_size` are zero and stay zero, and are
-        no tokens, so the model computes the same with and without them."""
+        """Rows of embedding and head.
+
+        Rows beyond `vocab_size` are no tokens. They are zero and stay zero, so the model computes
+        the same with and without them.
+        """
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

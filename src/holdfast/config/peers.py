@@ -1,4 +1,4 @@
-"""`checkpoint.peers` and `checkpoint.machine`: other machines' memory, and what fails together."""
+"""`checkpoint.peers` and `checkpoint.machine`: memory of other machines, and failure domains."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from holdfast.config.base import Section
 ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):([0-9]{1,5})")
 """host:port, the host in brackets for IPv6."""
 EVERYWHERE = ("0.0.0.0", "::", "[::]")
-"""Addresses that stand for all of a machine: fit to be listened on, and not to be told."""
+"""Wildcard addresses: valid to listen on, invalid as the address that peers connect to."""
 
 
 class MachineConfig(Section):
-    """Where a machine stands: what it shares with others fails together with them. What is left
-    out is unknown, and counts as shared with nobody."""
+    """Failure domains of a machine. Machines that share a domain may fail together. A domain that
+    is left out is unknown, and counts as shared with no other machine."""
 
     name: str = Field(
         "self", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="in events, metrics and logs"
     )
-    node: str = Field("", description="the host, where several movers share one; else the name")
-    rack: str = Field("", description="the rack it stands in")
-    power: str = Field("", description="the power domain it hangs on")
-    pool: str = Field("", description="the spot pool it comes from")
-    zone: str = Field("", description="the zone it stands in")
+    node: str = Field("", description="the host if several movers share it; empty: the name")
+    rack: str = Field("", description="its rack")
+    power: str = Field("", description="its power domain")
+    pool: str = Field("", description="its spot pool")
+    zone: str = Field("", description="its zone")
 
 
 class PeerConfig(MachineConfig):
@@ -37,8 +37,8 @@ class PeerConfig(MachineConfig):
         pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="in events, metrics and logs"
     )
     address: str = Field(description="host:port that it listens on")
-    stable: bool = Field(False, description="one that stays: it gets the first copy of everybody")
-    memory_gb: float = Field(0, ge=0, description="what it keeps for others at most; 0: as it says")
+    stable: bool = Field(False, description="not preemptible: gets the first copy of each machine")
+    memory_gb: float = Field(0, ge=0, description="most that it keeps; 0: the peer's own limit")
 
     @field_validator("address")
     @classmethod
@@ -50,7 +50,7 @@ class PeerConfig(MachineConfig):
 
 
 def unreachable(peers: Sequence[PeerConfig], interface: str, advertise: str) -> str | None:
-    """Why a peer could not read from this machine, as a sentence with a remedy; None if it can."""
+    """Return why a peer cannot read from this machine, with a remedy; None if it can."""
     told = advertise or interface
     if peers and told in EVERYWHERE:
         return (

@@ -20,13 +20,13 @@ _HEAD = """\
 <!-- written by: holdfast config schema --markdown -->
 
 A run file is YAML (1.2's core schema: `3e-3` is a number, `no` is a word). Every key has a
-default, so an empty section is a valid one; a key that is not listed here is refused with the
-nearest right name. Any key can be given on the command line as well, where it wins over the
-file: `holdfast train run.yaml train.steps=200 data.sources.0.path=corpus.txt`.
+default, so an empty section is valid. A key that is not listed here is refused, and the refusal
+names the nearest valid key. Any key can also be given on the command line, where it overrides
+the file: `holdfast train run.yaml train.steps=200 data.sources.0.path=corpus.txt`.
 
-What may change between two starts of the same run: `name`, `folder`, `device`, `tensorboard`,
-`layout`, `cluster`, `checkpoint`, `train.evaluate`, and where the dataset lies. Everything else
-decides what is computed; a run folder refuses to go on with other values.
+These keys may change between two starts of the same run: `name`, `folder`, `device`,
+`tensorboard`, `layout`, `cluster`, `checkpoint`, `train.evaluate`, and the dataset's folder. All
+other keys decide what is computed. A run folder refuses to continue with other values.
 """
 
 

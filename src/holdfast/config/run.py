@@ -21,14 +21,16 @@ from holdfast.config.train import TrainConfig
 
 class RunConfig(Section):
     name: str = Field(
-        "run", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", description="in logs, metrics and pages"
+        "run",
+        pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$",
+        description="name in logs, metrics and pages",
     )
     folder: str = Field("runs/{name}", description="the run folder; {name} is filled in")
     seed: int = Field(
-        1, ge=0, lt=2**63, description="of initial weights and of the order of samples"
+        1, ge=0, lt=2**63, description="seed of the initial weights and of the order of samples"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: cuda where there is an accelerator, else cpu (planned)"
+        "auto", description="auto: cuda if there is an accelerator, cpu otherwise (planned)"
     )
     tensorboard: bool = Field(False, description="write event files into the run folder")
     data: DataConfig = DataConfig()

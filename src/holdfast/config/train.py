@@ -1,4 +1,4 @@
-"""`train:` how long, in which steps, with which optimizer."""
+"""The section `train:` of a run file: steps, batches, precision, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class OptimizerConfig(Section):
     learning_rate: float = Field(3e-3, gt=0, description="the schedule's peak")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the two moments")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    weight_decay: float = Field(0.1, ge=0, description="decoupled; of matrices")
-    clip_norm: float = Field(1.0, ge=0, description="global norm; 0: no clipping")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled; of matrices only")
+    clip_norm: float = Field(1.0, ge=0, description="largest global norm; 0: no clipping")
 
 
 class ScheduleConfig(Section):
     """Learning rate over steps; `wsd` is warm-up, stable, decay."""
 
     kind: Literal["constant", "linear", "cosine", "wsd"] = Field(
-        "cosine", description="what follows the warm-up"
+        "cosine", description="the schedule after the warm-up"
     )
-    warmup_steps: int = Field(20, ge=0, description="the rate rises linearly")
-    decay_steps: int = Field(0, ge=0, description="of wsd; 0: a fifth of the run")
+    warmup_steps: int = Field(20, ge=0, description="steps in which the rate rises linearly")
+    decay_steps: int = Field(0, ge=0, description="wsd: steps of the decay; 0: a fifth of the run")
     final_ratio: float = Field(0.1, ge=0, le=1, description="last rate / peak rate")
 
 
@@ -45,7 +45,7 @@ class EvaluateConfig(Section):
 
 
 class TrainConfig(Section):
-    steps: int = Field(1000, ge=1, description="of the whole run")
+    steps: int = Field(1000, ge=1, description="steps of the run")
     batch_size: int = Field(16, ge=1, description="samples of one step, over all workers")
     microbatch_size: int = Field(2, ge=1, description="samples of one logical microbatch")
     batch_warmup: tuple[BatchStage, ...] = ()

@@ -1,9 +1,9 @@
 """YAML text -> plain values plus the line of every key.
 
-Two choices make a run file say what it seems to say. Scalars follow YAML 1.2's core schema
-(section 10.3.2), so `3e-3` is a number, `010` is ten and `no` is a word; PyYAML's own rules are
-those of YAML 1.1. And what has no use in a run file but can surprise (anchors, merge keys,
-custom tags, a key written twice) is refused rather than interpreted.
+Two choices make a run file mean what it seems to mean. First, scalars follow YAML 1.2's core
+schema (section 10.3.2), so `3e-3` is a number, `010` is ten and `no` is a word. (PyYAML's own
+rules are those of YAML 1.1.) Second, some features have no use in a run file but can surprise:
+anchors, merge keys, custom tags, a key written twice. They are refused.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Floating-point operations per token, by both conventions in use, and utilisation.
 
-A matrix of n parameters costs a token 2n FLOPs forward and 4n backward: 6n. Attention adds
-scores and mixing, 2 * H*h * S each forward per layer, 12 * L * H*h * S with the backward, where
-every query is counted against all S keys (PaLM: Chowdhery et al. 2022, appendix B). A causal mask
-needs only half of them. Whether that half is counted is a matter of convention, and changes the
-quoted utilisation by 5 to 20 %: so a number is never given without its convention's name.
+A matrix of n parameters costs a token 2n FLOPs forward and 4n backward: 6n. Attention adds scores
+and mixing, each 2 * H*h * S forward per layer. With the backward that is 12 * L * H*h * S, if every
+query is counted against all S keys. (PaLM: Chowdhery et al. 2022, appendix B.) A causal mask needs
+only half of them. Conventions differ on counting the other half, which changes the quoted
+utilisation by 5 to 20 %. So a number is never given without its convention's name.
 
     "full"    attention not halved: torchtitan's formula, and the PaLM paper's
     "causal"  attention halved: Megatron's and MaxText's
@@ -59,8 +59,8 @@ def flops_per_token(model: ModelConfig, sequence: int, convention: Convention) -
 
 
 def dense_peak(device: str, precision: str) -> float | None:
-    """Peak dense FLOP/s of a device by its reported name ("NVIDIA H100 80GB HBM3"), for the run
-    file's precision; None where no figure is known (so no utilisation is quoted)."""
+    """Return a device's peak dense FLOP/s by its reported name ("NVIDIA H100 80GB HBM3"). It is
+    that of the run file's precision. None if no figure is known: then no utilisation is quoted."""
     if precision != "bf16":
         return None
     for name, peak in _BF16_PEAKS.items():

@@ -1,8 +1,8 @@
 """JSON from outside: a file of a store, a body from a peer, a line from a socket.
 
-A text that nests too deep is a RecursionError of `json.loads`, which nobody who expects rotten
-bytes catches: one file of 100,000 brackets would end a run that an older state could go on from.
-Here it is a ValueError, as any other text that is not JSON.
+For a text that nests too deep, `json.loads` raises RecursionError. Code that expects corrupt bytes
+does not catch it. So one file of 100,000 brackets would end a run that could resume from an older
+state. Here it is a ValueError, as for any other text that is not JSON.
 """
 
 from __future__ import annotations

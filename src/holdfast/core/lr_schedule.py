@@ -1,8 +1,8 @@
 """The learning rate of a step: warm-up, then a schedule. Pure arithmetic in float64.
 
-Step N of a run with `steps` steps has passed through `N` updates once it is applied. The rate
-rises linearly over the first `warmup_steps` (step 1 gets 1/warmup of the peak) and then follows
-its kind down to `final_ratio` times the peak at the last step.
+Step N of a run with `steps` steps has passed through `N` updates once it is applied. The rate rises
+linearly over the first `warmup_steps` (step 1 gets 1/warmup of the peak). Then it follows its kind
+down to `final_ratio` times the peak at the last step.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def factor(schedule: ScheduleConfig, step: int, steps: int) -> float:
     - constant: 1
     - linear: a straight line from 1 to `final_ratio`
     - cosine: half a cosine wave from 1 to `final_ratio` (Loshchilov and Hutter, 2017)
-    - wsd: warm-up, stable, decay: 1, then linearly to `final_ratio` over the last `decay_steps`,
-      a fifth of the run if left out (Hu et al., 2024, section 4)
+    - wsd (warm-up, stable, decay): 1, then linearly to `final_ratio` over the last `decay_steps`
+      (Hu et al., 2024, section 4). By default these are a fifth of the run.
     """
     warmup = schedule.warmup_steps
     if step <= warmup:

@@ -1,8 +1,8 @@
-"""Seeds that are functions of what they are for, never of who draws.
+"""Seeds that are functions of their purpose, never of the rank that draws.
 
-Every random number of a run comes from a generator of its own, seeded by hashing the run's
-seed, a purpose ("init", "shuffle", "sample") and what identifies the draw (a parameter's name, a
-step, a sample). Ranks, layouts and the order of calls do not enter, so they cannot matter.
+Every random number of a run comes from a generator of its own. Its seed is a hash of the run's
+seed, a purpose ("init", "shuffle", "sample") and the draw's identity (a parameter's name, a step, a
+sample). Ranks, layouts and the order of calls do not enter, so they cannot matter.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
 Three things are shown for every step up to the last committed one:
 
 1. its ledger entries cover the positions [position(N), position(N+1)) once, without gap;
-2. the hash in each entry, taken of the tokens that the worker really handed to the model, is
-   the one that (dataset version, seed, N) gives: a microbatch that was dropped, fed twice or
-   exchanged has other tokens than its place calls for. An entry that a lost worker did not live
-   to tell was made again from the data (`core.data.data_ledger.Entry.stands_in`): of such it is
-   shown that the state was taken to hold them, and how many they are is said;
+2. the hash in each entry is the one that (dataset version, seed, N) gives. The worker takes it of
+   the tokens that it really hands to the model. A microbatch that was dropped, fed twice or
+   exchanged has other tokens than its place requires. An entry that a lost worker never
+   delivered is reconstructed from the data (`core.data.data_ledger.Entry.stands_in`). For such
+   entries the proof shows that the state was taken to hold them, and gives their number;
 3. the samples that those positions lead to, counted one by one, occur once in each epoch.
 
-A microbatch that was skipped is shown with its reason; nothing of it may have been fed.
+A skipped microbatch is shown with its reason, and nothing of it may have been fed.
 
 Only the effective lineage counts: what a lost generation fed beyond the step from which the
 next one began was undone with it (`core/data/lineage.py`).
@@ -35,7 +35,8 @@ NEIGHBOURS = 2  # steps before and after in which wrong tokens are looked for
 
 @dataclass(frozen=True)
 class Problem:
-    """kind: missing, repeated, swapped, wrong, outside or dataset. step 0: of the whole run."""
+    """One violation. kind: missing, repeated, swapped, wrong, outside or dataset. step 0: all of
+    the run."""
 
     kind: str
     step: int
@@ -45,7 +46,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class EpochUse:
-    """How often the samples of one epoch of one source were used."""
+    """Uses of the samples of one epoch of one source."""
 
     source: str
     epoch: int  # from 0
@@ -56,7 +57,7 @@ class EpochUse:
 
 @dataclass
 class AuditResult:
-    """What the audit found; `ok` when every sample up to `last_step` was used exactly once."""
+    """Result of the audit; `ok` if every sample up to `last_step` was used exactly once."""
 
     last_step: int
     samples: int = 0  # positions of the steps audited

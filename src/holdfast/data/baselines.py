@@ -1,8 +1,8 @@
-"""How well counting alone predicts the validation text: what a model must beat to have learnt.
+"""Baselines: how well counting alone predicts the validation text. A model must beat it.
 
 Bits per byte (bpb) do not depend on the tokenizer. Every token of the packed stream is a target
-except the first of each document, of which nothing is known; a document's end token is one, so a
-document of n text tokens has n targets, and
+except the first of each document, because it has no context. A document's end token is a target. So
+a document of n text tokens has n targets, and
 
     bpb = (mean loss in nats / ln 2) * (text tokens of the split / text bytes of the split)
 
@@ -29,8 +29,8 @@ def bits_per_byte(nats_per_token: float, tokens_per_byte: float) -> float:
 class Counts:
     """Unigram and bigram counts of training streams, ready to price other text.
 
-    Unigrams are smoothed by adding one; bigrams are interpolated with them after Witten and Bell
-    (1991): p(b | a) = (c(a, b) + d(a) p(b)) / (c(a) + d(a)), d(a) the number of distinct
+    Unigrams are smoothed by adding one. Bigrams are interpolated with them after Witten and Bell
+    (1991): p(b | a) = (c(a, b) + d(a) p(b)) / (c(a) + d(a)). Here d(a) is the number of distinct
     followers of a.
     """
 

@@ -131,7 +131,7 @@ class Batches:
         return Microbatch(batch.inputs, batch.targets, batch.documents, [entry], batch.tokens)
 
     def blank(self, samples: int) -> Microbatch:
-        """What is fed for samples that are skipped: end tokens, of which none is a target."""
+        """Return the replacement of skipped samples: end tokens, of which none is a target."""
         shape = (samples, self.sequence_length)
         inputs = np.full(shape, self.dataset.end, dtype=np.int64)
         targets = np.full(shape, MASKED, dtype=np.int64)

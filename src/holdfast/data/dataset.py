@@ -1,7 +1,7 @@
 """A prepared dataset, opened: token streams over memory-mapped shards, and what is known of them.
 
-The manifest is the dataset's identity. Its `version` is the hash of everything else in it, and
-it holds a checksum of every other file, so that one name stands for all bytes.
+The manifest is the dataset's identity. Its `version` is the hash of everything else in it. It holds
+a checksum of every other file. So one name stands for all bytes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Stream:
 
 
 class Dataset:
-    """What `holdfast data prepare` wrote. Open it with `Dataset.open(folder)`."""
+    """A dataset that `holdfast data prepare` wrote. Open it with `Dataset.open(folder)`."""
 
     def __init__(self, folder: Path, manifest: dict[str, Any]):
         self.folder = folder

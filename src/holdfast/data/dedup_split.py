@@ -1,7 +1,8 @@
-"""Which documents stay, in which split, and which the tokenizer is trained on.
+"""Selects the documents that stay, their splits, and those that the tokenizer is trained on.
 
-All three follow from the documents' hashes and their order in the sources, so they come out the
-same whoever computed the hashes. Memory is bounded by working through the hashes in partitions.
+All three follow from the documents' hashes and their order in the sources. So they do not depend on
+the processes that computed the hashes. Memory is bounded by working through the hashes in
+partitions.
 """
 
 from __future__ import annotations
@@ -41,11 +42,10 @@ def choose(rows: Sequence[Rows], sources: Sequence[int], names: Sequence[str],
            validation_fraction: float) -> Choice:  # fmt: skip
     """Keep the first of equal documents, and split the kept ones by their hash.
 
-    A document is validation when its hash, read as a fraction of all hashes, lies below
-    `validation_fraction`: it stays in its split when the corpus grows. If that leaves a split of
-    a corpus empty, the document with the lowest (highest) hash goes there, so that a small
-    corpus has both. `rows` and `sources` are per unit. Raises DataError for a source of which
-    nothing is left.
+    A document is validation if its hash, read as a fraction of all hashes, is below
+    `validation_fraction`. So it stays in its split when the corpus grows. If a split would be
+    empty, the document with the lowest (highest) hash goes there, so that a small corpus has both.
+    `rows` and `sources` are per unit. Raises DataError for a source of which nothing is left.
     """
     lots = [np.zeros(len(r), dtype=np.uint8) for r in rows]
     for unit, place in _first_of_equals(rows):
@@ -142,10 +142,9 @@ def _fill_validation(
 def tokenizer_sample(
     rows: Sequence[Rows], lots: Sequence[NDArray[np.uint8]], sample_bytes: int
 ) -> list[NDArray[np.bool_]]:
-    """Which training documents the tokenizer is trained on: per unit a mask [documents].
-
-    Those with the lowest second half of their hash (the first decides the split), until they
-    hold `sample_bytes`; at least one.
+    """Return the training documents of the tokenizer: per unit a mask [documents]. These have the
+    lowest second half of their hash (the first decides the split), until they hold `sample_bytes`;
+    at least one.
     """
     total = sum(int(r[lot == TRAIN, 2].sum()) for r, lot in zip(rows, lots, strict=True))
     share = min(1.0, 2.0 * sample_bytes / max(total, 1))

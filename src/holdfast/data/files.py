@@ -37,7 +37,7 @@ def file_checksum(path: Path) -> str:
 
 
 def write_atomic(path: Path, pieces: Iterable[bytes | memoryview], *, sync: bool = False) -> str:
-    """Write a file that is either whole or not there; returns its xxh3-128.
+    """Write a file atomically; return its xxh3-128.
 
     A killed writer leaves at most a `.tmp` file, which the next one overwrites. `sync` makes it
     survive a power loss.

@@ -1,4 +1,4 @@
-"""What is in a dataset, in numbers and in one sample as the model sees it."""
+"""Shows a dataset in numbers, and one sample as the model sees it."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def masks(batches: Batches) -> dict[str, Any]:
 
 
 def render(batches: Batches, position: int = 0) -> str:
-    """The sample at one position of the run: its text, each token between bars, an end of
-    document on a line of its own, and masked targets marked."""
+    """Return the text of the sample at one position of the run. Each token is between bars, an end
+    of document is on a line of its own, and masked targets are marked."""
     batch = batches.read(position, position + 1)
     tokenizer = load(batches.dataset.tokenizer_path)
     out: list[str] = []

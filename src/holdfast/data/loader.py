@@ -15,7 +15,7 @@ from holdfast.data.batch import Microbatch, fed_hash
 
 
 class BatchSource(Protocol):
-    """What a Loader reads; `batch.Batches` is one."""
+    """The source of a Loader; `batch.Batches` is one."""
 
     def microbatch(self, step: int, index: int, part: int = 0, parts: int = 1) -> Microbatch: ...
 
@@ -51,11 +51,10 @@ class StepBatch:
 class Loader:
     """Iterates over steps from `first_step` on, at most `depth` steps read ahead.
 
-    `plan(step)` gives the indices of the microbatches that this worker computes, `part` of
-    `parts` its share of their samples. The hash in each ledger entry is computed here, from the
-    memory of the tensors that are handed over, not from what they were meant to hold. An error
-    while reading is raised by the step that it belongs to. When membership changes, close it
-    and make another.
+    `plan(step)` gives the indices of the microbatches that this worker computes, `part` of `parts`
+    its share of their samples. The hash in each ledger entry is computed here, from the memory of
+    the tensors that are handed over. So it covers what was really fed. An error while reading is
+    raised by the step that it belongs to. When membership changes, close it and make another.
     """
 
     def __init__(

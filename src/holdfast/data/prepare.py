@@ -91,8 +91,8 @@ def prepare(
 
 
 def settings(config: DataConfig) -> dict[str, Any]:
-    """What of the run file decides the content of a dataset (weights, processes and the length
-    of a sample do not)."""
+    """Return the part of the run file that decides the content of a dataset (weights, processes and
+    the length of a sample do not)."""
     tokenizer: dict[str, Any]
     if config.tokenizer.path is None:
         tokenizer = {

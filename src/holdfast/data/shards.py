@@ -1,8 +1,8 @@
 """Token shards: the results of many units, joined in order into a few large files.
 
-A shard holds whole documents of one source and split, each ended by the end token, as plain
-little-endian integers: shape [tokens]. Beside it stands its index, uint64 [documents + 1]: where
-each document begins in the shard, and the shard's length.
+A shard holds complete documents of one source and split, each ended by the end token. They are
+plain little-endian integers: shape [tokens]. Next to it is its index, uint64 [documents + 1]: the
+begin of each document in the shard, and the shard's length.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Shard:
 def write_shards(
     folder: Path, split: str, source: int, results: Sequence[Path], shard_tokens: int
 ) -> list[Shard]:
-    """Join one source's unit results into shards of `shard_tokens` or a little more: a shard
-    ends with the document that reaches the number. Only one unit is in memory at a time beside
-    the shard's index."""
+    """Join one source's unit results into shards of `shard_tokens` or a little more. A shard ends
+    with the document that reaches the number. Memory holds one unit at a time and the shard's
+    index."""
     shards: list[Shard] = []
     pieces = _Cutter(results, split, shard_tokens)
     while pieces.more():

@@ -1,9 +1,9 @@
 """The sources of documents, and how they are cut into units of work.
 
-A *unit* is a piece of a source that one process reads from end to end. It is some text files, a
-range of bytes of a JSONL file, row groups of a Parquet file, or rows of a Hugging Face dataset.
-Units are cut by the sources' sizes alone. So the units and the order of the documents do not
-depend on the number of processes.
+A *unit* is a piece of a source that one process reads from end to end. It is some text files or a
+range of bytes of a JSONL file. Of a Parquet file it is row groups, of a Hugging Face dataset rows.
+Units are cut by the sources' sizes alone. So the units and the order of the documents do not depend
+on the number of processes.
 
 Every document is put into its normal form: UTF-8 without a byte order mark, lines that end in
 a line feed. Documents of nothing but white space are yielded as they are; the reader counts

@@ -1,8 +1,8 @@
-"""What one process does to one unit: *scan* it, and later *tokenise* it.
+"""The tasks of one process on one unit: *scan* it, and later *tokenise* it.
 
 Each result is one small file: a line of JSON, then bytes whose checksum that line holds. It is
-written atomically, so a result that is there is whole, and a killed preparation goes on with
-the units that have none.
+written atomically, so an existing result is complete, and a killed preparation continues with the
+units that have none.
 
     scan      per document: two halves of its xxh3-128 and its length, uint64 [documents, 3]
     tokens    per split: lengths uint32 [documents], tokens uint16 or uint32 [tokens]
@@ -35,7 +35,7 @@ TokenArray = NDArray[np.unsignedinteger[Any]]
 
 
 class Encoder(Protocol):
-    """What of a tokenizers.Tokenizer tokenising needs."""
+    """The part of a tokenizers.Tokenizer that tokenising needs."""
 
     def encode_batch_fast(self, batch: list[str], *, add_special_tokens: bool) -> list[Any]: ...
 

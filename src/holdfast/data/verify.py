@@ -31,10 +31,10 @@ def verify(folder: str | Path) -> list[str]:
 
 
 def check(dataset: Dataset, limit: int = FULL_CHECK_BYTES) -> None:
-    """What a start and a resume call: raises DataError naming the first file that changed.
+    """Check a dataset at a start or resume; raise DataError naming the first changed file.
 
-    Up to `limit` bytes of shards are hashed: all of a small dataset, of a larger one a selection
-    that depends on its version (sizes, and the manifest's own hash, were checked by `open`).
+    Up to `limit` bytes of shards are hashed. That is all of a small dataset, or a selection from a
+    larger one that depends on its version. (`open` has checked sizes and the manifest's own hash.)
     """
     shards = dataset.shards()
     order = Permutation(len(shards), int(dataset.version, 16))

@@ -1,7 +1,7 @@
 """The tokenizer: a byte-level BPE trained on the corpus, or a tokenizer.json that is there.
 
-Byte-level BPE (Radford et al., 2019, section 2.2) has all 256 bytes as symbols, so that any
-text can be spelt and none needs an unknown token.
+Byte-level BPE (Radford et al., 2019, section 2.2) has all 256 bytes as symbols. So any text can be
+spelt, and none needs an unknown token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.errors import DataError
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a dataset must know of its tokenizer. `size` counts ids, added tokens included."""
+    """A dataset's knowledge of its tokenizer. `size` counts ids, added tokens included."""
 
     size: int
     end: int
@@ -51,8 +51,8 @@ def train(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def load(path: Path) -> Tokenizer:
-    """A tokenizer as tokenising needs it: no truncation, no padding, and text that spells a
-    special token is text (a document cannot smuggle in an end of document).
+    """Load a tokenizer for tokenising: no truncation and no padding. Text that spells a special
+    token is text, so a document cannot smuggle in an end of document.
 
     Raises DataError when the file is no tokenizer.json.
     """
@@ -90,7 +90,7 @@ def describe(tokenizer: Tokenizer, path: Path) -> Vocabulary:
 
 
 def differences(path: Path, other: Path) -> str | None:
-    """How two tokenizer.json differ in what a token id means, or None when they do not."""
+    """Return how two tokenizer.json differ in the meaning of token ids; None if they do not."""
     a, b = (load(p).get_vocab(with_added_tokens=True) for p in (path, other))
     if len(a) != len(b):
         return f"{len(a)} tokens against {len(b)}"

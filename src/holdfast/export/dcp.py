@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def write_dcp_folder(to: Path, run: Run, checkpoint: Checkpoint, scheme: str) -> None:
-    """The folder appears whole or not at all: it is written beside its place, as `<name>.partial`.
+    """Write the folder atomically: it is written as `<name>.partial`, then renamed.
 
     Raises CheckpointError for a folder that has things in it, OutOfSpaceError on a full disk.
     """
@@ -66,7 +66,8 @@ def _tensors(rows: tuple[FlatName, ...], checkpoint: Checkpoint) -> Iterator[Out
 
 
 def _objects(rows: tuple[FlatName, ...], run: Run, step: int) -> Iterator[Plain]:
-    """What a trainer's optimizer has beside moments: the step, and each group's settings."""
+    """Yield what a trainer's optimizer has apart from moments: the step, and each group's
+    settings."""
     from holdfast.model.dcp_export import Plain, optimizer_settings
 
     train = run.config.train

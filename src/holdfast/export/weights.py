@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from holdfast.model.decoder import Decoder
 
 Used = TypeVar("Used")
-ATTEMPTS = 5  # to read a checkpoint before the run that goes on removes it
+ATTEMPTS = 5  # to read a checkpoint before the continuing run removes it
 
 _NUMPY = {
     "F32": "<f4",
@@ -37,10 +37,10 @@ _NUMPY = {
 def with_checkpoint(
     run: Run, step: int | None, use: Callable[[Checkpoint], Used], say: Callable[[str], None]
 ) -> tuple[Checkpoint, Used]:
-    """`use` the checkpoint of `step`, or the newest that is whole, and return both.
+    """Call `use` with the checkpoint of `step`, or the newest intact one; return both.
 
-    A run that goes on removes checkpoints, and may remove this one while it is read: then the
-    next newest is taken. Raises CheckpointError when that one was asked for by its step.
+    A run that continues removes checkpoints, and may remove this one while it is read. Then the
+    next newest is used. If the caller named the step, CheckpointError is raised instead.
     """
     import_module("holdfast.model.decoder")  # torch: seconds in which a chosen one could go
     for _ in range(ATTEMPTS):
@@ -52,7 +52,7 @@ def with_checkpoint(
             asked_for = step is not None and isinstance(error, CheckpointError)
             if asked_for or listing(run.store) == there:
                 raise CheckpointError(str(error)) from error
-            say("the run went on and removed the checkpoint while it was read; trying the newest")
+            say("the run continued and removed the checkpoint while it was read; trying the newest")
     raise CheckpointError(
         "the run removes its checkpoints faster than they can be read",
         where=str(run.folder),
@@ -91,7 +91,7 @@ def choose(run: Run, step: int | None, say: Callable[[str], None]) -> Checkpoint
 
 
 class Weights:
-    """A checkpoint's parameters by name, whole or in part, read when asked for; nothing is kept."""
+    """A checkpoint's parameters by name, in full or in part, read on request; nothing is kept."""
 
     def __init__(self, run: Run, checkpoint: Checkpoint):
         from holdfast.core.sharding.parameters import decoder_parameters
@@ -163,7 +163,7 @@ def write_folder(
 
 @dataclass(frozen=True)
 class Sampling:
-    """How text is drawn from a model; `tokens` at most, fewer where it ends its document."""
+    """Settings of sampling: at most `tokens`, fewer if the model ends its document."""
 
     tokens: int = 120
     temperature: float = 0.8
@@ -174,7 +174,7 @@ class Sampling:
 def continuations(
     run: Run, checkpoint: Checkpoint, prompts: Sequence[str], how: Sampling
 ) -> list[str]:
-    """What the model writes after each prompt, up to the end of the document."""
+    """Return the model's text after each prompt, up to the end of the document."""
     import torch
 
     from holdfast.model.generate import generate

@@ -1,9 +1,9 @@
 """One decoder, as single-device maths.
 
-A pre-norm transformer in the form that Llama (Touvron et al. 2023) and Qwen 3 share: RMSNorm
-(Zhang and Sennrich 2019), rotary positions, attention whose key and value heads serve groups of
-query heads (Ainslie et al. 2023), and a SwiGLU feed-forward (Shazeer 2020). Nothing here knows
-of ranks or meshes; what is sharded is decided from outside, by parameter name.
+This is a pre-norm transformer in the form that Llama (Touvron et al. 2023) and Qwen 3 share. It has
+RMSNorm (Zhang and Sennrich 2019) and rotary positions. The key and value heads of its attention
+serve groups of query heads (Ainslie et al. 2023). Its feed-forward is SwiGLU (Shazeer 2020).
+Nothing here knows of ranks or meshes; what is sharded is decided from outside, by parameter name.
 
 Shapes: B batch, S sequence, D model dim, H query heads, K key/value heads, h head dim,
 F feed-forward dim, V vocabulary.
@@ -168,7 +168,7 @@ class Blocks(nn.Module):
 
 
 class Sight(NamedTuple):
-    """What attention knows of its tokens: their rotary angles, and who sees whom."""
+    """The tokens as attention sees them: their rotary angles, and the mask."""
 
     rotary: Rotary
     mask: Tensor | None

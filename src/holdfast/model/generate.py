@@ -82,9 +82,9 @@ def generate(
     """Continue each row of `tokens` [B, S >= 1] by at most `new_tokens` -> [B, S + n].
 
     `temperature` 0 takes the likeliest token. `on_token` is given each step's tokens [B] at once,
-    for streaming. Where `stop` has been drawn, a row goes on with `stop`; when every row has
-    drawn it, generation ends. Raises UserError if the text would outgrow the model's positions or
-    a setting is out of range.
+    for streaming. After a row has drawn `stop`, it continues with `stop`. When every row has drawn
+    it, generation ends. Raises UserError if the text would outgrow the model's positions or a
+    setting is out of range.
     """
     if not (0 <= temperature < float("inf") and 0 < top_p <= 1):
         raise UserError(

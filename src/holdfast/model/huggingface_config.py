@@ -1,8 +1,8 @@
 """`config.json`: our decoder's shape in Hugging Face's words, and back.
 
-Written in the form of the models' public repositories (`rope_theta` and `rope_scaling` on top),
-which every release of `transformers` reads; that of transformers 5 (`rope_parameters`) is read
-too. Whatever would make their model compute something that the decoder cannot is refused.
+It is written in the form of the models' public repositories (`rope_theta` and `rope_scaling` on
+top), which every release of `transformers` reads. The form of transformers 5 (`rope_parameters`) is
+read too. A setting is refused if it makes their model compute something that the decoder cannot.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Writing safetensors files of a model piece by piece, so that no file is ever held in memory.
+"""Writes safetensors files of a model piece by piece, so that no file is ever held in memory.
 
-Sizes follow from the name map, so which tensor goes into which file, and each file's header, are
-known before the first number is read. Then every tensor is read, cast and written in blocks of
-rows of at most `BLOCK_BYTES`: memory is a block, whatever the size of the model or of a file.
+Sizes follow from the name map. So each tensor's file and each file's header are known before the
+first number is read. Then every tensor is read, cast and written in blocks of rows of at most
+`BLOCK_BYTES`. Memory is one block for any size of the model or of a file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Parts(Protocol):
 
 
 class WholeTensors:
-    """Whole tensors, each asked for when its turn comes, as `Parts`; the last one is kept."""
+    """Complete tensors as `Parts`, each requested when its turn comes; the last one is kept."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors

@@ -1,4 +1,4 @@
-"""A tokenizer.json beside a model, so that `AutoTokenizer` finds it."""
+"""Puts a tokenizer.json next to a model, so that `AutoTokenizer` finds it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ALONGSIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template
 def copy_tokenizer(source: Path | None, folder: Path, max_length: int) -> dict[str, int]:
     """Copy `source` (a tokenizer.json, or the folder of one) into `folder`.
 
-    A tokenizer_config.json that lies in a given folder is kept; otherwise one is written, with the
-    end and the beginning of a text found among the special tokens. -> `eos_token_id` and
-    `bos_token_id`, where there are such tokens. Raises ModelFolderError if it cannot be read.
+    A tokenizer_config.json in a given folder is kept. Otherwise one is written, with the tokens for
+    the begin and the end of a text, found among the special tokens. Return `eos_token_id` and
+    `bos_token_id`, if there are such tokens. Raises ModelFolderError if `source` cannot be read.
     """
     if source is None:
         return {}

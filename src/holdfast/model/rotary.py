@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, RoFormer, section 3.4), with Llama 3's scaling.
 
 Element i and element i + h/2 of a head form a pair, turned by the angle position * frequency_i.
-(The paper pairs neighbours; halves are the convention of the public Llama and Qwen weights, so
-that imported and exported matrices need no permutation of rows.)
+(The paper pairs neighbours. Halves are the convention of the public Llama and Qwen weights, so
+imported and exported matrices need no permutation of rows.)
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def frequencies(model: ModelConfig) -> Tensor:
 def _scaled(plain: Tensor, scaling: RopeScaling) -> Tensor:
     """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between interpolated.
 
-    A wave is long when fewer than `low_freq_factor` of it fit into the context the model was first
-    trained with, short when more than `high_freq_factor` do.
+    A wave is long if fewer than `low_freq_factor` of it fit into the context that the model was
+    first trained with. It is short if more than `high_freq_factor` fit.
     """
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     fitting = scaling.original_max_position * plain / (2 * math.pi)
@@ -41,9 +41,10 @@ def _scaled(plain: Tensor, scaling: RopeScaling) -> Tensor:
 class RotaryTable:
     """cos and sin of every angle up to the longest sequence seen, on one device.
 
-    Not buffers: the table is derived from the config, so it must neither be lost when a model
-    built on the meta device gets its memory, nor be cast with the weights. Angles are computed in
-    float64 and rounded once: to float64 for a float64 model, to float32 for every other.
+    They are not buffers, because the table is derived from the config. It must not be lost when a
+    model built on the meta device gets its memory. Nor must it be cast with the weights. Angles are
+    computed in float64 and rounded once: to float64 for a float64 model, to float32 for every
+    other.
     """
 
     def __init__(self, model: ModelConfig):

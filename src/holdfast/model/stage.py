@@ -1,4 +1,4 @@
-"""What one pipeline stage holds of a decoder.
+"""The part of a decoder that one pipeline stage holds.
 
 Stages are runs of blocks. The first also embeds the tokens; the last also has the final norm and
 the head. Parameters keep their names. A tied embedding is held by both ends: the last stage keeps

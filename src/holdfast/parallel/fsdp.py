@@ -6,9 +6,9 @@ a logical microbatch over the shards. The flat result, which the all-reduce hook
 shard's gradient of the unit. Replicas of one sharding therefore sum the same buckets in the same
 tree and are bit-equal for any number of them.
 
-The reduce-scatter is our own: an all-to-all and a sum in shard order. gloo's moves twice the
-bytes. If a leaf replaces what its slot holds, and the unit lies in one cell as FSDP2 packs it,
-the sum is written straight into the slot.
+The reduce-scatter is our own: an all-to-all and a sum in shard order. gloo's moves twice the bytes.
+If a leaf replaces its slot's content, and the unit is in one cell as FSDP2 packs it, the sum is
+written into the slot directly.
 
 Gradients are sums, so FSDP2's own division is switched off. Its sharded `.grad` is dropped after
 each microbatch, because FSDP2 would continue to add in sequence. The optimizer reads the reducer's
@@ -66,7 +66,7 @@ def apply_fsdp(
 
 @dataclass(frozen=True)
 class Unit:
-    """What FSDP2 reduces together: a flat output of `size` elements.
+    """The unit that FSDP2 reduces: a flat output of `size` elements.
 
     places: (index of the parameter, its first element) in the output's order. run: (cell, first
     element) if all of it lies in one cell's buffer just as FSDP2 packs it. None: it is copied box

@@ -46,7 +46,7 @@ LAST_TAG = 0x7FFF0000  # above stand the transport's own
 
 
 class StageWork(Protocol):
-    """What the stages of one rank compute. `microbatch` counts from 0 within the schedule.
+    """The computation of one rank's stages. `microbatch` counts from 0 within the schedule.
 
     Tensors that are returned must stay as they are: they may be on their way for a while.
     What is handed in belongs to the work, except for a tensor from a stage of the same rank,
@@ -123,7 +123,7 @@ class Plan:
     debtors: tuple[int, ...]
 
     def receives(self, gradient: bool) -> Iterator[Message]:
-        """What arrives in one direction, in order of use."""
+        """Arrivals in one direction, in order of use."""
         return (s.taken for s in self.steps if s.taken and s.taken.value.gradient is gradient)
 
 
@@ -181,7 +181,8 @@ class Interpreter:
             raise
 
     def plan(self, schedule: Schedule) -> Plan:
-        """What `schedule` means for this rank. Made once for each of the last few tables."""
+        """Return this rank's part of `schedule`. It is made once for each of the last few
+        tables."""
         for plan in self._plans:
             if plan.schedule == schedule:
                 return plan
@@ -285,7 +286,7 @@ class Run:
             self._posted[message.value] = (buffer, work)
 
     def _take(self, step: Step) -> Tensor | None:
-        """What the action needs from another stage, on the device; None if nothing."""
+        """Return the action's input from another stage, on the device; None if it has none."""
         if step.here is not None:
             return self._here.pop(step.here)
         if step.taken is None:
@@ -366,7 +367,7 @@ def make_plan(schedule: Schedule, rank: int, first_tag: int = FIRST_TAG) -> Plan
 
 
 class _Traffic:
-    """Which values travel between which ranks, and from which place of a row to which."""
+    """The values that travel between ranks, with their places in the rows of both."""
 
     def __init__(self, schedule: Schedule, place: dict[Action, tuple[int, int]]):
         self._schedule = schedule
@@ -416,7 +417,7 @@ class _Traffic:
 
 
 def _incoming(action: Action, stages: int) -> Value | None:
-    """What an action takes from a neighbouring stage."""
+    """Return the input of an action from a neighbouring stage."""
     stage, microbatch = action.stage, action.microbatch
     if action.kind is Kind.FORWARD:
         return Value(stage - 1, microbatch) if stage > 0 else None
@@ -426,7 +427,7 @@ def _incoming(action: Action, stages: int) -> Value | None:
 
 
 def _outgoing(action: Action, stages: int) -> Value | None:
-    """What an action gives to a neighbouring stage."""
+    """Return the output of an action for a neighbouring stage."""
     value = produced(action)
     if value is None or value.stage == (0 if value.gradient else stages - 1):
         return None

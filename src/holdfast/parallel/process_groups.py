@@ -1,4 +1,4 @@
-"""How the ranks of a generation are connected.
+"""Connections between the ranks of a generation.
 
 Two kinds of groups. Bare ones (`transport.Peers`) carry what must survive the loss of other ranks,
 or must not wait in a collective's order. Those *between* replicas are made again in each
@@ -80,7 +80,8 @@ class Groups:
 
     @property
     def feeds(self) -> bool:
-        """Whether this rank enters the samples it was fed into the ledger: one does for each."""
+        """Return True if this rank enters its samples into the ledger: one rank does for each
+        sample."""
         return self.first_stage and self.coordinate.cp == 0 and self.coordinate.tp == 0
 
     # --- whom I talk to -------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""What lies inside a replica: the groups that outlive the loss of every other replica.
+"""Communication groups inside a replica, which outlive the loss of every other replica.
 
 The default torch world of a process *is* its replica, with a DeviceMesh over those of (pp,
 dp_shard, cp, tp) that are cut. `line` joins the stages of a pipeline. `meeting` joins all ranks of
-the replica, so that they can agree on what each of them has seen outside: they compute in
-lockstep, so one that stops alone would leave the others waiting for ever.
+the replica, so that they can agree on events outside it. They compute in lockstep. If one rank
+stopped alone, the remaining ranks would wait for ever.
 
 A new generation may keep all of this: names carry the generation in which it was made, which need
 not be the present one. This file alone feeds torch's registry, and tears it down.
@@ -35,11 +35,10 @@ from holdfast.parallel.torch_compat import (
 class Inside:
     """The groups inside one replica, as one of its ranks sees them.
 
-    line: the stages of my pipeline, numbered by stage; None without a pipeline.
-    mesh: the cut axes of the replica, registered with torch; None where it is one rank.
-    meeting: all its ranks, numbered by mesh rank; None until there is more than one replica.
-    broken: somebody has given it up: no rank may communicate in it any more.
-    store: kept for as long as torch may use it.
+    line: the stages of my pipeline, numbered by stage; None without a pipeline. mesh: the cut axes
+    of the replica, registered with torch; None where it is one rank. meeting: all its ranks,
+    numbered by mesh rank; None until there is more than one replica. broken: a rank has given it
+    up, so no rank may communicate in it any more. store: kept for as long as torch may use it.
     """
 
     generation: int
@@ -60,8 +59,8 @@ class Inside:
         return self.mesh[axis_name("dp_shard", self.generation)]
 
     def abort(self) -> None:
-        """Wake whoever waits inside the replica, in torch's own groups as well (a sharded
-        layer's gather does)."""
+        """Wake all threads that wait inside the replica, also in torch's own groups (such as a
+        sharded layer's gather)."""
         self.broken = True
         for peers in self.peers():
             peers.abort()
@@ -78,7 +77,7 @@ class Inside:
             forget_meshes()
 
     def peers(self) -> list[Peers]:
-        """The bare groups; a pipeline that is the whole replica is its meeting too."""
+        """Return the bare groups. If a replica is one pipeline, its `line` is its `meeting` too."""
         known = [peers for peers in (self.line, self.meeting) if peers is not None]
         return list({id(peers): peers for peers in known}.values())
 
@@ -90,7 +89,7 @@ class Inside:
 
 @dataclass(frozen=True)
 class Joining:
-    """How a rank comes to its groups. seconds: bounds every wait."""
+    """The means by which a rank joins its groups. seconds: bounds every wait."""
 
     store: Store
     interface: str
@@ -127,7 +126,7 @@ def join_inside(
 def join_meeting(
     inside: Inside, joining: Joining, generation: int, replica: Replica, at: Coordinate
 ) -> None:
-    """Where the ranks of a replica agree, unless there is one already; collective over it."""
+    """Create the group in which a replica's ranks agree, if there is none; collective over it."""
     if inside.meeting is not None or len(replica.ranks) == 1:
         return
     if inside.line is not None and inside.line.size == len(replica.ranks):

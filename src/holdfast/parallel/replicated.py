@@ -1,11 +1,12 @@
 """Plain parameters on one device: hooks that carry each one's gradient into the reducers.
 
-Autograd calls a hook once per parameter and backward pass, when its gradient is complete. The
-hook adds it to the current leaf's slot and drops it, so no gradient outlives its use and no
-`zero_grad` is needed. Buckets fill in the order of the backward pass and leave while it goes on.
+Autograd calls a hook once per parameter and backward pass, when its gradient is complete. The hook
+adds it to the current leaf's slot and drops it, so no gradient outlives its use and no `zero_grad`
+is needed. Buckets fill in the order of the backward pass and leave while it continues.
 
-Of two sibling leaves the left one is held in `.grad`, where autograd itself adds the right one:
-that is one pass over the gradients less. Not in mixed precision, where it would add in bfloat16.
+Of two sibling leaves the left one is held in `.grad`, and autograd itself adds the right one. That
+saves one pass over the gradients. It is not done in mixed precision, where autograd would add in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ class ReplicatedGradients(Feeder):
                     place.copy_(patch.of(gradient))
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
-        """It must not keep this object alive. torch holds the hooks of a tensor where the garbage
-        collector cannot see them: the cycle over the parameters, and with it the whole model and
-        its gradients, would outlive every rebuild."""
+        """Return a hook that does not keep this object alive. torch holds the hooks of a tensor
+        where the garbage collector cannot see them. A cycle over the parameters would outlive every
+        rebuild, and with it the model and its gradients."""
         whose = weakref.ref(self)
 
         def listen(parameter: Tensor) -> None:

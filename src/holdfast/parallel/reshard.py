@@ -36,7 +36,7 @@ _FIRST_TAG = 16
 
 
 class Held(Protocol):
-    """What a rank holds of one state tensor: the elements of `box`, in `tensor`."""
+    """A rank's part of one state tensor: the elements of `box`, in `tensor`."""
 
     @property
     def name(self) -> str: ...
@@ -126,7 +126,7 @@ def part(held: Held, box: Box) -> Tensor:
 
 
 def _travels(piece: Tensor) -> bool:
-    """Whether a message can be read from, or written into, this memory as it is."""
+    """Return True if a message can be read from, or written into, this memory directly."""
     return piece.device.type == "cpu" and piece.is_contiguous()
 
 
@@ -142,7 +142,7 @@ def _agree(moves: Moves, peers: Peers, step: int) -> None:
     steps = sorted({int(record[0]) for record in said})
     if len(steps) > 1:
         raise LayoutError(
-            f"some ranks hold the state after step {steps[0]}, others that after {steps[-1]}",
+            f"some ranks hold the state after step {steps[0]}, other ranks that after {steps[-1]}",
             remedy="rebuild from ranks of one step, or restore a checkpoint",
         )
 

@@ -1,14 +1,13 @@
 """The `tp` axis: tensor parallelism, with sequence parallelism between its regions.
 
 A rank computes some heads of each attention and some inner units of each feed-forward (Shoeybi et
-al. 2019, section 3). The first matrices of both are cut by rows of the stored weight, the last
-ones by columns, so that one sum over ranks ends each. The modules see complete tokens and need no
-change: smaller weights are fewer heads. With sequence parallelism (Korthikanti et al. 2022,
-section 4.2.2) the residual stream between them is cut by tokens, and so are norms and additions.
-The sum becomes a reduce-scatter, and an all-gather comes before the next region. Norms and
-additions act on single tokens, so any cut of the tokens will do. Rank i has the i-th contiguous
-part of all B*S tokens of a microbatch. If n does not divide them, the last parts end in rows of
-zeros that belong to no token.
+al. 2019, section 3). The first matrices of both are cut by rows of the stored weight, the last ones
+by columns. So one sum over ranks ends each. The modules see complete tokens and need no change:
+smaller weights are fewer heads. With sequence parallelism (Korthikanti et al. 2022, section 4.2.2)
+the residual stream between them is cut by tokens, and so are norms and additions. The sum becomes a
+reduce-scatter, and an all-gather comes before the next region. Norms and additions act on single
+tokens, so any cut of the tokens will do. Rank i has the i-th contiguous part of all B*S tokens of a
+microbatch. If n does not divide them, the last parts end in rows of zeros that belong to no token.
 
 What a rank sends for one microbatch of T = B*S tokens, in elements, forward and backward:
 
@@ -165,7 +164,8 @@ def localise(module: nn.Module, boxes: Mapping[str, Box]) -> None:
 def residual_shape(
     batch: int, sequence: int, dim: int, tp: int, sequence_parallel: bool
 ) -> tuple[int, ...]:
-    """What a tp rank sends from one pipeline stage to the next for [batch, sequence] tokens."""
+    """Return the shape that a tp rank sends from one pipeline stage to the next for [batch,
+    sequence] tokens."""
     if tp == 1 or not sequence_parallel:
         return (batch, sequence, dim)
     return (-(-batch * sequence // tp), dim)

@@ -69,7 +69,7 @@ class GlooGroup(Protocol):
 
 
 def gloo_device(interface: str) -> object:
-    """What connects a gloo group; it listens on a port of its own."""
+    """The device that connects a gloo group; it listens on a port of its own."""
     kind: Any = ProcessGroupGloo
     device: object = kind.create_device(interface=interface)
     return device
@@ -145,10 +145,9 @@ def fused_adamw(
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds: the local part of a DTensor, a plain tensor as it is.
-
-    Asked of the tensor itself: the class comes with a second of imports, which only who shards
-    by FSDP2 needs.
+    """Return what this rank holds: the local part of a DTensor, or a plain tensor unchanged. The
+    tensor itself is asked, because importing the class takes a second. Only ranks that shard by
+    FSDP2 need it.
     """
     to_local = getattr(tensor, "to_local", None)
     found: Tensor = tensor if to_local is None else to_local()

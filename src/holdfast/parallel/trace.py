@@ -1,9 +1,9 @@
-"""When a rank did what: spans of time, what they say about a pipeline, and a trace to look at.
+"""Spans of time of a rank's work, their summary for a pipeline, and a trace to look at.
 
 A `Recorder` belongs to one rank and may be written by several of its threads. Times come from
-`time.monotonic`, which all processes of one machine share, so the spans of ranks on one machine
-can be laid side by side; across machines only lengths mean anything. A span costs about a
-microsecond, and its name is what the schedule prints for the action (`1F0`).
+`time.monotonic`, which all processes of one machine share. So spans of ranks on one machine can be
+compared. Across machines only lengths mean anything. A span costs about a microsecond, and its name
+is what the schedule prints for the action (`1F0`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 COMPUTE = "compute"  # an action of the schedule
 RECEIVE = "receive wait"  # an action could have begun, but for what it needs from another rank
-REDUCE = "reduce"  # a bucket of the gradient is summed over ranks, beside the backward pass
+REDUCE = "reduce"  # a bucket of the gradient is summed over ranks, during the backward pass
 SEND = "send wait"  # a run could have begun, but for the arrival of what the last one sent
 
 
@@ -79,7 +79,7 @@ class Measured:
 
 
 def measure(spans: Sequence[Sequence[Span]]) -> Measured:
-    """What the compute spans of a run (one sequence a rank, on one machine) amount to.
+    """Return a summary of the compute spans of a run (one sequence a rank, on one machine).
 
     Raises ValueError when no rank computed anything.
     """

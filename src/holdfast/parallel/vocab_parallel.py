@@ -1,9 +1,9 @@
 """Embedding and cross entropy over a vocabulary that is cut by rows.
 
 Each rank holds some rows of the embedding and of the head (Shoeybi et al. 2019, section 3). The
-embedding of a token whose row is elsewhere is zero here, and the sum over ranks is the embedding.
-Of the logits a rank computes those of its own rows; ranks exchange two numbers for each token,
-the logarithm of the sum of their exponentials and the logit of the target, never the logits.
+embedding of a token whose row is elsewhere is zero here, and the sum over ranks is the embedding. A
+rank computes the logits of its own rows. Ranks exchange two numbers for each token, never the
+logits. These are the logarithm of the sum of exponentials and the logit of the target.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class VocabularySoftmax:
         return losses, g.to(logits.dtype)
 
     def _combine(self, p: Tensor, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """p: softmax over this rank's rows [c, rows] -> losses [c], and the share [c] of all
-        probability that these rows have (0 where the token carries no loss)."""
+        """Return losses [c] and this rank's share [c] of all probability. p: softmax over this
+        rank's rows [c, rows]. The share is 0 if the token carries no loss."""
         own = p.new_empty(1, 2, p.shape[0])
         log_sum, logit = own[0]
         if self.part.rows:

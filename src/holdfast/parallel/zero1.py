@@ -18,8 +18,8 @@ stage.
 
 Here every rank contributes its complete gradient to the sum and receives its rows of it. The cells
 of `core/sharding/reduction_cells.py` say which. The rank updates these rows alone; then the rows
-are gathered. Bytes per step and rank with one leaf a replica, for one replica: (n - 1) / n of the
-model's gradients to their owners, and as much of its parameters from them. In all, that is what an
+are gathered. With one replica and one leaf, a rank sends (n - 1) / n of the model's gradients to
+their owners in each step. It receives as much of its parameters from them. In all, that is what an
 all-reduce moves.
 """
 
@@ -56,7 +56,7 @@ class Pack:
 
 
 class OwnedRows:
-    """What one rank trains of the parameters that its `dp_shard` group computes with.
+    """The part that one rank trains of the parameters of its `dp_shard` group.
 
     named: the complete parameters by name (of what tp and pp left to this rank). boxes: this
         rank's part of each in global coordinates, cut along dim 0 by torch.chunk's rule; may be

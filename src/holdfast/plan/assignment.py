@@ -1,4 +1,4 @@
-"""From how many replicas there shall be to who sits where, with as little change as possible."""
+"""Turns the number of replicas into an assignment of workers, with as little change as possible."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from holdfast.plan.replica_shapes import Parts, Shape, Shapes
 
 
 class Old:
-    """The present replicas: which are whole, and which workers are left of the others.
+    """The present replicas: which are complete, and which workers are left of the rest.
 
-    whole, smaller: replicas that lost nobody, of the run file's kinds and of others.
-    broken: the rest, with the ranks that are alive in mesh order.
+    `whole`, smaller: complete replicas, of the run file's kinds and of other kinds. broken: the
+    rest, with the ranks that are alive in mesh order.
     """
 
     def __init__(self, shapes: Shapes, nodes: Sequence[NodePlaces], present: Present | None):
@@ -47,8 +47,8 @@ class Old:
         return self._number[self._names[rank]]
 
     def _alive(self, present: Present, nodes: Sequence[NodePlaces]) -> set[int]:
-        """Ranks whose process is there and has a place. Where a node has fewer places than
-        workers, those of replicas that are whole stay before others."""
+        """Return the ranks whose process lives and has a place. If a node has fewer places than
+        workers, workers of complete replicas stay first."""
         found: dict[int, list[tuple[bool, int]]] = {}
         for r in present.topology.replicas:
             there = [
@@ -146,8 +146,9 @@ class Making:
 
     # --- what is mended ---------------------------------------------------------------------
     def _mend(self, due: Counter[Shape], pool: Pool) -> None:
-        """Replicas that lost somebody and are due: those with the fewest gaps first. All who are
-        left in them are seated before any gap is filled, so that none is torn up for another."""
+        """Mend the due replicas that lost a worker, those with the fewest gaps first. All their
+        remaining workers get places before any gap is filled. So no replica is dissolved to fill
+        another."""
         kinds = {(s.mesh_shape, s.stages if s.mesh_shape[0] > 1 else ()): s for s in due}
         order = sorted(
             (each for each in self.old.broken if each[0].kind in kinds),
@@ -245,8 +246,8 @@ class Making:
     def _ordered(
         self, shape: Shape, parts: list[tuple[int, int]], pool: Pool
     ) -> list[tuple[int, int]]:
-        """Equal parts in the order in which their workers hold the most; unlike ones as they are,
-        as there a change of order moves the boundaries too."""
+        """Return equal parts in the order in which their workers hold the most. Return unlike parts
+        unchanged, because there a change of order moves the boundaries too."""
         number = parts[0][1]
         if any(n != number for _, n in parts) or not any(pool.held.get(i) for i, _ in parts):
             return parts

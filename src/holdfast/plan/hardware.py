@@ -1,7 +1,7 @@
-"""What this machine has, found without torch, and what its accelerators can do at most.
+"""This machine's hardware, found without torch, and the peak speed of its accelerators.
 
-Cores are those this process may use: the smaller of the affinity mask and the cgroup's CPU
-quota, because a container on a large host is told the host's count by everything else.
+Cores are those that this process may use: the smaller of the affinity mask and the cgroup's CPU
+quota. In a container on a large host, all other sources give the host's count.
 """
 
 from __future__ import annotations
@@ -138,6 +138,6 @@ def visible(listing: str, chosen: str | None) -> tuple[Accelerator, ...]:
 
 
 def peak_flops(device: str, precision: str) -> float | None:
-    """Peak FLOP/s of a device by its name, or None where no data sheet is known: then no
+    """Return a device's peak FLOP/s by its name, or None if no data sheet is known. Then no
     utilisation is shown, rather than one against a guess. (The table is in `core.flops`.)"""
     return dense_peak(device, precision)

@@ -1,7 +1,7 @@
-"""What a planner is given, and what it answers: the layout of the next generation.
+"""Input and output of a planner, which makes the layout of the next generation.
 
 In: the run file, the nodes that are there with their places for workers, and what is placed now.
-Out: a Topology, and where everybody came from.
+Out: a Topology, and the present rank of each worker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.layout import Topology
 
 @dataclass(frozen=True, slots=True)
 class NodePlaces:
-    """A node that is there, with its places for workers. speed: beside the others' speeds."""
+    """A present node, with its places for workers. speed: relative to that of other nodes."""
 
     name: str
     places: int
@@ -25,7 +25,7 @@ class NodePlaces:
 
 @dataclass(frozen=True)
 class Present:
-    """What is placed now. lost: ranks whose process is gone, with what it held."""
+    """The present placement. lost: ranks whose process has exited, with the state that it held."""
 
     topology: Topology
     lost: frozenset[int] = frozenset()
@@ -34,8 +34,8 @@ class Present:
 @dataclass(frozen=True)
 class Plan:
     """came_from[rank]: which rank of the present topology the process of a new rank was; None for
-    one that holds nothing. untouched: replicas of which nobody changes. moved: bytes of state that
-    have to travel, about. idle: places without a worker; why says the reason."""
+    one that holds nothing. untouched: replicas without any change. moved: bytes of state that have
+    to travel, about. idle: places without a worker; why says the reason."""
 
     topology: Topology
     came_from: tuple[int | None, ...]

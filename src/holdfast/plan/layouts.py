@@ -1,8 +1,8 @@
 """The run file's degrees -> one Layout for each replica, with the stages of its pipeline.
 
-What the run file alone decides was refused when it was read (`config/degrees.py`). Here stand
-the rules that depend on the dealing: how many microbatches every step has, batch warm-up
-included, and how many of them each replica gets (`core.sharding.reduction_tree.deal`).
+Rules that the run file alone decides were checked when it was read (`config/degrees.py`). Here are
+the rules that depend on the dealing. They need the number of microbatches of every step, batch
+warm-up included, and how many of them each replica gets (`core.sharding.reduction_tree.deal`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from holdfast.layout import Layout
 def layouts_of(config: RunConfig) -> tuple[Layout, ...]:
     """One Layout (dp_replicate 1) for each replica, in their order.
 
-    Raises LayoutError, with the key as its place and the nearest values that work, when the
-    workers are not planned yet or when a replica would get too few microbatches.
+    Raises LayoutError if the workers are not planned yet, or if a replica would get too few
+    microbatches. The error has the key as its place and the nearest values that work.
     """
     check(config)
     stages: dict[DegreesConfig, tuple[int, ...]] = {}
@@ -68,7 +68,7 @@ def microbatches(config: RunConfig) -> dict[int, int]:
 
 
 def most_workers(config: RunConfig, workers: int) -> int:
-    """At most `workers` in whole replicas that all have something to do, but one replica at least.
+    """Return at most `workers`, in complete replicas that all have work, but at least one replica.
 
     For equal replicas; unlike ones are as many as the run file says.
     """
@@ -117,7 +117,8 @@ def _idle(config: RunConfig, step: int, least: int, replicas: int) -> LayoutErro
 
 
 def _more_microbatches(config: RunConfig, key: str, degrees: DegreesConfig, least: int) -> str:
-    """What would give every pipeline enough: another schedule, a shorter one, fewer replicas."""
+    """Return remedies that give every pipeline enough: another schedule, a shorter one, fewer
+    replicas."""
     layout = config.layout
     offers = ["layout.schedule=gpipe"]
     one = degrees.ranks // degrees.pp  # ranks of a stage
@@ -139,8 +140,8 @@ def _more_microbatches(config: RunConfig, key: str, degrees: DegreesConfig, leas
 
 
 def _shorter(key: str, degrees: DegreesConfig, pp: int, workers: int = 0) -> str:
-    """A shorter pipeline, and what has to change with it: the number of workers, where one is
-    given, and the stages that the run file names."""
+    """Return a remedy: a shorter pipeline and the changes that it requires. These are the number of
+    workers, if one is given, and the stages that the run file names."""
     changes = [f"layout.workers {workers}"] if workers else []
     changes += [f"{key}.stages=[]"] if degrees.stages else []
     return f"{key}.pp {pp}" + (f" with {' and '.join(changes)}" if changes else "")

@@ -1,17 +1,18 @@
-"""What every rank of a Topology holds, in words of the model and in bytes.
+"""The state that every rank of a Topology holds, in words of the model and in bytes.
 
-Bytes are counted while a step's backward runs, for that is when most is held: parameters,
-gradients, AdamW's two moments. With Psi elements on a rank after tp and pp have cut, and n the
-degree of dp_shard, in the run file's precision (Rajbhandari et al. 2020, section 5, with our
-sizes: bf16 computes on a copy of fp32 parameters, and sums gradients in fp32):
+Bytes are counted while a step's backward runs, because a rank holds the most then: parameters,
+gradients, AdamW's two moments. Psi is the number of elements on a rank after tp and pp have cut,
+and n the degree of dp_shard. The table is for the run file's precision (Rajbhandari et al. 2020,
+section 5). Our sizes differ: bf16 computes on a copy of fp32 parameters, and sums gradients in
+fp32.
 
                     fp32                                bf16
     zero 1          4 Psi + 4 Psi + 8 Psi/n             (2 Psi + 4 Psi/n) + 4 Psi + 8 Psi/n
     zero 2          (4 Psi + 4 Psi/n) + (4 + 8) Psi/n   (2 Psi + 4 Psi/n) + (4 + 8) Psi/n
     zero 3          (4 + 4 + 8) Psi/n                   (4 + 4 + 8) Psi/n
 
-Not counted: activations, partial sums and messages on their way, and what zero 2 and 3 gather or
-have not reduced yet of the block at work.
+Not counted: activations, partial sums and messages on their way. Nor are the tensors of the current
+block that zero 2 and 3 gather, or have not reduced yet.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Places on nodes, and how a replica takes some of them: on as few nodes as possible.
 
-A replica goes to the fullest node that it fits on. One that fits on none takes the emptiest nodes
-whole, in parts that tp divides, and the rest goes where it fits best. Nodes are kept by the number
-of their free places, so a choice costs no look at the others.
+A replica goes to the fullest node that it fits on. One that fits on none fills the emptiest nodes,
+in parts that tp divides, and the rest goes where it fits best. Nodes are indexed by the number of
+their free places, so a choice does not scan the other nodes.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Pool:
             heapify(heap)
 
     def leave_idle(self, number: int) -> None:
-        """Give up so many places: of slow nodes first, then where nobody holds anything, then
-        whole nodes."""
+        """Give up this many places. Slow nodes come first, then nodes without held state, then
+        complete nodes."""
         if number <= 0:
             return
         order = sorted(
@@ -78,8 +78,8 @@ class Pool:
         return parts
 
     def newcomer(self, node: int) -> Seat:
-        """Somebody who holds nothing; or where all of the node's places have a worker, whoever
-        is left."""
+        """Return a seat for a worker without state, or for a remaining worker if the node has no
+        free place."""
         if self._empty[node] > 0 or not self.held.get(node):
             self._empty[node] -= 1
             return Seat(node, None)

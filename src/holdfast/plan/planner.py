@@ -1,10 +1,11 @@
 """The simple planner: as many workers as can be used, with as little change as possible.
 
-1. How many replicas of which shape: `plan/replica_counts.py`. It keeps the run file's, and makes
-   smaller ones of what is left over, so that no machine is idle because a number does not divide.
-2. Whole replicas that are there stay where they are. Then those that lost somebody are mended:
-   the others keep their places, and the gaps are filled, first from their own nodes, then with
-   workers that hold just what is missing.
+1. `plan/replica_counts.py` decides how many replicas of which shape there are. It keeps the run
+   file's replicas and makes smaller ones of the remaining workers. So no machine is idle because
+   a number does not divide.
+2. Complete replicas stay where they are. Then those that lost a worker are mended. Their remaining
+   workers keep their places. The gaps are filled, first from their own nodes, then with workers
+   that hold just the missing state.
 3. What is new is packed on as few nodes as possible: the loss of a node is to touch few replicas.
    Within a node every place in the mesh goes to the worker that holds most of what it needs.
 
@@ -78,8 +79,9 @@ def _topology(built: Sequence[Built], nodes: Sequence[NodePlaces], generation: i
 
 
 def dealer_of(topology: Topology, schedule: str) -> Callable[[int, int], Shares]:
-    """Who computes which microbatch in this topology: by weight, at least one for a replica, and
-    under 1f1b as many as its pipeline has stages. `schedule` is the run file's."""
+    """Return the function that deals microbatches in this topology. It deals by weight, with at
+    least one for a replica, and under 1f1b as many as its pipeline has stages. `schedule` is the
+    run file's."""
     replicas = topology.replicas
     least = tuple(r.degree("pp") if schedule == "1f1b" else 1 for r in replicas)
     weights = tuple(r.weight for r in replicas)

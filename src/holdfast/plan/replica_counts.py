@@ -1,9 +1,9 @@
-"""How many replicas of which shape: as many workers as can be used, in the run file's replicas
-first, and what they leave over in smaller ones.
+"""Decides how many replicas of which shape there are. As many workers as possible are used. The run
+file's replicas come first, and smaller replicas use the remaining workers.
 
-What counts, in this order: workers that are used; whole replicas as the run file names them;
-smaller replicas that are there already and stay; few replicas. Which node a worker is on does not
-matter here, as a replica may lie on any.
+A choice is ranked by, in this order: used workers; complete replicas of the run file; existing
+smaller replicas that stay; few replicas. The node of a worker does not matter here, because a
+replica may be on any nodes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from holdfast.plan.replica_shapes import Shape, Shapes
 
-_TRIES = 8  # fewer whole replicas that are tried where workers would be idle
+_TRIES = 8  # smaller numbers to try if workers would be idle
 
 
 @dataclass(frozen=True)
 class Filling:
-    """whole: how many of each of the run file's kinds. kept: numbers, in the list that was given,
-    of the smaller replicas that stay. new: shapes of smaller ones to be made."""
+    """The chosen replicas. `whole`: how many of each of the run file's kinds. kept: indices, in the
+    given list, of the smaller replicas that stay. new: shapes of smaller ones to be made."""
 
     whole: Counter[Shape]
     kept: tuple[int, ...] = ()
@@ -36,7 +36,8 @@ class Filling:
 def fill(
     shapes: Shapes, workers: int, microbatches: int, there: Counter[Shape], smaller: Sequence[Shape]
 ) -> Filling:
-    """there: whole replicas of the run file's kinds; smaller: others that could stay."""
+    """Return the best filling. there: complete replicas of the run file's kinds. smaller: existing
+    smaller replicas that could stay."""
     layout = shapes.config.layout
     if layout.replicas:
         whole = _of_unlike(shapes, workers, microbatches, there)
@@ -58,7 +59,7 @@ def fill(
 def _of_unlike(
     shapes: Shapes, workers: int, microbatches: int, there: Counter[Shape]
 ) -> Counter[Shape]:
-    """Of unlike replicas each once, as far as they fit; those that are there before others."""
+    """Choose each unlike replica once, while they fit; existing replicas come first."""
     chosen: Counter[Shape] = Counter()
     have = there.copy()
     first: list[Shape] = []
@@ -123,7 +124,8 @@ class _Rest:
         self._size, self._there, self._new = size, there, new
 
     def best(self, budget: int) -> _Entry | None:
-        """What uses the most workers with at most `budget` microbatches a step."""
+        """Return the choice that uses the most workers with at most `budget` microbatches a
+        step."""
         entry = self._table(lambda e: (e.kept, -e.number, -e.least))[self._size]
         if entry is not None and entry.least <= budget:
             return entry

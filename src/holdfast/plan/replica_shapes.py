@@ -1,8 +1,8 @@
-"""Which replicas a run may have: the run file's own, and smaller ones for what they leave over.
+"""Replicas that a run may have: the run file's own, and smaller ones for remaining workers.
 
-A smaller replica has no degree above the run file's. For a number of workers the one is preferred
-whose pipeline was shortened first, then its dp_shard, then its tp: tp cuts every block, so what
-was planned inside a node stays there; and a pipeline fits any number of workers.
+A smaller replica has no degree above the run file's. For a number of workers, the preferred replica
+has a shorter pipeline. The next choice is a lower dp_shard, the last a lower tp. As tp cuts every
+block, its planned group stays inside a node. A pipeline fits any number of workers.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Shapes:
         return tuple(chosen)
 
     def allows(self, mesh_shape: MeshShape) -> bool:
-        """Whether a replica that is there already may stay."""
+        """Return True if an existing replica may stay."""
         pp, dp_shard, cp, tp = mesh_shape
         inside = any(
             pp <= s.mesh_shape[0] and dp_shard <= s.mesh_shape[1] and tp <= s.mesh_shape[3]
@@ -112,7 +112,7 @@ class Shapes:
 
     # --- parts ------------------------------------------------------------------------------
     def _of(self, mesh_shape: MeshShape) -> Shape:
-        """As the run file names it, or else with balanced stages."""
+        """Return the run file's shape, or one with balanced stages if the file names none."""
         pp = mesh_shape[0]
         wanted = next((s for s in self.wanted if s.mesh_shape == mesh_shape), None)
         return wanted or Shape(mesh_shape, self._stages(pp), self.least(pp))
@@ -155,7 +155,7 @@ class Shapes:
 
 
 class _Possible:
-    """Whether the rules of the run file allow a degree; each axis has its own."""
+    """Return True if the rules of the run file allow a degree; each axis has its own."""
 
     def __init__(self, config: RunConfig):
         self._config = config
@@ -176,9 +176,8 @@ class _Possible:
 
 
 class Parts:
-    """How much of the state at one place of a replica is at a place of another, in bytes.
-
-    An estimate: cuts are taken as exact fractions, tp's and dp_shard's as independent.
+    """Return the bytes of state that one place of a replica shares with a place of another. It is
+    an estimate: cuts are taken as exact fractions, tp's and dp_shard's as independent.
     """
 
     def __init__(self, config: RunConfig):

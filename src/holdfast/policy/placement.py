@@ -1,14 +1,14 @@
-"""Whose memory holds a copy of whose snapshots. Pure: the machines come in, a plan goes out.
+"""Placement of snapshot copies in the memory of other machines. Pure: machines in, a plan out.
 
-A copy is worth what it survives, so it stands as far away from its owner as the machines allow:
-a domain is something that fails as a whole, and the plan first avoids the one that does so most
-often. Among machines that are equally far away the load decides, then a hash of both names, which
-is the same on every machine that computes the plan.
+A copy is worth what it survives, so it is placed as far from its owner as the machines allow. The
+machines of a domain may fail together. The plan first avoids the kind of domain that does so most
+often. Among machines that are equally far away the load decides, then a hash of both names. The
+hash is the same on every machine that computes the plan.
 
-The plan that was in force comes in too. A holder stays where no farther one has appeared and the
-load is even, so the loss of a machine moves only the copies that it held, and its return only as
-many as it takes to share the load again. One machine may be named as stable (the staging node of
-ACUTE, IEEE Access 2024): every owner's first copy goes there while it has room.
+The plan that was in force is an input too. A holder stays if no farther one has appeared and the
+load is even. So the loss of a machine moves only the copies that it held. Its return moves only as
+many as are needed to share the load again. One machine may be named as stable (the staging node of
+ACUTE, IEEE Access 2024). Every owner's first copy goes there while it has room.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dataclasses import dataclass, field
 from xxhash import xxh3_64_intdigest
 
 DOMAINS = ("node", "rack", "power", "pool", "zone")
-"""What two machines can share, in the order in which sharing it is avoided: a small domain fails
-as a whole more often than a large one. A spot pool stands before the zone, which may hold several:
-a pool's machines are taken back together."""
+"""Kinds of domain that two machines can share. The plan avoids the first kinds most, because a
+small domain fails completely more often than a large one. The spot pool is before the zone, which
+may contain several pools. A pool's machines are taken back together."""
 
 _WEIGHT = {kind: 1 << place for place, kind in enumerate(reversed(DOMAINS))}
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A place where a mover runs. An empty domain is unknown and counts as nobody else's; `node`
-    is the host where several movers share one, and the machine's own name where it is empty.
-    `room`: bytes that it keeps for others at most, None for no bound."""
+    """A place where a mover runs. An empty domain is unknown and counts as shared with no other
+    machine. `node` is the host if several movers share one; empty: the machine's own name. `room`:
+    bytes that it keeps for other machines at most, None for no bound."""
 
     name: str
     node: str = ""
@@ -69,10 +69,10 @@ def place_copies(
     stable: str | None = None,
     before: Mapping[str, Sequence[str]] | None = None,
 ) -> Placement:
-    """Who keeps the snapshots of each owner: `sizes` gives the bytes that one copy of it takes.
+    """Return the holders of each owner's snapshots. `sizes`: owner -> bytes of one copy.
 
-    Owners are machines themselves. `before` is the plan in force; names that are gone are passed
-    over. Raises ValueError for an owner or a stable machine that is not among `machines`.
+    Owners are machines themselves. `before` is the plan in force; names that are no longer there
+    are skipped. Raises ValueError for an owner or a stable machine that is not among `machines`.
     """
     known = {machine.name: machine for machine in machines}
     strangers = sorted((set(sizes) | ({stable} if stable else set())) - set(known))
@@ -100,7 +100,7 @@ class _Work:
         self.holders = {owner: [] for owner in self.sizes}
 
     def order(self) -> list[str]:
-        """Owners whose copies lie somewhere come first, so that nobody takes their room."""
+        """Return the owners, those with placed copies first, so that these keep their room."""
         return sorted(
             self.sizes,
             key=lambda o: (not any(h in self.machines for h in self.before.get(o, ())), o),

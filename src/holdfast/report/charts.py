@@ -23,7 +23,7 @@ Points = list[tuple[float, float, str]]  # x, y, what the tooltip says
 
 
 def figure(drawing: str, points: Points, height: float, label: str, keys: str = "") -> str:
-    """The drawing with its key, its tooltips and a name for those who cannot see it."""
+    """Return the drawing with its key, its tooltips and a name for screen readers."""
     overlay = line(0, 0, 0, height, class_="cross") + tag("circle", class_="spot", r=3.5)
     picture = tag(
         "svg", drawing + overlay, viewBox=f"0 0 {WIDTH:.0f} {height:.0f}", role="img",
@@ -50,9 +50,9 @@ class _Curve:
 def curve(history: History, baselines: Mapping[str, float]) -> str:
     """Loss (left) and bits per byte (right) against steps (below) and tokens (above).
 
-    Both right and left axis are right for every point, because on one dataset bits per byte are
-    nats per token times a constant: text tokens per byte / ln 2, taken from the validations.
-    baselines: name -> bits per byte of counts on the same validation text.
+    Both axes hold for every point, because on one dataset bits per byte are nats per token times a
+    constant. The constant is text tokens per byte / ln 2, taken from the validations. baselines:
+    name -> bits per byte of counts on the same validation text.
     """
     height, keys = 400.0, _curve_keys(history, baselines)
     frame = _frame(history, baselines, 34.0, height - 34.0)
@@ -201,7 +201,8 @@ def timeline(history: History) -> str:
     x = Scale(0, clock.total, _LEFT, WIDTH - 12)
     shown = thin([p for p in history.steps if p.seconds > 0], _MOST, _rate)
     rates = sorted(_rate(p) for p in history.steps if p.seconds > 0)
-    # One step that took no time must not press all others to the ground: it is cut off above.
+    # One step that took almost no time would flatten the rest of the curve, so it is cut off at the
+    # top.
     best = rates[min(len(rates) - 1, int(0.98 * len(rates)))] if rates else 1.0
     y = Scale(0, best * 1.15, bottom, top)
     parts = [_speed_axes(clock, x, y, top, bottom)]

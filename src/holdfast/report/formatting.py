@@ -1,4 +1,4 @@
-"""How quantities are written for people: one place, so that every view agrees."""
+"""Formats quantities for people: one place, so that every view agrees."""
 
 from __future__ import annotations
 

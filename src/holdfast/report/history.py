@@ -351,7 +351,7 @@ def notice(event: Event) -> str:
         nodes = ", ".join(event.nodes)
         return f"notice ({event.source}): {nodes} will be gone in {event.seconds:g} s{leave}"
     if isinstance(event, NoticesUnheard):
-        return f"notices could not be had: {event.reason}"
+        return f"notices could not be read: {event.reason}"
     if isinstance(event, EmergencyPlanned):
         return f"emergency save: {event.reason}"
     if isinstance(event, SettingIgnored):

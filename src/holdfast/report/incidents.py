@@ -55,7 +55,7 @@ _RESUMED = "resumed"  # kind of an incident: a session continued from an older s
 
 RUNGS = {
     0: "the others went on",
-    1: "the same processes went on",
+    1: "the same processes continued",
     2: "a standby took the place",
     3: "a spare node took the place",
     4: "another layout of what was left",

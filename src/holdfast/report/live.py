@@ -166,7 +166,7 @@ def _bar_line(progress: Progress, width: int) -> Text:
 
 
 def _numbers(progress: Progress, width: int) -> Text:
-    """As many of the figures as fit, the most important first."""
+    """Return as many of the figures as fit, the most important first."""
     figures: list[tuple[str, str]] = []
     found: Evaluated | None = progress.validation
     if progress.curve:

@@ -190,7 +190,7 @@ class Metrics:
         self._position = gauge("data_position", "Samples of the global order that were consumed")
         if self._flops:
             self._mfu = gauge("mfu_ratio", "Model FLOP utilisation, by the convention named: full "
-                              "counts attention whole, causal halves it", "convention")  # fmt: skip
+                              "counts all attention, causal halves it", "convention")  # fmt: skip
         self._goodput = gauge("goodput_ratio", "Useful training time over wall time", "window")
         # A gauge, not a counter: steps that must be done again move from productive to rework.
         self._seconds = gauge("goodput_seconds", "Wall time by class; the classes add up to it",
@@ -210,7 +210,7 @@ class Metrics:
         self._recovery = histogram("recovery_duration_seconds", "Seconds from a loss to the first "
                                    "new step, by part", _SECONDS, "phase")  # fmt: skip
         self._blocking = histogram("checkpoint_blocking_seconds",
-                                   "Seconds that training stood still", _SECONDS)  # fmt: skip
+                                   "Seconds that training was blocked", _SECONDS)  # fmt: skip
         self._saving = histogram("checkpoint_duration_seconds", "Seconds from the first captured "
                                  "header to the commit", _SECONDS, "tier", "stage")  # fmt: skip
         self._size = histogram("checkpoint_bytes", "Bytes of committed checkpoints", _BYTES, "tier")

@@ -38,12 +38,12 @@ def write(
     samples: Sequence[str] = (),
     device: str | None = None,
 ) -> None:
-    """Write the page to `path`, whole or not at all.
+    """Write the page to `path` atomically.
 
-    resolved: what `resolved.json` holds (config, origins); empty is allowed.
-    baselines: name -> bits per byte of counting alone, drawn beside the curve.
-    samples: text that the model wrote. device: the accelerator's name, for its utilisation.
-    Raises RunFolderError when the path cannot be written.
+    resolved: what `resolved.json` holds (config, origins); empty is allowed. baselines: name ->
+    bits per byte of counting alone, drawn with the curve. samples: text that the model wrote.
+    device: the accelerator's name, for its utilisation. Raises RunFolderError when the path cannot
+    be written.
     """
     if path.is_dir():
         raise RunFolderError(

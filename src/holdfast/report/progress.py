@@ -1,4 +1,4 @@
-"""What a live view knows of a run at any moment; fed with records, free of any drawing."""
+"""The state of a run for a live view; fed with records, free of any drawing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Progress:
         return (self.total_steps - self.step) * (now - begun) / (last - first)
 
     def observe(self, record: Record) -> list[Happening]:
-        """Take one record; returns what a person should be told of it."""
+        """Take one record; return what to report to the user."""
         self.ledger.observe(record)
         elapsed = self.ledger.running
         ended = self.book.observe(record, self.ledger.wall)
@@ -120,7 +120,7 @@ class Progress:
                 self.workers[event.rank] = "ready"
             case WorkerLost():
                 if self.ended or record.generation < 1:
-                    return None  # a session that was about to begin found nobody of the one before
+                    return None  # a new session found no worker of the last one
                 if record.generation >= self.generation:
                     self.workers[event.rank] = "lost"
                     self.state = "recovering"
@@ -170,7 +170,7 @@ class Progress:
 
 
 def _over(ended: Incident) -> str:
-    """What an incident cost."""
+    """Return the cost of an incident."""
     seconds, still = ended.seconds or 0.0, ended.stood_still
     lost = plural(ended.steps_lost, "step")
     cost = duration(seconds if still is None else still)
@@ -189,6 +189,6 @@ def _together(ranks: Iterable[str]) -> str:
 
 
 def _changes(before: set[str], now: set[str]) -> str:
-    """Which nodes came and went."""
+    """Return the nodes that came and went."""
     came, gone = ", ".join(sorted(now - before)), ", ".join(sorted(before - now))
     return (f"; {gone} left out" if gone else "") + (f"; {came} taken in" if came else "")

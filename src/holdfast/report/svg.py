@@ -39,7 +39,7 @@ def ticks(low: float, high: float, about: int = 6) -> list[float]:
 
 
 def time_ticks(seconds: float, about: int = 7) -> list[float]:
-    """Round moments in [0, seconds]: whole seconds, minutes, hours or days."""
+    """Return round moments in [0, seconds]: full seconds, minutes, hours or days."""
     units = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10_800, 21_600, 43_200,
              86_400, 172_800, 604_800)  # fmt: skip
     step = next((u for u in units if seconds / u <= about), units[-1])

@@ -126,7 +126,7 @@ def generations(history: History) -> str:
 
 
 def _origin(generation: Generation) -> str:
-    """What it began from."""
+    """Return the start of a generation."""
     if generation.live:
         return "what the processes held"
     return generation.restored_from or "initial weights"
@@ -158,7 +158,7 @@ def configuration(resolved: Mapping[str, Any]) -> str:
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Dotted keys and their values; lists stay whole."""
+    """Return dotted keys and their values; a list is one value."""
     out: list[tuple[str, Any]] = []
     for name, inner in value.items():
         key = f"{prefix}{name}"

@@ -1,7 +1,7 @@
 """Curves for TensorBoard, in `tensorboard/` of the run folder; no torch, no other library.
 
-One continuous curve over restarts: when a generation begins from the state after step N, a new
-file opens with the mark that makes TensorBoard forget everything beyond N in the older ones.
+Curves are continuous over restarts. When a generation begins from the state after step N, a new
+file opens. It begins with the mark that makes TensorBoard drop everything beyond N in older files.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""Where the time went: every second of a run under one class.
+"""The time ledger: every second of a run under one class.
 
-The ledger reads records in the order in which they happened and keeps, at any moment, totals
-whose sum is the wall time so far. It works on one clock, the agent's, who stamps every record when
-it receives it. Workers say how long things took, never when; their durations are *claims* on a
-stretch of the agent's time.
+The ledger reads records in the order in which they happened and keeps, at any moment, totals whose
+sum is the wall time so far. It works on one clock: the agent stamps every record when it receives
+it. Workers say how long things took, never when; their durations are *claims* on a stretch of the
+agent's time.
 
     stretch   from the start of a first step to a loss or to the session's end. Steps (with their
-              captures) and validations claim their seconds; what nobody claims is "other"; claims
+              captures) and validations claim their seconds; unclaimed time is "other"; claims
               above the stretch (two clocks never agree to the last digit) are scaled to fit.
     gap       from the session's start ("startup"), or from the last step before a loss
               ("recovery"), to the start of the next step.
     stopped   between the last word of one session and the first of the next.
 
-A step that is done again after a restart moves, whole, from its classes to "rework".
-The classes follow Google's ml-goodput taxonomy, with exposed communication as one of its own.
+If a step is repeated after a restart, all of its time moves from its classes to "rework". The
+classes follow Google's ml-goodput taxonomy, with exposed communication as one of its own.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class TimeLedger:
         return out
 
     def _close(self, until: float) -> None:
-        """Book the open stretch or gap up to `until`, and begin anew there."""
+        """Book the open stretch or gap up to `until`, and begin a new one there."""
         if self._gap is None:
             claimed = sum(self._claims) + self._last_save + self._evaluation
             scale = _scale(claimed, max(0.0, until - self._mark))

@@ -1,4 +1,4 @@
-"""Copies of one checkpoint that go on side by side take nothing away from each other."""
+"""Copies of one checkpoint that run at the same time remove nothing of each other."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_who_trusts_an_old_claim_removes_nothing_of_another_checkpoint(
 @pytest.mark.parametrize("same", [True, False])
 def test_who_mends_at_the_same_time(source: FolderStore, folder: Path, same: bool) -> None:
     class Contended(FolderStore):
-        """Where something is removed, somebody else is quicker to make it anew."""
+        """If an object is removed, another copy is quicker to make it again."""
 
         def delete(self, key: str) -> None:
             super().delete(key)

@@ -1,4 +1,4 @@
-"""A claim keeps two different checkpoints of one step apart, and ends with whoever holds it."""
+"""A copy lease keeps two different checkpoints of one step apart, and ends with its holder."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_claim_without_a_number_is_taken_over_too(stores: list[FolderStore]) -
 
 
 class Held(FolderStore):
-    """Stops in the first blob until it may go on; and, where `silent`, any later claim too."""
+    """Stops in the first blob until it may continue; if `silent`, also in any later claim."""
 
     def __init__(self, folder: Path, silent: bool = False) -> None:
         super().__init__(folder)
@@ -178,4 +178,4 @@ def test_of_two_who_take_over_at_once_one_wins(stores: list[FolderStore]) -> Non
             ends = [future.exception(DEADLINE) for future in [pool.submit(c.take) for c in claims]]
         assert sorted(type(end) for end in ends if end is not None) == [ClaimedError]
         claims[ends.index(None)].renew()
-        assert len(target.list(CLAIM)) == 2  # the winner's; the abandoned one is gone
+        assert len(target.list(CLAIM)) == 2  # the winner's; the abandoned one was removed

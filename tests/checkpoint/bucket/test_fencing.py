@@ -1,4 +1,4 @@
-"""A bucket belongs to one line of generations: whoever was cut off neither adds nor removes."""
+"""A bucket belongs to one line of generations: a node that was cut off neither adds nor removes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tier 3 through a real mover: what is committed gets into the bucket, whatever happens there."""
+"""Tier 3 through a real mover: commits get into the bucket in spite of its faults."""
 
 from __future__ import annotations
 
@@ -271,7 +271,7 @@ def test_a_mover_whose_run_store_is_the_bucket(start: Start) -> None:
 
 @pytest.mark.slow
 def test_an_upload_that_is_tried_again_reads_nothing_back(start: Start, proxy: Proxy) -> None:
-    """A large blob that has arrived is known by the checksum that lies beside it."""
+    """A large blob that has arrived is known by the checksum that is stored with it."""
     table = (TensorSpec("model.embed.weight", "F32", (3000, 1000), 0),)
     proxy.rule = lambda request: (
         Fault(503) if request.method == "PUT" and "/commits/" in request.key else None

@@ -1,4 +1,4 @@
-"""Captures that hide: what arrives is the state after its step, whatever training does then."""
+"""Captures in the background: the result is the state after its step, for any later training."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_what_is_committed_is_the_state_before_the_next_change(
 
 
 def test_no_snapshot_is_torn_in_a_storm_of_steps(start: Start) -> None:
-    """Every step changes every byte and is captured; whoever looks into the arena meanwhile sees
-    one step's bytes under a header, or no header."""
+    """Every step changes every byte and is captured. A reader of the arena sees one step's bytes
+    under a header, or no header."""
     mover = start()
     table = tuple(TensorSpec(f"t{i}", "F32", (257 * (i % 7 + 1),), 0) for i in range(300))
     topo = topology()

@@ -1,4 +1,5 @@
-"""A copy in pieces: who copies what is nobody's luck, and its end is told before fences return."""
+"""A copy in pieces: no piece depends on one thread, and listeners are called before fences
+return."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A mover dies, or stands still, while a rank trains: that costs saves, and nothing else. Real
-movers, killed and stopped."""
+"""A mover dies, or hangs, while a rank trains: that costs saves, and nothing else. Real movers,
+killed and stopped."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Start = Callable[..., Mover]
 
 
 class Trainer:
-    """One rank that trains: what it captures, and what it was told is lost."""
+    """One rank that trains: what it captures, and the losses that were reported to it."""
 
     def __init__(self, client: MoverClient, topo: Topology, rank: int = 0) -> None:
         self.boxes = local_boxes(topo, TABLE, rank)
@@ -101,7 +101,7 @@ def test_a_mover_that_dies_costs_the_save_under_way_and_another_one_takes_over(
 def test_training_goes_on_beside_a_mover_that_stands_still(
     start: Start, trainers: list[Trainer]
 ) -> None:
-    """Both slots are soon waiting for it; it wakes up, takes what it was given, and goes on."""
+    """Both slots soon wait for the mover. It wakes up, takes them, and continues."""
     mover, topo = start(), topology()
     trainer = Trainer(mover.begin(topo), topo)
     trainers.append(trainer)

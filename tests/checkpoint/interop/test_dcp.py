@@ -1,5 +1,5 @@
 """Folders of torch.distributed.checkpoint: written by stock DCP and read here, without unpickling
-anything that is not on the list; and refused in one sentence where they are not what they say."""
+anything that is not on the list. A folder that is not what it claims is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def their_state(
 
 
 def in_pairs(value: torch.Tensor, row: FlatName) -> torch.Tensor:
-    """torchtitan's order of the rows of q and k, as its own adapter makes it from Hugging Face's:
-    view(heads, 2, head / 2, D), dims 1 and 2 swapped."""
+    """Return torchtitan's order of the rows of q and k, as its own adapter makes it from Hugging
+    Face's. It is view(heads, 2, head / 2, D), dims 1 and 2 swapped."""
     if not row.pairs:
         return value
     head = value.shape[0] // row.pairs

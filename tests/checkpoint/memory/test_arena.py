@@ -1,4 +1,4 @@
-"""Arenas: what is torn reads as torn, and the other slot stays whole."""
+"""Arenas: a torn slot reads as torn, and the other slot stays intact."""
 
 from __future__ import annotations
 

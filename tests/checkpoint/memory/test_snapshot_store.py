@@ -1,4 +1,5 @@
-"""Tier 0: what a real mover keeps in memory, for how long, and what a restart makes of it."""
+"""Tier 0: snapshots that a real mover keeps in memory, for how long, and how a restart uses
+them."""
 
 from __future__ import annotations
 
@@ -136,7 +137,7 @@ def test_an_incomplete_step_is_passed_over(start: Start) -> None:
 
 
 def test_the_newest_complete_step_is_never_overwritten(start: Start) -> None:
-    """Rank 1 is gone; rank 0 captures for as long as it finds room. The last step of both stays."""
+    """Rank 1 is lost; rank 0 captures for as long as it finds room. The last step of both stays."""
     mover = start()
     topo = topology(2)
     client = mover.begin(topo)
@@ -172,7 +173,7 @@ def test_a_step_that_one_rank_skipped_holds_no_slot(start: Start) -> None:
 
 
 def test_a_rank_without_a_snapshot_says_so_and_holds_up_nobody(start: Start) -> None:
-    """Rank 1's copy failed: what rank 0 handed over of the step can never become whole."""
+    """Rank 1's copy failed, so rank 0's part of the step can never become complete."""
     mover = start()
     topo = topology(2)
     client = mover.begin(topo)
@@ -184,7 +185,7 @@ def test_a_rank_without_a_snapshot_says_so_and_holds_up_nobody(start: Start) -> 
     assert isinstance(workers.capturers[1].announce(2, {}), Skipped)
     assert workers.capturers[0].settle(2, 60) == "rank 1: nothing was captured at this step"
     workers.compute(3)
-    for capturer in workers.capturers:  # as the loop does: nobody has seen a later step
+    for capturer in workers.capturers:  # as the loop does: no rank has seen a later step
         assert isinstance(capturer.capture(3, wait=60), Captured)
         assert capturer.announce(3, {}, durable=False) is None
     events_until(client, lambda e: isinstance(e, SnapshotComplete) and e.step == 3)
@@ -246,8 +247,8 @@ def test_a_flipped_byte_that_is_nowhere_else_is_refused_and_the_next_taken(start
 
 
 def test_what_a_later_generation_gave_up_does_not_come_back(start: Start) -> None:
-    """Generation 2 began from step 1 although memory had step 5 (its agent could not see it); a
-    third one must not take up the branch that was left."""
+    """Generation 2 began from step 1 although memory had step 5 (its agent could not see it). A
+    third one must not continue the abandoned branch."""
     mover = start()
     topo = topology()
     client = mover.begin(topo)
@@ -282,8 +283,8 @@ def test_memory_is_used_again_only_when_nobody_else_can_write_there(start: Start
 
 
 def test_a_worker_that_stays_gets_its_memory_again_once_it_has_let_go(start: Start) -> None:
-    """The same process captures in the next generation: into the same memory, where the newest
-    snapshot of the one before stays until there is one of this."""
+    """The same process captures in the next generation, into the same memory. There the last
+    generation's newest snapshot stays until this generation has one."""
     mover = start()
     first = mover.begin(topology())
     old = Workers(first, topology())

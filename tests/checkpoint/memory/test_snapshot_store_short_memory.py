@@ -1,4 +1,5 @@
-"""Arenas and older snapshots where memory is short, and who may write into memory again."""
+"""Arenas and older snapshots if memory is short, and the workers that may write into memory
+again."""
 
 from __future__ import annotations
 
@@ -153,5 +154,5 @@ def test_memory_is_deserted_when_every_writer_has_ended_and_not_before() -> None
     assert not ended.deserted
     child.communicate(b"\n")
     assert ended.deserted
-    ended.given_to(None)  # somebody unknown
+    ended.given_to(None)  # an unknown process
     assert not ended.deserted

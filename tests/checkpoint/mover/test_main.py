@@ -1,4 +1,4 @@
-"""The mover as a process: who may talk to it, what it refuses, and when it ends."""
+"""The mover as a process: its clients, its refusals, and its end."""
 
 from __future__ import annotations
 
@@ -328,7 +328,7 @@ def test_a_connection_that_was_cut_costs_nothing(start: Start) -> None:
 def test_a_process_without_descriptors_is_told_that_nobody_answers(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of any mover that cannot be asked: whoever asks again later goes on."""
+    """As with any unreachable mover: a client that asks again later continues."""
     mover = start()
     client = mover.begin(topology())
     client._idle.pop().close()

@@ -1,4 +1,4 @@
-"""What is kept of those who offer copies, from one pull to the next."""
+"""Connections to senders, which are kept from one pull to the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Above which generation a new run folder begins, and what it finds of an older one's."""
+"""The generation above which a new run folder begins, and what it finds of an older one's."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def chosen(store: FolderStore, node: Node, generation: int) -> tuple[Choice | No
 
 
 def test_a_new_folder_begins_above_what_its_peers_know(store: FolderStore, node: Node) -> None:
-    """Asking fences nobody; the generation that is opened then does."""
+    """Asking fences no node; the generation that is opened then does."""
     newest, said = above(store, peer(node))
     assert newest == 5
     assert said == ["stage knows this run up to generation 5: the run folder is new, and goes on "
@@ -73,7 +73,7 @@ def test_a_new_folder_begins_above_what_its_peers_know(store: FolderStore, node:
     assert (choice.commit.step, choice.commit.generation, choice.durable) == (7, 5, False)
     with pytest.raises(FencedError, match="generation 5 is over: 6 rules"):
         zombie.inventory()
-    # A folder that knows its generations asks nobody.
+    # A folder that knows its generations asks no peer.
     assert above(store, peer(node)) == (0, [])
 
 

@@ -226,7 +226,8 @@ def test_a_receiver_that_is_told_to_end_does_so_in_the_middle_of_a_pull(start: S
 
 @pytest.mark.slow
 def test_a_receiver_that_is_killed_costs_a_copy_and_nothing_else(start: Start) -> None:
-    """The owner goes on capturing, says so once, and sends to the new one when it is there."""
+    """The owner continues to capture, reports the loss once, and sends to the new receiver once it
+    is up."""
     keeper = start(name="keeper", port=free_port())
     owner = start(keeper, name="owner")
     owner.begin(topology())
@@ -307,7 +308,7 @@ def test_a_rotten_byte_of_the_owner_is_not_kept(start: Start) -> None:
     with pytest.raises(PeerError, match="sent other bytes than it announced"):
         client.offer(body)
     assert keeper.has() == []
-    # And whoever reads it from the owner itself is told as well.
+    # A reader that reads it from the owner itself sees the error as well.
     found = restored(source, 1, 1)
     with pytest.raises(CorruptError, match="checksum does not match"):
         assert_holds(found, topology(2), 1)
@@ -364,7 +365,7 @@ def test_the_budget_bounds_what_leaves(start: Start) -> None:
     sent = int(owner.do("status")["sent"])
     passed = time.monotonic() - begun
     assert 0 < sent <= 1.2 * rate * passed
-    # A restore is not throttled: it has the whole blob while the copy is still under way.
+    # A restore is not throttled: it has the complete blob while the copy is still under way.
     source = source_of(owner, 1)
     assert assert_holds(restored(source, 1, 1), topology(2), 1)
     assert keeper.has() == []

@@ -1,5 +1,5 @@
-"""A run on several nodes whose membership changes: what a generation begins from, and where copies
-of snapshots lie. Real movers, and SIGKILL for those that go."""
+"""A run on several nodes whose membership changes: the start of a generation, and the place of
+copies of snapshots. Real movers, and SIGKILL for the lost ones."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Start = Callable[..., Mover]
 def test_what_lies_in_the_memory_of_three_nodes_is_begun_from_by_each_of_them(
     start: Start,
 ) -> None:
-    """The workers are lost, the movers are not: nobody has the state alone, and no copy was made.
-    A node that chose nothing itself finds it too."""
+    """The workers are lost, the movers are not. No mover has all of the state, and no copy was
+    made. A node that chose nothing itself finds it too."""
     nodes = Nodes(start, "a", "b", "c")
     topo = nodes.topology(1, "abc", dp_shard=3)
     nodes.open(1)
@@ -127,9 +127,8 @@ def test_a_mover_that_listens_elsewhere_now_is_found_there(start: Start) -> None
 def test_what_is_rotten_in_a_nodes_memory_comes_from_another_ones(
     start: Start, tmp_path: Path, bucket: str
 ) -> None:
-    """A node holds its own part and a copy of the other's, and not a byte of either as it was: its
-    worker reads both where they lie whole. A bucket that cannot be asked may have it, and is not
-    waited for."""
+    """A node holds its own part and a copy of the other's, both corrupt. Its worker reads both
+    where they are intact. An unreachable bucket may have them, and is not waited for."""
     (loop := tmp_path / "loop").symlink_to(loop)
     address = "" if bucket == "none" else loop.as_uri()
     nodes = Nodes(start, "a", "b")

@@ -1,7 +1,8 @@
-"""What a keeper holds through any order of offers, refusals and generations.
+"""Contents of a receiver through any order of offers, refusals and generations.
 
-The newest step that was complete here never goes before a newer one is, whatever is offered in
-part, rots, or is given up in between; and every byte on the shelf is what its manifest says.
+The newest step that was complete here stays until a newer one is complete. Partial offers, corrupt
+bytes and abandoned steps in between do not change that. Every byte in the store is what its
+manifest says.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Play:
         for rank in ranks:
             fate = self.random.random()
             if fate < 0.2:
-                break  # the step is superseded, or its offerer is gone
+                break  # the step is superseded, or its sender is lost
             if fate < 0.35:
                 self.owner.flip(generation, step, rank)
             self.offer(generation, step, rank, world)
@@ -104,7 +105,7 @@ def test_the_newest_complete_step_stays_until_a_newer_one_is(seed: int) -> None:
         for number in range(1, 5):
             play.generation(number)
         assert play.complete
-        # Older generations have gone with the first complete step of a newer one.
+        # Older generations were dropped with the first complete step of a newer one.
         newest = play.complete[-1][0]
         assert all(line.generation >= newest for line in play.shelf.inventory())
     finally:

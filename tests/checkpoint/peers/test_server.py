@@ -1,4 +1,4 @@
-"""Who may speak with a mover's listener, and what others cannot do to it."""
+"""Clients that a mover's listener accepts, and what strangers cannot do to it."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ def test_a_wrong_secret_gets_nothing_and_changes_nothing(
         with pytest.raises(AuthError, match="does not accept this run's secret"):
             ask()
     assert keeper.has() == []
-    assert keeper.do("status")["generation"] < 9  # a stranger fences nobody
+    assert keeper.do("status")["generation"] < 9  # a stranger cannot fence any node
 
 
 def test_an_answer_that_is_not_signed_by_us_is_refused(nodes: tuple[Node, Node]) -> None:
-    """Somebody else has the port: another run's mover, with another secret."""
+    """Another run's mover has the port, with another secret."""
     other = Node(secret=STRANGER)
     try:
         raw = answer(other, request(nodes[0], "GET", INVENTORY, b"", 1, STRANGER))
@@ -148,7 +148,7 @@ def test_an_answer_that_is_not_signed_by_us_is_refused(nodes: tuple[Node, Node])
 
 @pytest.mark.parametrize("status", [200, 400, 421])
 def test_a_strangers_long_answer_is_not_read(status: int) -> None:
-    """Nobody knows who has the port before the whole of an answer is there."""
+    """A client cannot know the port's owner before it has the complete answer."""
     with closing(socket.create_server(("127.0.0.1", 0))) as fake:
         client = PeerClient(f"127.0.0.1:{fake.getsockname()[1]}", SECRET, 1, timeout=5)
 
@@ -198,8 +198,8 @@ def test_a_replayed_offer_is_refused(nodes: tuple[Node, Node], offer: dict[str, 
 
 
 def test_a_strangers_body_is_not_read(nodes: tuple[Node, Node]) -> None:
-    """The head alone shows that the proof is wrong: it is answered, and the connection closed,
-    while not a byte of a body of 60 MB has come."""
+    """The head alone shows that the proof is wrong. It is answered, and the connection closed,
+    before a byte of a body of 60 MB has come."""
     body = bytes(60 << 20)
     for secret, words in ((STRANGER, b" 401 "), (SECRET, b"")):
         raw = request(nodes[1], "POST", OFFER, body, 2, secret)
@@ -266,8 +266,8 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(
 
 
 def test_a_newcomer_takes_the_place_of_one_that_asks_nothing() -> None:
-    """Connections stay open from step to step: when all places are taken by such, the one that
-    asked nothing for longest is cut, and comes again by itself."""
+    """Connections stay open from step to step. If they take all places, the one that was idle for
+    longest is cut, and its client reconnects by itself."""
     with listening(connections=3) as (server, address):
         clients = [PeerClient(address, SECRET, 1) for _ in range(3)]
         for client in clients:
@@ -366,7 +366,7 @@ def test_ranges_that_are_not_there(nodes: tuple[Node, Node]) -> None:
 
 
 def test_strangers_cannot_take_all_connections(nodes: tuple[Node, Node]) -> None:
-    """More silent connections than there is room for: whoever knows the secret is still served."""
+    """More silent connections than there is room for: a client with the secret is still served."""
     silent = [connect(nodes[0]) for _ in range(80)]
     try:
         client = PeerClient(nodes[0].address, SECRET, 2, timeout=5)

@@ -76,8 +76,8 @@ def kept(client: MoverClient) -> tuple[int, int]:
 
 
 def test_a_lost_node_goes_on_from_the_staging_machine(start: Start, stage: Stage) -> None:
-    """Its mover is killed, and its memory with it; the new one begins from what the stage holds,
-    four ranks' shards onto two, and the run store has nothing younger than step 1."""
+    """Its mover is killed, and its memory with it. The new one begins from what the stage holds,
+    four ranks' shards onto two. The run store has nothing newer than step 1."""
     first = start(secret=SECRET, peers=told(stage))
     client = first.begin(topology(4))
     workers = Workers(client, topology(4), slots=3)
@@ -108,7 +108,7 @@ def test_a_lost_node_goes_on_from_the_staging_machine(start: Start, stage: Stage
     assert_holds(durable, 3, workers.table)
     assert verify(second.store, newest.key) == []
 
-    # It goes on from there, and its own snapshots take the place of the old ones at the stage.
+    # It continues from there, and its own snapshots replace the old ones at the stage.
     after = Workers(asking, topology(2, generation=2), slots=3)
     capture(after, 4)
     until(lambda: kept(asking) == (2, 4))
@@ -117,8 +117,8 @@ def test_a_lost_node_goes_on_from_the_staging_machine(start: Start, stage: Stage
 def test_another_run_finds_no_snapshots_of_this_one(
     start: Start, stage: Stage, tmp_path: Path
 ) -> None:
-    """The secret is the same, the model too, and what is computed is not: neither its restart nor
-    its copies meet the first run's, and its generations fence nobody there."""
+    """The secret and the model are the same, but the computation differs. Neither its restart nor
+    its copies meet the first run's, and its generations fence no node there."""
     first = start(secret=SECRET, peers=told(stage))
     client = first.begin(topology())
     workers = Workers(client, topology(), slots=3)

@@ -1,5 +1,5 @@
-"""The bucket as a second place for what the run folder has rotten or lacks; and a run folder that
-has lost every checkpoint is not taken for a new one."""
+"""The bucket replaces blobs that are corrupt or missing in the run folder. A run folder that has
+lost every checkpoint is not taken for a new one."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def _spoil(store: RunStore, part_of_key: str, kept: int | None) -> str:
 
 
 def test_what_the_folder_has_rotten_is_read_from_the_bucket(start: Start) -> None:
-    """Of the newest step one blob is cut, one has a flipped byte, one is gone."""
+    """Of the newest step one blob is cut, one has a flipped byte, one is missing."""
     where = s3.location(s3.server())
     mover = _committed(start, where, 1, 2)
     _spoil(mover.store, "0000000002-rank00000", 100)
     rotten = _spoil(mover.store, "0000000002-rank00001", None)
     mover.store.delete(rotten.replace("rank00001", "rank00002"))
-    _spoil(open_store(where), "0000000001-rank00001", None)  # nobody asks for this one
+    _spoil(open_store(where), "0000000001-rank00001", None)  # this one is never requested
     again = start(bucket=where)
     open_generation(again.store, 2, {})
     client = again.client(2)
@@ -95,7 +95,7 @@ def test_a_commit_object_that_rots_or_is_gone_is_found_in_the_bucket(start: Star
     again = start(bucket=where)
     open_generation(again.store, 2, {})
     assert again.client(2).newest().key == newest
-    # Rotten everywhere, say those who read it: the next older one is in the bucket alone.
+    # Its readers report it as corrupt everywhere. The next older one is only in the bucket.
     found = again.client(2).newest(tried={newest: "rotten"})
     assert (found.key, found.rejected) == (middle, ((newest, "rotten"),))
     tried = {newest: "rotten", middle: "rotten"}
@@ -119,7 +119,7 @@ def test_a_bucket_that_is_away_is_asked_only_where_the_folder_falls_short(
     assert "100 bytes" in reason
     assert "(503" in reason
     _spoil(mover.store, "0000000001-rank00000", 100)
-    with pytest.raises(StoreError, match=r"\(503"):  # what is there may be whole
+    with pytest.raises(StoreError, match=r"\(503"):  # the stored bytes may be intact
         client.newest()
 
 
@@ -148,7 +148,7 @@ def test_a_run_folder_without_its_checkpoints_is_no_new_run(start: Start, noted:
 
 
 def test_a_run_that_went_on_live_and_never_had_a_checkpoint_begins_anew(start: Start) -> None:
-    """All who held its state are gone. What it has noted is from where they went on."""
+    """All processes that held its state are lost. Its notes say from where they continued."""
     mover = start()
     for generation, step in ((1, 0), (2, 4), (3, 9)):
         open_generation(mover.store, generation, {})
@@ -167,4 +167,4 @@ def test_a_run_that_went_on_live_and_never_had_a_checkpoint_begins_anew(start: S
     mover.store.create(key, b"no journal\n" * 3)
     open_generation(mover.store, 6, {})
     with pytest.raises(CheckpointError, match="a checkpoint of step 9, and none is left"):
-        mover.client(6).newest()  # nobody knows what it had
+        mover.client(6).newest()  # no record says what it had

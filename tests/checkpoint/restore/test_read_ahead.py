@@ -1,4 +1,4 @@
-"""Whole tensors in order: the same bits as box by box, for little more than their bytes."""
+"""Complete tensors in order: the same bits as box by box, for little more than their bytes."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_bytes_that_two_boxes_want_are_read_once(kind: type[Plain]) -> None:
 def test_a_rotten_extent_comes_from_the_next_source(
     kind: type[Plain], wanted: list[tuple[int, int]]
 ) -> None:
-    """Each of them in turn, in the middle of a target, over two targets, beside a gap."""
+    """Each of them in turn, in the middle of a target, over two targets, next to a gap."""
     content = content_of(300)
     for at in range(0, 300, 16):
         rotten = bytearray(content)

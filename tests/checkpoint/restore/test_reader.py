@@ -223,7 +223,7 @@ def test_of_one_step_the_newer_generation_wins(start: Start) -> None:
 
 
 def test_newest_says_what_it_passed_over(start: Start) -> None:
-    """Of what is not whole at a glance, and of what those who read it found rotten."""
+    """It names checkpoints that are visibly incomplete, and those that readers found corrupt."""
     before = start()
     topo = topology()
     client = before.begin(topo)

@@ -1,4 +1,4 @@
-"""What a restart begins from, asked of real movers: which candidates are passed over, and why."""
+"""Restore points that real movers choose: which candidates are skipped, and why."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _begin(mover: Mover, generation: int) -> tuple[Workers, Newest]:
 
 def _zombie(start: Start, mover: Mover, at: Path, step: int) -> str:
     """Commit a step under generation 1, as a mover does that passed the check of the fence and
-    slept before it wrote: what it would have written is written elsewhere and comes late."""
+    slept before it wrote. The commit is written elsewhere and comes late."""
     at.mkdir()
     elsewhere = start(at=at)
     Workers(elsewhere.begin(topology()), topology()).commit(step)
@@ -79,8 +79,8 @@ def test_a_generation_that_begins_late_notes_nothing(start: Start) -> None:
 
 
 def test_a_step_that_was_begun_from_is_not_passed_over(start: Start) -> None:
-    """A step that only memory held is made durable under the key of the generation that made it:
-    that is older than the generation that began from it, and stays a state to begin from."""
+    """A step that only memory held is made durable under the key of the generation that made it.
+    That generation is older than the one that began from it, but the step stays a restore point."""
     mover = start()
     workers, _ = _begin(mover, 1)
     workers.compute(4)
@@ -122,7 +122,7 @@ def _brackets_in_the_header(data: bytes) -> bytes:
 def test_a_newest_state_that_is_rotten_in_a_strange_way_is_passed_over(
     start: Start, kind: str, rot: Callable[[bytes], bytes], words: str
 ) -> None:
-    """JSON that has other types in it, or that no parser can follow, is as rotten as any other."""
+    """JSON with other types in it, or that no parser can follow, counts as corrupt."""
     mover = start(keep_last=3)
     workers, _ = _begin(mover, 1)
     workers.commit(5)

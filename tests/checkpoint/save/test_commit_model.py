@@ -20,7 +20,7 @@ def worlds() -> list[World]:
 def test_never_two_lines_of_a_run(worlds: list[World]) -> None:
     assert len(worlds) > 10_000
     late = [w for w in worlds if any(g < 3 for _, g in commits(w.objects)) and w.lines[2].base[0]]
-    assert late  # some begin from what others committed
+    assert late  # some begin from commits of another generation
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -33,8 +33,8 @@ def test_who_begins_a_generation_is_lost_at(stage: str, worlds: list[World]) -> 
 
 @pytest.mark.parametrize("stage", SAVES)
 def test_who_commits_sleeps_at(stage: str, worlds: list[World]) -> None:
-    """For as long as it takes until the next generation has begun; and it wakes: what it writes
-    then counts only if the newer one did not begin from an older step (`safe` has looked)."""
+    """The committing process sleeps until the next generation has begun, and wakes. Its later
+    writes count only if the newer one did not begin from an older step (`safe` has checked)."""
     slept = [w for w in worlds if w.lines[0].saves == stage and w.lines[1].begins == "begun"]
     assert slept
     woken = [w for w in worlds if w.lines[0].saves == "done" and w.lines[1].begins == "begun"]
@@ -42,7 +42,7 @@ def test_who_commits_sleeps_at(stage: str, worlds: list[World]) -> None:
 
 
 def test_a_note_that_comes_late_would_be_found_out() -> None:
-    """The search sees what it is for: without `settle`, a note that was about to be written when
-    its generation was overtaken gives up what the newer one stands on."""
+    """The search finds the fault that it is for. Without `settle`, a late note of an overtaken
+    generation gives up the state that the newer one began from."""
     with pytest.raises(BranchError, match="which is given up"):
         search(lambda store, generation: None)

@@ -1,5 +1,5 @@
 """Durable checkpoints that several movers write into one run store: one commits, all learn of it,
-and nobody removes what another may still need. Real movers, over a folder that all share."""
+and none removes what another may still need. Real movers, over a folder that all share."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_each_stores_its_ranks_one_commits_and_all_hear_of_it(start: Start) -> N
 def test_a_part_that_one_node_cannot_store_ends_the_save_everywhere_once(
     start: Start,
 ) -> None:
-    """The disk of a node that only follows is no disk any more: its save fails, the others' parts
-    go, the reason is told once, and the next step is saved."""
+    """The disk of a follower fails. Its save fails, the other nodes' parts are removed, the reason
+    is reported once, and the next step is saved."""
     nodes = begun(start, "abc")
     blocked = nodes.folder / "data" / f"{1:010d}"
     blocked.mkdir(parents=True)
@@ -67,8 +67,8 @@ def test_a_part_that_one_node_cannot_store_ends_the_save_everywhere_once(
 
 
 def test_a_node_that_is_slow_to_store_an_older_step_is_waited_for(start: Start) -> None:
-    """c is stopped before it has stored step 1, and goes on when step 2 has been handed over: both
-    are committed, and no part of either is removed by those that were quicker."""
+    """c is stopped before it has stored step 1, and continues when step 2 has been handed over.
+    Both are committed, and the quicker movers remove no part of either."""
     nodes = begun(start, "abc")
     stop(nodes.movers["c"].process.pid)
     nodes.capture(1, durable=True, only=[0, 1])
@@ -112,8 +112,8 @@ def test_the_leader_s_mover_is_replaced_and_commits_what_the_others_have_stored(
 def test_a_leader_that_dies_with_everything_stored_is_replaced_by_one_that_commits(
     start: Start,
 ) -> None:
-    """Both parts are in the run store and a's mover was stopped before it heard of it: the new one
-    finds its part and is told of the other."""
+    """Both parts are in the run store, and a's mover was stopped before it learned of it. The new
+    mover finds its part and is notified of the other."""
     nodes = begun(start, "ab")
     nodes.capture(1, durable=True, only=[0])
     until(lambda: len(_files(nodes.folder, 1, "parts")) == 1)
@@ -128,8 +128,8 @@ def test_a_leader_that_dies_with_everything_stored_is_replaced_by_one_that_commi
 
 
 def test_what_only_memory_holds_is_made_durable_by_whoever_leads(start: Start) -> None:
-    """b chooses, c leads the next generation and has nothing itself; all three sweep and none takes
-    from the others what is being written."""
+    """b chooses, c leads the next generation and has nothing itself; all three sweep, and none
+    removes what another one is writing."""
     nodes = begun(start, "ab")
     nodes.capture(1)
     nodes.add("c")

@@ -1,4 +1,4 @@
-"""A leader's answer that comes when its generation is over: every save is told of all the same."""
+"""A leader's answer that comes when its generation is over: every save is still reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAVES: list[Save] = [(1, 10), (1, 20), (1, 30)]
 
 
 class Slow(FolderStore):
-    """The first look into it takes until it is told to go on."""
+    """The first listing of it takes until it is released."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -1,4 +1,4 @@
-"""A blob is written beside its hashing; whichever of the two fails, nothing of the save stays."""
+"""A blob is written and hashed at the same time; if either fails, nothing of the save stays."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Direct:
 
 
 class Slow(FolderStore):
-    """Stops in the middle of each blob until it may go on."""
+    """Stops in the middle of each blob until it may continue."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -164,7 +164,8 @@ def test_a_capture_that_cannot_be_written_stays_in_memory(tmp_path: Path) -> Non
 
 
 def test_a_disk_that_hangs_holds_no_thread_that_hashes(tmp_path: Path) -> None:
-    """A capture is fenced while its blob is half written; the next generation goes on meanwhile."""
+    """A capture is fenced while its blob is half written; the next generation continues
+    meanwhile."""
     store = Slow(tmp_path)
     service, ranks = begin(store, 1)  # two ranks
     with hashing_held(service):

@@ -71,7 +71,7 @@ def _cohort() -> Cohort:
 
 
 class _AtOnce(threading.Thread):
-    """Whoever tells of saves that are over does so before anything else happens."""
+    """A thread that reports finished saves at once, before anything else happens."""
 
     def __init__(self, *, target: Callable[..., None], name: str, **given: Any) -> None:
         super().__init__(target=target, name=name, **given)

@@ -199,7 +199,7 @@ def test_the_checkpoint_that_was_restored_from_is_kept(start: Start) -> None:
     client = mover.begin(topo)
     assert client.newest().step == 1
     workers = Workers(client, topo)
-    workers.commit(2)  # all ranks go on from step 1, so they have read it: it is known to be good
+    workers.commit(2)  # all ranks continue from step 1, so they read it: it is known to be good
     workers.commit(3)
     events_until(client, lambda e: isinstance(e, CheckpointRemoved) and e.step == 2)
     assert [Checkpoint.open(mover.store, k).step for k in listing(mover.store)] == [3, 1]

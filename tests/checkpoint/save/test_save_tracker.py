@@ -1,4 +1,4 @@
-"""What became of a save, where it is made a second time by other means."""
+"""Outcomes of saves, also of one that is made a second time by other means."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_a_second_attempt_that_fails_is_an_end_too() -> None:
 
 
 def test_what_happens_together_is_told_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits hears of the copy with the snapshot; whoever is not to wait, of what there is,
-    and the end of a generation keeps nobody waiting."""
+    """A waiting reader gets the copy together with the snapshot. A reader that must not wait gets
+    the events so far. At the end of a generation no reader waits."""
     monkeypatch.setattr(module, "TOGETHER_SECONDS", 3600.0)
     outcomes = Outcomes(time.monotonic)
     heard: list[list[str]] = []
@@ -52,7 +52,7 @@ def test_what_happens_together_is_told_together(monkeypatch: pytest.MonkeyPatch)
     waiting.join(0.1)
     outcomes.add(SnapshotKept("stage", 1, 0.1, step=3))
     assert waiting.is_alive()
-    while waiting.is_alive():  # woken before it waits, it goes on to wait
+    while waiting.is_alive():  # a thread woken before it waits will still wait
         outcomes.wake()
         waiting.join(0.1)
     assert heard == [[SnapshotComplete.kind, SnapshotKept.kind]]

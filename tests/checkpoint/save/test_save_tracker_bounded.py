@@ -1,4 +1,4 @@
-"""What a mover knows of its saves does not grow with the run."""
+"""A mover's memory of its saves does not grow with the run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_thousands_of_saves_are_counted_and_the_newest_are_known() -> None:
     assert outcomes.failure((1, 4997)) == "reason 4997"
     assert 4998 in outcomes.open_steps(1)
     assert 3 in outcomes.open_steps(1), "it is under way, however old"
-    ended, reason = outcomes.settle((1, 4), DEADLINE)  # nobody is kept waiting for it
+    ended, reason = outcomes.settle((1, 4), DEADLINE)  # no caller waits for it
     assert ended
     assert "too long ago" in (reason or "")
     mark = outcomes.since(0, 0.0)[1]

@@ -22,7 +22,7 @@ def namespaces() -> bool:
 
 @pytest.mark.skipif(not namespaces(), reason="no user and mount namespaces here")
 def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path) -> None:
-    """Probe P2: no commit, nothing left behind, the old checkpoint whole, saving resumes."""
+    """Probe P2: no commit, nothing left behind, the old checkpoint intact, saving resumes."""
     done = subprocess.run(
         ["unshare", "-Urm", "sh", "-c", MOUNT, str(tmp_path),
          sys.executable, "-m", "tests.support.save_on_full_disk", str(tmp_path)],

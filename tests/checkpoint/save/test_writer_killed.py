@@ -1,4 +1,4 @@
-"""A kill at any point of a save leaves the previous checkpoint, or the new one, whole."""
+"""A kill at any point of a save leaves the previous checkpoint, or the new one, intact."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_kill_at_every_point_of_the_protocol(tmp_path: Path) -> None:
         store = FolderStore(tmp_path / str(point))
         found = newest_verified(store)
         assert found is not None
-        # What was reported as committed is there, and what is there is whole.
+        # Each step reported as committed is there, and each one there is intact.
         known = max(said, default=1)
         assert found.step in {known, known + 1}
         reached.add(found.step)
@@ -44,7 +44,7 @@ def test_kill_at_every_point_of_the_protocol(tmp_path: Path) -> None:
             out = bytearray(spec.nbytes)
             found.read(box, memoryview(out))
             assert bytes(out) == killed.content(found.step, box, spec.nbytes)
-        # The next generation sweeps what the kill left; nothing but whole checkpoints stays.
+        # The next generation sweeps what the kill left; only complete checkpoints stay.
         retention.sweep(store, 2)
         assert all(verify(store, key) == [] for key in listing(store))
         kept = [key for key in store.list("") if key.startswith(("data/", "parts/"))]

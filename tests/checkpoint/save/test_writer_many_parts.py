@@ -24,7 +24,8 @@ DEADLINE = 60.0
 
 
 class Together(MemoryStore):
-    """Answers for a part, and for a blob's size, only when another is asked for beside it."""
+    """Answers for a part, and for a blob's size, only when another one is requested at the same
+    time."""
 
     reads = Reads(4, 2**20)
 

@@ -66,7 +66,7 @@ class Bucket:
 
 
 class BucketVictim(rest.Victim):
-    """A history in a bucket, broken by whoever has write access."""
+    """A history in a bucket, broken by a writer with access."""
 
     def __init__(self, bucket: Bucket, made: History) -> None:
         super().__init__(Path("/nowhere"), made)
@@ -106,8 +106,8 @@ def at_rest(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Re
 
 
 def reading(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
-    """Requests of a restore fail: for a moment (the newest must come all the same), or for good
-    (one sentence, soon; never an older checkpoint)."""
+    """Requests of a restore fail, for a moment or for good. In the first case the newest checkpoint
+    must still come. In the second, one sentence must come soon, and never an older checkpoint."""
     bucket, made = Bucket(_name(folder)), history(setting.first, setting.second)
     bucket.pour(made)
     topo = states.topology(rng.randrange(8), 5)
@@ -150,7 +150,7 @@ def writing(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Re
 
 def killed(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
     """The process that saves gets SIGKILL at one of its requests, before or after the server has
-    seen it. The next one goes on with what is there."""
+    seen it. The next one continues from what is stored."""
     bucket, made = Bucket(_name(folder)), history(setting.first, setting.second)
     bucket.pour(made)
     before = rng.random() < 0.5
@@ -197,7 +197,7 @@ def killing(
 
 
 def _after(act: Callable[[], None]) -> Fault:
-    """The server does what it was asked for, nobody hears of it."""
+    """The server carries out the request, but sends no answer."""
     act()
     return Fault(forward=True)
 

@@ -1,7 +1,7 @@
 """Run stores with a history: several committed checkpoints by several writers.
 
-A history is written once, by the code that writes checkpoints in a run, and kept as keys and
-bytes; every case then gets a copy of its own to break. What lies in it:
+A history is written once, by the code that writes checkpoints in a run, and kept as keys and bytes.
+Every case then gets a copy of its own to break. Contents:
 
     generation 1   steps 2 and 4, on one layout
     generation 2   steps 6 and 8, on another; and a part of step 10, never committed
@@ -35,7 +35,7 @@ Files = Mapping[str, bytes]
 
 @dataclass(frozen=True)
 class History:
-    """What was written, as keys and bytes."""
+    """The written objects, as keys and bytes."""
 
     files: dict[str, bytes]
     layouts: tuple[int, int]
@@ -65,7 +65,7 @@ def write_rank(store: RunStore, made: Plan, step: int, rank: int) -> Part:
 
 
 def save(store: RunStore, made: Plan, step: int, order: list[int] | None = None) -> Commit | None:
-    """A whole step, writer by writer; each looks whether it was the last, as movers do."""
+    """Save a complete step, writer by writer; each checks whether it was the last, as movers do."""
     done = None
     for rank in order or range(made.topology.world_size):
         write_rank(store, made, step, rank)
@@ -90,11 +90,11 @@ def history(first: int, second: int) -> History:
 
 @dataclass
 class Protocol:
-    """What a run does to its store after a history: saves two steps, removes what need not be
-    kept, ends; the next generation sweeps, and saves one more on another layout.
+    """The changes of a run to its store after a history. It saves two steps, removes what need not
+    be kept, and ends. The next generation sweeps, and saves one more on another layout.
 
     `said` gets every step that was reported as committed. A save that fails is cleaned up as the
-    mover cleans up, and training goes on.
+    mover cleans up, and training continues.
     """
 
     store: RunStore

@@ -1,7 +1,7 @@
 """Faults in the middle of the protocol: kills, loss of power, disks that fail, other writers.
 
-Each child is forked from this process, which has no threads and no torch, runs the protocol of
-`scenes.Protocol` with every system call counted, and comes to its end at one of the points.
+Each child is forked from this process, which has no threads and no torch. It runs the protocol of
+`scenes.Protocol` with every system call counted, and ends at one of the points.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def _healed(
 
 
 def zombie(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
-    """In the middle of a save, a newer generation begins, sweeps, and commits a step of its own;
-    then the old writer goes on as if nothing had happened."""
+    """In the middle of a save, a newer generation begins, sweeps, and commits a step of its own.
+    Then the old writer continues as if nothing had happened."""
     setting.pour(folder)
     names = points_of(setting)
     # Before the protocol itself begins generation 3.
@@ -286,7 +286,8 @@ def race(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Resto
 
 
 def _racer(kind: str, store: FolderStore, setting: Setting, number: int) -> int:
-    """0: this one has won (or agrees with who has), 1: was told that it came second."""
+    """Return 0 if this process has won (or agrees with the winner), 1 if it was refused as the
+    second."""
     made = plan(states.topology(setting.second, 2))
     try:
         if kind == "generation":

@@ -1,14 +1,13 @@
 """Every point at which a process that writes files can be stopped.
 
-Inside `Points.watching()` the system calls by which Python changes a file system are counted,
-where they touch files below a folder: before each, after each, and in the middle of the bytes of a
-write. At a given number something happens: the process ends, the disk is full, another process
-has its turn. A first pass without a number learns how many points there are, so a step added to
-the protocol is covered by itself.
+`Points.watching()` counts the system calls by which Python changes files below a folder. A point is
+before each call, after each, and in the middle of the bytes of a write. At a given number something
+happens: the process ends, the disk is full, or another process has its turn. A first pass without a
+number counts the points, so a step added to the protocol is covered automatically.
 
-With `power=True` the loss is that of the machine, not of the process: what was not synced may be
-gone. File data not fsynced since it was written is cut or zeroed, and each new, removed or renamed
-name that its folder's fsync did not follow is, by chance, as it was before.
+With `power=True` the loss is that of the machine, not of the process: unsynced changes may be lost.
+File data not fsynced since it was written is cut or zeroed. Each new, removed or renamed name
+without a later fsync of its folder is, by chance, as it was before.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Points:
             self.names.append(what)
             return
         if number == self._at or (self._lasting and number > self._at):
-            self._acting = True  # what is done meanwhile is nobody's point
+            self._acting = True  # calls of the action itself are no points
             try:
                 self._act(what)
             finally:
@@ -117,7 +116,8 @@ class Points:
 
 
 def _half(data: Any) -> int:
-    """Where to cut a write in two: between pages, where it is whole pages (it may be direct)."""
+    """Return where to cut a write in two: between pages if it consists of full pages (it may be
+    direct)."""
     size = memoryview(data).nbytes
     unit = 4096 if size % 4096 == 0 else 1
     return size // 2 // unit * unit

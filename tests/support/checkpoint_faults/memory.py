@@ -1,8 +1,9 @@
-"""Faults of memory: snapshots in arenas that rot, are torn, incomplete, given up or overwritten.
+"""Faults of memory: snapshots in arenas are corrupt, torn, incomplete, given up or overwritten.
 
-A mover holds steps in memory alone, beside the durable ones of a history. After the fault the next
-generation asks it for the newest state, maps the arenas, reads what they have and the rest from the
-run store, and names what turned out to be rotten when it asks again: what a worker's restore does.
+A mover holds steps only in memory, in addition to the durable ones of a history. After the fault
+the next generation acts as a worker's restore does. It asks the mover for the newest state, and
+maps the arenas. It reads what they have, and the rest from the run store. It names the corrupt
+parts when it asks again.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class Scene:
         self, rng: random.Random, generation: int = 3,
         source: Callable[..., MappedSource] = MappedSource,
     ) -> Restored:  # fmt: skip
-        """As agent and workers do from `generation` on: choose, begin, read; what turns out to be
-        rotten is named by the generation after it. Raises WrongError."""
+        """As agent and workers do from `generation` on: choose, begin, read. The next generation
+        names what is corrupt. Raises WrongError."""
         tried: dict[str, str] = {}
         rejected: dict[str, None] = {}
         try:
@@ -99,7 +100,7 @@ class Scene:
     def _read(
         self, client: MoverClient, key: str, topo: Topology, source: Callable[..., MappedSource]
     ) -> str | None:
-        """Compare every rank's boxes; why the checkpoint is rotten."""
+        """Compare every rank's boxes; return why the checkpoint is corrupt."""
         holdings = client.holdings(key)
         mapped = source(holdings.slots)
         mixed = Mixed([mapped, StoreSource(self.store)])
@@ -138,14 +139,14 @@ def flipped(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
 def header_flipped(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
     rank = rng.randrange(scene.topology.world_size)
     arena, slot = scene.ranks.arenas[rank], scene.slot_of(rank, NEWEST)
-    at = rng.choice([i for i in range(88) if not 12 <= i < 16])  # four bytes are nobody's
+    at = rng.choice([i for i in range(88) if not 12 <= i < 16])  # four bytes are unused
     arena.memory[arena.data_offset(slot) - PAGE + at] ^= 1 << rng.randrange(8)
     found = scene.restore(rng)
     return _end(scene, found, {DURABLE, 13}, f"a bit of byte {at} of a slot's header flipped")
 
 
 def torn(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
-    """Some workers end in the middle of the next capture, others after it: not a step."""
+    """Some workers end in the middle of the next capture, the rest after it: not a step."""
     world = scene.topology.world_size
     victims = [rank for rank in range(world) if rng.random() < 0.5] or [0]
     for rank in range(world):
@@ -176,8 +177,8 @@ def lost(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
 
 
 def given_up(scene: Scene, rng: random.Random) -> tuple[str, Restored]:
-    """The others have begun again from an older step since: this branch must not come back, be it
-    in memory or, later than where they began, in the run store."""
+    """The other nodes have begun again from an older step since. This branch must not come back,
+    neither from memory nor, beyond that older step, from the run store."""
     open_generation(scene.store, 3, {})
     step = rng.choice([8, DURABLE, 13])
     note_start(scene.store, 3, step)

@@ -247,7 +247,7 @@ def slot_header(folder: Path, setting: Setting, rng: random.Random) -> tuple[str
         ranks = Ranks(mover.begin(topo), topo)
         slot, made = ranks.capture(0, 12)
         # magic, format, run, generation, step, sequence, length, layout, checksum; four bytes
-        # between format and run are nobody's.
+        # between format and run are unused.
         at = rng.choice([i for i in range(88) if not 12 <= i < 16])
         memory = ranks.arenas[0].memory
         base = ranks.arenas[0].data_offset(slot) - PAGE
@@ -265,8 +265,8 @@ def slot_header(folder: Path, setting: Setting, rng: random.Random) -> tuple[str
 
 
 def rewritten(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
-    """P1, by force: while the mover reads a slot (it is stopped at its first write), somebody
-    writes another step there, header and all. The save must fail."""
+    """P1, by force: while the mover reads a slot (it is stopped at its first write), another step
+    is written there, with its header. The save must fail."""
     setting.pour(folder)
 
     def stop(_: str) -> None:

@@ -1,9 +1,9 @@
-"""What a restore must find, worked out without any code of the product: by comparing the bytes
-that lie in the store with those that were written.
+"""The expected result of a restore, computed without any code of the product. It compares the bytes
+in the store with those that were written.
 
-A checkpoint is *whole* when its commit object, its blobs and its part manifests are as they were
-written. It is *readable* when commit object and tensor data are, though a part manifest or a
-blob's own header is not: its tensors are all there, but verify must complain.
+A checkpoint is *intact* if its commit object, its blobs and its part manifests are as they were
+written. It is *readable* if commit object and tensor data are, but a part manifest or a blob's own
+header is not. Then its tensors are complete, but verify must complain.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True)
 class Expected:
-    """allowed: any of these is right (more than one only where the newest are readable, not
-    whole). `must`: there is a whole one, so a sentence is wrong. candidates: commit objects."""
+    """allowed: any of these is right (more than one only if the newest are readable but not
+    intact). `must`: there is an intact one, so a refusal is wrong. candidates: commit objects."""
 
     allowed: tuple[Position, ...]
     must: bool
     candidates: int
-    broken: tuple[str, ...]  # commit objects of which verify must say that they are not whole
+    broken: tuple[str, ...]  # commit objects that verify must report as damaged
 
 
 def expected(found: Mapping[str, bytes], written: Mapping[str, bytes]) -> Expected:
@@ -61,6 +61,6 @@ def _state(commit: dict[str, Any], found: Mapping[str, bytes], written: Mapping[
 
 
 def part_of(blob: str) -> str:
-    """The part manifest beside a blob."""
+    """Return the key of a blob's part manifest."""
     stem = blob.removeprefix("data/").removesuffix(".safetensors").rpartition("-")[0]
     return f"parts/{stem}.json"

@@ -1,10 +1,11 @@
-"""Faults of another machine's memory: its copies, its process, its network, and who sends to it.
+"""Faults of another machine's memory: its copies, its process, its network, and the nodes that send
+to it.
 
-A node sends its snapshots of steps 12, 14 and 16 to a staging machine; both are forked from this
-torch-free process and speak real HTTP. A fault strikes; the node is lost in any case, its memory
-with it. Then a restart opens the next generation, looks through the run store and what the peer
-still holds, and reads. What the node was told to be kept must come back, unless the fault was done
-to the copy itself.
+A node sends its snapshots of steps 12, 14 and 16 to a staging machine. Both are forked from this
+torch-free process and speak real HTTP. A fault happens. In any case the node is lost, and its
+memory with it. Then a restart opens the next generation, searches the run store and the peer's
+memory, and reads. Every copy that was reported to the node as kept must come back, unless the fault
+hit the copy itself.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ STEPS = (12, 14, 16)
 LATER = 18
 GENERATION = 3
 TRIES = 4
-"""Restarts: the newest, what is named as rotten, and what is left."""
+"""Restarts: the newest step, those that are named as corrupt, and the rest."""
 
 
 class Scene:
@@ -77,8 +78,8 @@ class Scene:
         self.world = states.topology(setting.second, GENERATION).world_size
 
     def send(self, steps: tuple[int, ...] = STEPS) -> None:
-        """Snapshots, one after the other, each until it is kept or has come to nothing; ends when
-        one of the two is gone."""
+        """Send snapshots, one after the other, each until it is kept or has failed. Stop if one of
+        the two processes has ended."""
         for step in steps:
             try:
                 before = self._ends()
@@ -189,7 +190,7 @@ def _moment(rng: random.Random) -> tuple[int, str]:
 
 
 def keeper_killed(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
-    """The staging machine ends in the middle of a copy. What it kept is gone; a new one in its
+    """The staging machine ends in the middle of a copy, and its copies are lost. A new one in its
     place takes the next step."""
     at, where = _moment(rng)
     scene = Scene(folder, setting, keeper=_die(at, where))
@@ -214,7 +215,7 @@ def keeper_killed(folder: Path, setting: Setting, rng: random.Random) -> tuple[s
 
 
 def owner_killed(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
-    """The node ends in the middle of a copy: a step that is not whole there does not count."""
+    """The node ends in the middle of a copy: a step that is incomplete there does not count."""
     at, where = _moment(rng)
     scene = Scene(folder, setting, owner=_die(at, where))
     try:
@@ -244,7 +245,7 @@ def flipped(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Re
         steps = STEPS[-1:] if rng.random() < 0.7 else STEPS[-2:]
         ranks = [r for r in range(scene.world) if states.owned(_topology(scene), r)]
         rank, at = rng.choice(ranks), rng.randrange(1 << 30)
-        # Its data: what lies before, nobody reads.
+        # Only its data: the bytes before are never read.
         size = len(states.blob(STEPS[0], states.owned(_topology(scene), rank))[0])
         start = states.blob(STEPS[0], states.owned(_topology(scene), rank))[1]
         at = start + at % (size - start)
@@ -272,7 +273,7 @@ def replayed(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, R
 
 
 def zombie(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
-    """The node was only cut off: after the restart it goes on to send steps of its generation."""
+    """The node was only cut off: after the restart it continues to send steps of its generation."""
     scene = Scene(folder, setting)
     try:
         scene.send(STEPS[:2])
@@ -337,7 +338,8 @@ FAULTS = ("dropped", "cut", "wrong", "late", "error")
 
 
 def copying(folder: Path, setting: Setting, rng: random.Random) -> tuple[str, Restored]:
-    """The network is bad while copies are made: fewer steps are kept, those that are, whole."""
+    """The network is bad while copies are made: fewer steps are kept, but all of them are
+    intact."""
     share = rng.choice([0.02, 0.1, 0.5, 1.0])
     kinds = tuple(rng.sample(FAULTS, rng.randrange(1, 4)))
     scene = Scene(folder, setting, owner=_unsteady(rng.randrange(1 << 30), share, kinds))

@@ -65,7 +65,7 @@ def unreadable(folder: Path, rng: random.Random) -> tuple[str, Restored]:
     """The disk cannot read one file any more: as good as not there."""
     made = history(*rng.choice(LAYOUTS))
     made.pour(folder)
-    newest = [  # those that hold data: of the others only the header is read
+    newest = [  # those with data: of the rest only the header is read
         key for key, data in made.files.items()
         if f"{NEWEST[0]:010d}-rank" in key and "data" in key and len(data) > BLOB_ALIGNMENT
     ]  # fmt: skip

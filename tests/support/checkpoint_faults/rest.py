@@ -113,7 +113,7 @@ def delete(victim: Victim, rng: random.Random) -> str:
 
 
 def zeros(victim: Victim, rng: random.Random) -> str:
-    """What a lost write leaves: a hole where an extent's bytes should be."""
+    """The trace of a lost write: a hole in place of an extent's bytes."""
     key, start, size = rng.choice(victim.full_blobs(victim.position(rng)))
     at = rng.randrange(start, size)
     data = victim.read(key)

@@ -1,8 +1,8 @@
 """Faults of checkpoints that are encrypted, and perhaps compressed, before they leave.
 
-What lies in the folder is damaged; the restore goes through the seal. A checkpoint is whole when
-its raw files are as they were written; which byte of an encrypted file is used by whom is the
-driver's own affair, so an older or a newer one than the newest whole is judged by its tensors.
+Files in the folder are damaged, and the restore goes through the seal. A checkpoint is intact if
+its raw files are as they were written. Only the driver knows the use of each byte of an encrypted
+file. So a checkpoint that is older or newer than the newest intact one is judged by its tensors.
 """
 
 from __future__ import annotations

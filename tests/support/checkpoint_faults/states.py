@@ -1,7 +1,7 @@
 """Known tensors: what every step's state is, as bytes, on whatever layout.
 
-The bytes of a tensor after a step are a function of (step, tensor) alone, so whoever restores can
-be compared with what was written without trusting anything that was stored. No torch.
+The bytes of a tensor after a step are a function of (step, tensor) alone. So a restored state can
+be compared with the written one without trust in anything stored. No torch.
 """
 
 from __future__ import annotations
@@ -72,6 +72,6 @@ def owned(topo: Topology, rank: int, table: StateTable = TABLE) -> tuple[Placed,
 
 
 def blob(step: int, tensors: tuple[Placed, ...], table: StateTable = TABLE) -> tuple[bytes, int]:
-    """A rank's whole blob after a step, and where its data begins."""
+    """Return a rank's complete blob after a step, and the offset of its data."""
     head = header(tensors)
     return head + b"".join(content(step, p.box, table) for p in tensors), len(head)

@@ -1,8 +1,8 @@
 """The uploader gets SIGKILL in the middle of an upload, and the run folder is lost.
 
-A process saves into a folder and sends what it has committed to a real S3 server, through a proxy
-that kills it at one of its requests. Another uploader may go on with what is there. Then the folder
-is gone, and a new one begins from the bucket alone.
+A process saves into a folder and sends its commits to a real S3 server. It does so through a proxy
+that kills it at one of its requests. Another uploader may continue from what is stored. Then the
+folder is lost, and a new one begins from the bucket alone.
 """
 
 from __future__ import annotations

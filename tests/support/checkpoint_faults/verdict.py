@@ -1,8 +1,8 @@
 """Restoring after a fault, and the verdict.
 
-The real path: the newest checkpoint that can be trusted is looked for, and every rank of some
-other layout reads its boxes. Buffers are marked before, so that what nobody fills is seen. Then
-tensors are compared with what the step's state is known to be.
+This is the real path: every rank of some other layout reads its boxes of the newest trustworthy
+checkpoint. Buffers are marked before, so that unfilled bytes show. Then tensors are compared with
+the known state of the step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PRESENT = 99
 
 
 class WrongError(AssertionError):
-    """The product has failed: a restore that is silently wrong, older than it need be, or refused
-    where something good is left; or a refusal that is no clear sentence."""
+    """The product has failed. The restore is silently wrong, older than necessary, or refused
+    though a good checkpoint is left. Or the refusal is no clear sentence."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Rejections:
 
 
 def restore(store: RunStore, topo: Topology) -> Restored:
-    """As a run restores: choose, read every box of every rank of `topo` in one pass, checking as it
-    streams; what turns out to be rotten is named at the next choice. Every tensor is compared.
-    Raises WrongError."""
+    """Restore as a run does. Choose, and read every box of every rank of `topo` in one pass,
+    checking as it streams. The next choice names what is corrupt. Every tensor is compared. Raises
+    WrongError."""
     rejected = Rejections()
     tried: dict[str, str] = {}
     keys = lambda: tuple(dict.fromkeys([*tried, *(key for key, _ in rejected.seen)]))  # noqa: E731
@@ -83,7 +83,8 @@ def restore(store: RunStore, topo: Topology) -> Restored:
 
 
 def _read(store: RunStore, commit: Commit, topo: Topology) -> str | None:
-    """As `elastic/worker/restore.py`: what is rotten; a store that fails is asked once more."""
+    """Read as `elastic/worker/restore.py` does; return what is corrupt. A store that fails is asked
+    once more."""
     for again in (False, True):
         try:
             compare(Checkpoint(store, commit), topo)
@@ -152,7 +153,7 @@ def judge(found: Restored, due: Expected) -> None:
 def judge_folder(
     folder: Path, written: Mapping[str, bytes], topo: Topology, *, seen: bool = True
 ) -> tuple[Restored, Expected]:
-    """Restore from a folder and judge by its files; verify must see what is not whole."""
+    """Restore from a folder and judge by its files; verify must see what is damaged."""
     due = expected(contents(folder), written)
     store = FolderStore(folder)
     found = restore(store, topo)

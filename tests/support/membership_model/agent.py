@@ -35,7 +35,7 @@ from tests.support.membership_model.world import (
 
 PATIENCE = Patience()
 TURNS, LONG = -10.0, -1000.0
-"""Since when a silent agent waits: until its turn, or longer than anybody does."""
+"""Begin of a silent agent's wait: until its turn, or longer than any agent waits."""
 
 
 def all_of(least: int) -> Callable[[Any], tuple[str, ...]]:
@@ -56,7 +56,8 @@ class Carried:
         return Rules(all_of(self.least), settle=0.0, gather=0.0)
 
     def changed(self, old: Agent, new: Agent) -> Agent:
-        """What is true of every step of one agent. Without times, and what is only told."""
+        """Check what holds for every step of one agent. Return it without times and without mere
+        reports."""
         if new.up and new.mark == old.mark:
             if new.seat.at < old.seat.at or new.seat.term < old.seat.term:
                 raise ViolationError(f"{new.seat.name} went back: {old.seat} to {new.seat}")
@@ -70,7 +71,7 @@ class Carried:
         )  # fmt: skip
         reign = new.reign
         if reign is not None:
-            # After the choice of the generation that is being made, which is made anew at times.
+            # After the choice of the generation that is being made. The choice may be repeated.
             before = None if old.reign is None else old.reign.opening
             late = [before == reign.opening is not None and node.came > 0 for node in reign.nodes]
             nodes = tuple(
@@ -163,7 +164,7 @@ class Carried:
         return agent._replace(seat=self.succeed.unanswered(seat, dead, 0.0, PATIENCE))
 
     def lost(self, agent: Agent, name: str) -> Agent:
-        """The time of a node is up, or of all others: a clock jumped."""
+        """Time a node out, or all other nodes after a clock jump."""
         reign = agent.reign
         assert reign is not None
         nodes = tuple(

@@ -3,19 +3,19 @@ can come to.
 
 The machines of `policy.membership.transitions` and `policy.membership.election` run as they are,
 carried by a runtime as in `elastic/membership/role_loop.py` and
-`elastic/coordinator/coordinator.py`, cut into its smallest steps. Time is no number here: every
-clock shows 0, and a time that is up is an event of its own. It is free where it has a cause (the
-other is dead, cut off, or follows somebody else) and a fault where it has none. The longest waits
-(of a minority, of a rendezvous) end freely only when nothing else can happen.
+`elastic/coordinator/coordinator.py`, cut into its smallest steps. Time is no number here. Every
+clock shows 0, and a timeout is an event of its own. It is free if it has a cause (the other agent
+is dead, cut off, or follows a third one). It is a fault if it has none. The longest waits (of a
+minority, of a rendezvous) end freely only when nothing else can happen.
 
-An agent and the run store are immutable values that are numbered once each; a world is a tuple of
-such numbers. What one step does to an agent depends on one or two agents and the store, so it is
+An agent and the run store are immutable values that are numbered once each. A world is a tuple of
+such numbers. The effect of a step on an agent depends on one or two agents and the store. So it is
 computed once for all worlds in which it happens.
 
-Faults, each one of the budget: an agent dies (its machine says so, or is silent from then on), some
-links are cut, the run store is out of reach, a time is up without a cause, a clock jumps, an agent
-is stopped as a whole. A dead agent may return, a cut heal, the store answer again, one that was
-stopped go on as if nothing had been, at any later time, or never.
+Each fault uses one of the budget. An agent dies (its machine reports it, or is silent from then
+on). Some links are cut, or the run store is unreachable. A timeout comes without a cause, a clock
+jumps, or an agent is suspended. At any later time, or never, a dead agent may return, a cut may
+heal, or the store may answer again. A suspended agent may continue as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -95,11 +95,12 @@ class Model:
         return found
 
     def _can_wait(self, world: World, first: tuple[Any, ...], fault: Step) -> bool:
-        """Whether a fault comes to the same, before and after what is done at once: that does not
-        look at what the fault changes, nor the other way round. Then it is tried after it alone."""
+        """Return True if a fault has the same result before and after the immediate step. That
+        holds if neither of the two reads what the other one changes. Then the fault is tried only
+        after the step."""
         what, where = fault.label[0], fault.label[1:2]
         if world.faults == fault.world.faults or first[0] == "built":
-            return False  # the end of a fault; or everybody takes part
+            return False  # the end of a fault, or all agents take part
         i = first[1]
         alone = what in ("suspect", "suspects", "clock jumps", "impatient", "error")
         if alone or (what in ("crash", "vanish", "stop") and first[0] in ("look", "begin")):
@@ -167,7 +168,7 @@ class Model:
             broken = broken or not other.up or (ours and other.stage in STOPPED)
             broken = broken or other.seat.at > agent.seat.at
         if agent.stage is Stage.BUILDING and ready and not broken and not parted:
-            for name in agent.seat.members:  # they meet, or nobody does
+            for name in agent.seat.members:  # they all meet, or none does
                 world = self._one("built", self.runs.build, world, NAMES.index(name)).world
             yield Step(("built", agent.seat.at), world)
         for name in parted or [""] * broken:
@@ -193,7 +194,8 @@ class Model:
             yield self._stored("check", self.runs.check, world, i)
 
     def _ask_around(self, world: World, i: int, since: float) -> Step:
-        """The others are asked, and the run store for a newer generation and for signs of life."""
+        """Ask the other agents, and read the run store for a newer generation and for signs of
+        life."""
         agent: Agent = self.agents.values[world.agents[i]]
         said = []
         for name in agent.seat.members:
@@ -207,7 +209,8 @@ class Model:
         )
 
     def _signs(self, world: World, i: int, holder: str) -> tuple[bool, bool]:
-        """Whether the run store shows to this agent that others go on, and its coordinator."""
+        """Return whether the run store shows this agent that other agents continue, and its
+        coordinator."""
         if not self.moving(world):
             return False, False
         store: Store = self.stores.values[world.store]
@@ -309,7 +312,7 @@ class Model:
         return i == k or not (world.cuts & PAIR[i, k] or world.asleep & (1 << i | 1 << k))
 
     def _beats(self, world: World, i: int, coordinator: int, mark: str) -> bool:
-        """Whether this agent is going to be heard by that coordinator."""
+        """Return True if that coordinator will hear this agent."""
         agent: Agent = self.agents.values[world.agents[i]]
         other: Agent = self.agents.values[world.agents[coordinator]]
         asks = agent.seat.standing in (Standing.SEEKING, Standing.FOLLOWING, Standing.SILENT)
@@ -323,7 +326,7 @@ class Model:
         )
 
     def moving(self, world: World) -> bool:
-        """Whether the newest generation commits steps."""
+        """Return True if the newest generation commits steps."""
         store: Store = self.stores.values[world.store]
         if not store.generations:
             return False
@@ -391,7 +394,7 @@ class Model:
         return Step((label, i, *how), put(world._replace(store=new[1]), i, new[0]))
 
     def _arrives(self, world: World, late: Request) -> Step:
-        """A request that was held up. Nobody waits for its answer any more."""
+        """Deliver a delayed request, for whose answer no agent waits any more."""
         world = world._replace(late=None)
         other: Agent = self.agents.values[world.agents[late.to]]
         who = self.agents.values[world.agents[NAMES.index(late.name)]]

@@ -1,9 +1,9 @@
-"""Every world that a `Model` comes to, what must hold in each, and what must always be reachable.
+"""Searches every world that a `Model` reaches, and checks safety and liveness.
 
-Safety is looked at in each world and each step. Liveness: from every world there is a way, without
-any further fault and without the end of one, to a world that trains; and among the worlds that do
-not train there is no fair cycle: none in which each agent's every possibility that stays possible
-is taken, or goes on within it.
+Safety is checked in each world and each step. Liveness has two parts. First, from every world there
+is a way to a world that trains, without any further fault and without the end of one. Second, the
+worlds that do not train contain no fair cycle. A cycle is fair if each step of an agent that stays
+possible is taken, or continues within the cycle.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tests.support.membership_model.model import Model
 from tests.support.membership_model.world import Agent, Step, Store, ViolationError, World
 
 MOST_TERMS, MOST_GENERATIONS = 6, 12
-"""Of all worlds of a search. A fault that lasts costs a term and three generations at most, and two
-faults that end no more than twice that; what goes beyond never settles."""
+"""Limits for all worlds of a search. A lasting fault costs a term and three generations at most.
+Two faults that end cost at most twice that. A world beyond these limits never settles."""
 
 
 class TooManyError(AssertionError):
@@ -26,7 +26,7 @@ class TooManyError(AssertionError):
 
 @dataclass
 class Found:
-    """What a search came to: each world's way back, and its steps that are nobody's fault."""
+    """The result of a search: each world's way back, and its steps without a fault."""
 
     model: Model
     back: dict[World, tuple[World, Step] | None]
@@ -69,7 +69,7 @@ def search(model: Model, starts: list[World], most: int = 10_000_000) -> Found:
 
 
 def safe(model: Model, world: World) -> None:
-    """What no world may show."""
+    """A state that no world may show."""
     store: Store = model.stores.values[world.store]
     agents: list[Agent] = [model.agents.values[number] for number in world.agents]
     terms = [agent.reign.term for agent in agents if agent.reign is not None]
@@ -104,7 +104,7 @@ def _settles(store: Store) -> None:
 
 
 def _lets_go(store: Store, agents: list[Agent]) -> None:
-    """Whoever is made a member of a generation has let go of the one before."""
+    """Check that every member of a generation has left the one before."""
     newest = len(store.generations)
     for agent in agents:
         inside = newest and agent.up and agent.address in store.generations[-1]
@@ -154,7 +154,7 @@ def _fair(found: Found, part: list[World]) -> bool:
 
 
 def anybody(model: Model, world: World) -> bool:
-    """Who is there and not stopped."""
+    """Return True if some agent is up and not suspended."""
     return any(
         model.agents.values[number].up and not world.asleep >> i & 1
         for i, number in enumerate(world.agents)

@@ -5,8 +5,8 @@ looked at. One thing goes by names: of two nodes that do not reach each other, a
 the later one is left out (`membership._fitting`). So while a coordinator keeps two nodes apart,
 only those are the same that have these two in the same order.
 
-What is lost are the labels from one world to the next, which a fair cycle is told by:
-`state_search.py` looks for those, in worlds with fewer faults.
+This loses the labels from one world to the next, by which a fair cycle is recognised.
+`state_search.py` looks for fair cycles, in worlds with fewer faults.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class Names:
         return min(self.image(n, world) for n in self.same(world))
 
     def after(self, world: World, new: World) -> list[World]:
-        """What the worlds that are the same as this one come to, where this comes to `new`: its own
-        first, and others where `new` is the same as fewer than this was."""
+        """Return the successors of the worlds that are the same as this one, if this one becomes
+        `new`. Its own is first. There are further ones if `new` is the same as fewer worlds than
+        this one was."""
         first, same = self.first(new), self.same(world)
         if set(same) <= set(self.same(new)):
             return [first]

@@ -1,4 +1,4 @@
-"""What a world of three agents is made of, for `model.py`: immutable values that are numbered."""
+"""Parts of a world of three agents, for `model.py`: immutable values that are numbered."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def _whole(store: RunStore, blob: Blob) -> bool:
 
 
 def _still_there(target: RunStore, commit: Commit) -> None:
-    """What arrived first may have been swept while the rest was on its way."""
+    """Check that no blob was swept while the rest was on its way."""
     for writer in commit.writers:
         try:
             found = target.size(writer.blob.key)
@@ -193,7 +193,7 @@ def _checked(
 def _broken(what: str) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint is not whole: {what}",
-        remedy="copy another step; see which are whole with: holdfast checkpoint verify RUN",
+        remedy="copy another step; see which are intact with: holdfast checkpoint verify RUN",
     )
 
 

@@ -51,7 +51,7 @@ class ClaimedError(CheckpointError):
 
 @dataclass(frozen=True)
 class _Said:
-    """What a claim says; of one that is no JSON, all of it is what is brought (version 1)."""
+    """Contents of a lease; one that is no JSON names just the copied checkpoint (version 1)."""
 
     brings: str
     by: str = "somebody"

@@ -71,7 +71,7 @@ class Moving:
             self._sent, self._since = sent, self._clock()
 
     def told(self) -> dict[str, Any]:
-        """As JSON: bytes, seconds since the last one moved, and what failed last."""
+        """Return as JSON: bytes, seconds since the last one moved, and the last failure."""
         still = self._clock() - self._since
         return {"sent": self._sent, "total": self._total, "still": still, "reason": self.reason}
 

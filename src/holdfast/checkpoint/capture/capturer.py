@@ -11,11 +11,11 @@ bytes stands in `checkpoint/capture/chunked_copy.py`; here is when:
                and a snapshot is overwritten only when a newer one is whole on every rank.
     capture(N) both at once: training stands still for one memcpy of the bytes that this rank owns
 
-A process that is killed meanwhile leaves the slot dirty and the other ones as they were. On an
-accelerator the copies run on a stream of their own, which first waits for the update, into pages
-that were locked for it; the thread then only waits for that stream and writes the header. (The
-streams are exercised where there is an accelerator; the tests of a machine without one are those
-of the thread.) Hashing, writing and committing are the mover's.
+A process that is killed meanwhile leaves this slot dirty and the other slots as they were. On an
+accelerator, the copies run on a stream of their own, into locked pages. The stream first waits for
+the update. The thread then only waits for that stream and writes the header. (Only a machine with
+an accelerator tests the streams. On other machines the tests cover the thread.) Hashing, writing
+and committing are the mover's.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Capturer:
         self._headed: set[int] = set()  # slots that hold the blob's header
         self._lock = threading.Lock()
         self._held: dict[int, tuple[int, SlotHeader]] = {}  # step -> what waits for announce
-        self._failed: dict[int, str] = {}  # step -> why its copy is not whole
+        self._failed: dict[int, str] = {}  # step -> why its copy is incomplete
 
     @property
     def bytes(self) -> int:
@@ -128,13 +128,13 @@ class Capturer:
         return self._length - len(self._head)
 
     def ready(self) -> bool:
-        """Whether a capture begun now would find a free slot. Once it would, it stays so until
-        one is begun."""
+        """Return True if a capture begun now would find a free slot. That stays true until one is
+        begun."""
         return self._arena.free_slot() is not None
 
     def connected(self) -> bool:
-        """Whether the mover still has the arena: one that took its place makes another one. Raises
-        as `MoverClient.arena` does. May be asked by any thread."""
+        """Return True if the mover still has the arena. A new mover makes another one. Raises as
+        `MoverClient.arena` does. Any thread may call it."""
         fd = self._mover.arena(self._rank, self._arena.capacity, self._arena.slots)
         try:
             return os.fstat(fd).st_ino == self._file
@@ -168,7 +168,7 @@ class Capturer:
         return 0.0 if self._copy is None else self._copy.fence()
 
     def capture(self, step: int, wait: float = 0.0) -> Captured | Skipped:
-        """As `begin` and `fence`, on this thread alone."""
+        """Capture as `begin` and `fence` do, on this thread alone."""
         start = time.perf_counter()
         slot = self._take(wait)
         if slot is None:
@@ -238,9 +238,9 @@ class Capturer:
         """Have the mover save what was captured, or with `durable` False keep it in memory; None
         when it has taken it over. copied, uploaded: as in `policy.saving.destinations.Into`.
 
-        A mover that is gone or refuses is no reason to stop training; the slot is free again
-        then. One that does not answer is asked once more, with a new proof: while a machine
-        sleeps, proofs expire. Raises FencedError when a newer generation has begun.
+        If the mover has exited or refuses, training continues and the slot is free again. If it
+        does not answer, it is asked once more, with a new proof, because proofs expire while a
+        machine sleeps. Raises FencedError when a newer generation has begun.
         """
         with self._lock:
             held = self._held.pop(step, None)
@@ -253,14 +253,15 @@ class Capturer:
         except FencedError:
             raise
         except HoldfastError as error:
-            # Should it be saved all the same, the next capture shows in its header, and the save
-            # fails: better than a slot that nobody gives back.
+            # If the mover saves it anyway, the next capture shows in the slot's header, and the
+            # save fails. That is better than a slot that is never released.
             self._arena.release(slot)
             return self._told(step, str(error))
         return None
 
     def _told(self, step: int, reason: str) -> Skipped:
-        """Others may have this step: their slots must not wait for this rank's part of it."""
+        """Report a skipped step, because slots of other ranks must not wait for this rank's
+        part."""
         with suppress(HoldfastError):
             self._mover.skipped(self._rank, step, reason)
         return Skipped(step, reason)
@@ -287,8 +288,8 @@ class Capturer:
     def settle(
         self, step: int, timeout: float, alive: Callable[[], None] = lambda: None
     ) -> str | None:
-        """Wait until the checkpoint of `step` is committed; None then, else why it is not. `alive`
-        is called every few seconds meanwhile."""
+        """Wait until the checkpoint of `step` is committed; return None, or why it is not.
+        Meanwhile `alive` is called every few seconds."""
         try:
             return self._mover.settle(step, timeout, alive)
         except MoverGoneError as error:
@@ -313,7 +314,7 @@ class Capturer:
     def _lay_out(
         self, tensors: Mapping[str, torch.Tensor], slots: int
     ) -> tuple[list[list[Span]], list[_Strided]]:
-        """What is contiguous here in pieces, the rest by dtype and device."""
+        """Return contiguous tensors in pieces, the rest by dtype and device."""
         spans: list[Span] = []
         groups: dict[tuple[torch.dtype, torch.device], _Strided] = {}
         for p in self._placed:
@@ -329,14 +330,14 @@ class Capturer:
         return list(cut(spans)), list(groups.values())
 
     def _pieces(self, slot: int) -> list[Piece]:
-        """What copies everything into a slot, for one thread that waits for it."""
+        """Return pieces that copy everything into a slot, for one thread that waits for it."""
         pieces: list[Piece] = [partial(_copy, group, slot) for group in self._strided]
         pieces += [partial(torch.accelerator.synchronize, device) for device in self._streams]
         return [*pieces, *self._moves(slot)]
 
     def _behind(self, slot: int) -> list[Piece]:
-        """The same for a thread beside the one that trains: accelerators get their part now, on
-        a stream that waits for the work given to the device so far."""
+        """Return the same for a background thread. Accelerators get their part now, on a stream
+        that waits for the work given to the device so far."""
         pieces: list[Piece] = []
         for device, stream in self._streams.items():
             stream.wait_stream(torch.accelerator.current_stream(device))
@@ -379,7 +380,7 @@ class Capturer:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds: the local part of a DTensor, a plain tensor as it is."""
+    """Return what this rank holds: the local part of a DTensor, or a plain tensor unchanged."""
     to_local = getattr(tensor, "to_local", None)
     found = tensor if to_local is None else to_local()
     assert isinstance(found, torch.Tensor)
@@ -401,8 +402,8 @@ def _copy(group: _Strided, slot: int) -> None:
 def _pin(arena: Arena, devices: list[torch.device]) -> None:
     """Lock the arena's pages for direct copies from a CUDA or ROCm device.
 
-    Without it every copy goes through a bounce buffer at a fraction of the link's speed; a
-    refusal costs speed only, so it is not an error.
+    Without it every copy goes through a bounce buffer at a fraction of the link's speed. A refusal
+    costs only speed, so it is not an error.
     """
     if any(device.type == "cuda" for device in devices):
         memory = torch.frombuffer(arena.memory, dtype=torch.uint8)

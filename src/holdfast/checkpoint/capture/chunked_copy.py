@@ -1,13 +1,13 @@
-"""A copy in pieces, which a thread works off while training computes.
+"""A copy in pieces, which a thread processes while training computes.
 
     Copy(pieces, seal)   work()   by the thread that copies: takes pieces until none is left
                          fence()  by whoever must not go on before the copy is whole: takes pieces
                                   too, then waits for those that others are in the middle of
     the end of the last piece: seal, cost, listeners; then fences return
 
-So a thread that got no core delays nobody: what it has not copied by then is copied by the one
-that waits, at the speed of a capture that never hid. A piece is some megabytes: the interpreter
-lock is free during each, and nobody waits long for one that another has begun.
+So a thread that got no core delays no step. The waiting thread copies the rest, at the speed of a
+capture without a background thread. A piece is some megabytes. The interpreter lock is free during
+each, and no thread waits long for a piece that another thread has begun.
 
 Bytes move by `memmove`: one thread, no interpreter lock, a microsecond of Python per tensor.
 (`torch._foreach_copy_` costs six, and may start a team of threads of its own.)
@@ -74,8 +74,8 @@ def move(base: int, spans: Sequence[Span]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds: training was `blocked` (of which `fence` at the end), the copy took `copy`.
-    `error`: why the copy is not whole; None when it is."""
+    """Seconds: training was `blocked` (of which `fence` at the end), the copy took `copy`. `error`:
+    why the copy is incomplete; None if it is complete."""
 
     blocked: float
     copy: float
@@ -94,7 +94,7 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """No copy was made, or it will not be saved; training goes on."""
+    """No copy was made, or it will not be saved; training continues."""
 
     step: int
     reason: str
@@ -122,7 +122,7 @@ class Copy:
         self._begun = clock()
         self._fenced: float | None = None
         self.blocked = 0.0
-        """Seconds that training stood still before the copy began; the fence's come on top."""
+        """Seconds that training paused before the copy began, without the fence's."""
         if not pieces:
             self._end()
 
@@ -149,7 +149,8 @@ class Copy:
                 self._end()
 
     def fence(self) -> float:
-        """Return when the copy is whole and its listeners have been told; seconds of that."""
+        """Wait until the copy is complete and its listeners were called; return the seconds
+        waited."""
         if self._ended.is_set():
             return 0.0
         start = self._fenced = self._clock()

@@ -1,18 +1,18 @@
-"""A capturer that outlives its mover: a mover that dies, or stands still, costs saves, and neither
-a step of training nor the run.
+"""A capturer that outlives its mover. A mover that dies or hangs costs saves, but neither a step of
+training nor the run.
 
     connected --a request fails, or no slot comes free--> away --the mover answers--> connected
                                                            '--another one took its place, and has
                                                               made an arena--> connected (to that)
 
-A thread speaks to the mover, so nobody who trains or reports ever waits for one that is stopped.
-While it is away nothing is captured: the vote of each step says that this rank has no free slot
-(`ready`), so the other ranks capture nothing either. What was under way is a failed save: told as
-skipped where it was not handed over, and where it was, the new mover is told that it was
-(`unheard`), which says what became of it.
+A thread of its own talks to the mover, so neither training nor reporting waits for a mover that
+hangs. While the mover is away, nothing is captured. The vote of each step says that this rank has
+no free slot (`ready`), so the other ranks capture nothing either. A save that was under way fails.
+If it was not handed over, it is reported as skipped. If it was, the new mover is notified of it and
+reports its outcome (`unheard`).
 
-Whoever trains takes the new arena over, in `ready`: so it never changes between the vote and the
-capture.
+The training thread takes the new arena over, in `ready`. So the arena never changes between the
+vote and the capture.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from holdfast.errors import FencedError, HoldfastError
 PAUSES = (0.05, 0.1, 0.2, 0.5, 1.0)
 """Between two attempts to find a mover."""
 LOOK_SECONDS = 1.0
-"""Whoever waits for its mover looks that often at most whether it is still the same one."""
+"""Least seconds between two checks whether the mover that a rank waits for is still the same."""
 CLOSE_SECONDS = 2.0
-"""What is to be handed over is waited for so long at the end."""
+"""Seconds to wait at the end for queued hand-overs."""
 REPLACE_SECONDS = 20.0
 """A capture that must not be skipped waits so long for a mover that is away."""
 SETTLE_SLICE = 2.0
 KEPT = 4
 """Durable saves remembered that were handed over: as many as a rank can have under way."""
 
-_GONE = "its mover was gone before it had been handed over"
+_GONE = "its mover had exited before it was handed over"
 
 
 class Captures(Protocol):
-    """What is wrapped: `capture.Capturer`."""
+    """The interface of the wrapped object: `capture.Capturer`."""
 
     @property
     def bytes(self) -> int: ...
@@ -101,7 +101,7 @@ class ReconnectingCapturer:
 
     @property
     def away(self) -> bool:
-        """Whether there is no mover to capture for."""
+        """Return True if there is no mover to capture for."""
         with self._change:
             return self._away or self._fenced
 
@@ -143,7 +143,8 @@ class ReconnectingCapturer:
         self._now.drop(step)
 
     def close(self) -> None:
-        """As `Capturer.close`; what was announced is handed over before, where that is quick."""
+        """Close as `Capturer.close` does. Announced saves are handed over before, if that is
+        quick."""
         self.flush(CLOSE_SECONDS)
         with self._change:
             self._closed = True
@@ -154,9 +155,9 @@ class ReconnectingCapturer:
         self._now.close()
 
     def _not_now(self, step: int, wait: float) -> Skipped | None:
-        """Why nothing can be captured; a mover that is away is waited for where that was asked. It
-        may have been replaced since the last capture, long ago: a capture that must not be skipped
-        makes sure."""
+        """Return why nothing can be captured. If asked, wait for a mover that is away. The mover
+        may have been replaced since the last capture, long ago. A capture that must not be skipped
+        checks that."""
         end = time.monotonic() + min(wait, REPLACE_SECONDS)
         if wait > 0:
             with self._change:
@@ -174,7 +175,7 @@ class ReconnectingCapturer:
         self, step: int, meta: Mapping[str, Any], durable: bool = True, copied: bool | None = None,
         uploaded: bool = True,
     ) -> Skipped | None:  # fmt: skip
-        """As `Capturer.announce`, behind the answer; None, as what is skipped is told later."""
+        """Queue the call of `Capturer.announce`. Return None: a skipped save is reported later."""
         with self._change:
             self._queue.append(_HandOver(self._now, step, meta, durable, copied, uploaded))
             self._change.notify_all()
@@ -188,7 +189,8 @@ class ReconnectingCapturer:
     def settle(
         self, step: int, timeout: float, alive: Callable[[], None] = lambda: None
     ) -> str | None:
-        """As `Capturer.settle`. A mover that is replaced meanwhile says what became of it."""
+        """Wait as `Capturer.settle` does. If the mover is replaced meanwhile, the new one reports
+        the outcome."""
         end = time.monotonic() + timeout
         while True:
             alive()
@@ -200,7 +202,7 @@ class ReconnectingCapturer:
                 return f"not committed after {timeout:g} s"
 
     def _ended(self, step: int, wait: float) -> tuple[bool, str | None]:
-        """One question, or a wait for somebody to ask."""
+        """Ask the mover once, or wait if there is no connection to a mover."""
         with self._change:
             self._change.wait_for(lambda: not self._queue and not self._working, wait)
             if step in self._lost:
@@ -270,7 +272,7 @@ class ReconnectingCapturer:
             except FencedError:
                 with self._change:
                     self._fenced = True
-                return  # the generation is over: nobody asks for its snapshots
+                return  # the generation is over, and with it its snapshots
             except Exception as error:  # our own bug costs a save, and no more
                 gone = Skipped(step, f"{type(error).__name__}: {error}")
         with self._change:
@@ -298,7 +300,7 @@ class ReconnectingCapturer:
                 self._fenced, self._suspected = True, False
                 self._change.notify_all()
             return True
-        except Exception:  # it is not there yet, or has not been told of the generation
+        except Exception:  # it is not up yet, or does not know the generation
             with self._change:
                 self._away = True
             if fresh is not None:

@@ -22,7 +22,7 @@ class Index:
         self._due: dict[int, dict[str, Placed]] = {}
 
     def due(self, rank: int) -> tuple[Placed, ...]:
-        """What a writer's blob holds, in the order of its bytes."""
+        """Contents of a writer's blob, in the order of its bytes."""
         return placed_as(self._ownership.boxes(rank), self._dtypes)
 
     def of(self, box: Box) -> list[tuple[Placed, Blob]]:

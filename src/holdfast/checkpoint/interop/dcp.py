@@ -131,7 +131,7 @@ def cast(bits: Any, have: str, want: str) -> Any:
 
 
 def _ask(folder: Path) -> dict[str, Any]:
-    """What the child process says of the folder."""
+    """Return what the child process reports about the folder."""
     try:
         done = subprocess.run(
             [sys.executable, "-m", CHILD, str(folder)], capture_output=True, check=False,

@@ -29,8 +29,8 @@ from holdfast.wire.store.run_store import RunStore
 
 @dataclass(frozen=True)
 class Imported:
-    """What was found. `scheme` names the parameters; `moments`: the optimizer's state came too;
-    `left`: what is there and was not used."""
+    """The imported parts. `scheme` names the parameters. `moments`: the optimizer's state was there
+    too. `left`: unused entries."""
 
     commit: Commit
     scheme: str
@@ -100,7 +100,7 @@ def _optimizer(found: DcpFolder, rows: dict[str, FlatName]) -> str | None:
 
 
 def _step(folder: Path, found: DcpFolder, rows: dict[str, FlatName], optimizer: str) -> int:
-    """How often the parameters were updated: the same for all of them."""
+    """Return how often the parameters were updated; it is the same for all of them."""
     steps = set()
     for row in rows.values():
         name = row.state("step", optimizer)

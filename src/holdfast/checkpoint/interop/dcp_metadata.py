@@ -264,7 +264,7 @@ def _chunk(
     place: Any,
     files: dict[str, BinaryIO],
 ) -> dict[str, Any]:
-    """Which bytes of which file hold one chunk, and in which order of dims."""
+    """The bytes of a file that hold one chunk, and their order of dims."""
     file_name = str(place.field("relative_path"))
     if not re.fullmatch(r"[A-Za-z0-9_.-]+", file_name):
         raise RefusedError(f"{METADATA} names a file outside of the folder ({file_name!r})")

@@ -27,7 +27,7 @@ SHAPE_FIELDS = (
     "layers", "dim", "heads", "kv_heads", "head_size", "ffn_dim", "vocab_size", "rope_theta",
     "rope_scaling", "norm_eps", "qk_norm", "tied_embeddings",
 )  # fmt: skip
-"""What decides which numbers the same weights compute."""
+"""Settings that decide which numbers the same weights compute."""
 
 
 def import_checkpoint(

@@ -115,7 +115,7 @@ class Service:
         """Called with each snapshot of this node's ranks that peers may have, on a thread that may
         block. The flag is True if peers must have it whatever their rule says."""
         self.elsewhere: Callable[[Collection[str]], list[dict[str, Any]]] = lambda keys: []
-        """Which of some blobs lie in the memory of peers, as JSON (`PeerMemories.holders`)."""
+        """Return which blobs peers have in memory, as JSON (`PeerMemories.holders`)."""
         self._store = store
         self._settings = settings
         self._second = Second(lambda: open_store(settings.bucket)) if settings.bucket else None

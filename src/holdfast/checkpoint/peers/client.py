@@ -56,7 +56,8 @@ class PeerError(HoldfastError):
 
 
 class _AimedError(PeerError):
-    """What was asked was signed for another listener, and not done; now it is known for which."""
+    """The request was signed for another listener and not carried out; now the right one is
+    known."""
 
 
 class PeerClient:
@@ -92,7 +93,8 @@ class PeerClient:
         self._lock = threading.Lock()
 
     def inventory(self) -> dict[str, Any]:
-        """What the other shelf holds. Raises PeerError, AuthError, FencedError."""
+        """Return the contents of the other snapshot store. Raises PeerError, AuthError,
+        FencedError."""
         return self._json("GET", self._path(INVENTORY), b"", limit=INVENTORY_LIMIT)
 
     def newest(self) -> int:
@@ -119,7 +121,7 @@ class PeerClient:
         self.scatter(key, start, [out.cast("B")], use)
 
     def scatter(self, key: str, start: int, outs: Sequence[memoryview], use: str = RESTORE) -> None:
-        """As `read_into`, into several buffers of bytes, one after the other."""
+        """Read as `read_into` does, into several buffers of bytes, one after the other."""
         due = sum(map(len, outs))
         path = self._path(RANGE, key=key, start=start, stop=start + due, use=use)
 
@@ -302,7 +304,8 @@ def _watched(sock: socket.socket) -> None:
 
 
 def identity(config_hash: str, dataset_version: str) -> str:
-    """What a run computes: the state after a step depends on nothing else."""
+    """Return the identity of a run's computation: the state after a step depends on nothing
+    else."""
     return f"{config_hash}-{dataset_version}"
 
 

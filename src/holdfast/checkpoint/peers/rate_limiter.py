@@ -1,9 +1,9 @@
 """A token bucket: how many bytes of copies may leave this machine, so that training's own traffic
 goes first.
 
-Over any T seconds at most `burst + rate * T` bytes pass, and one piece. The bucket is kept as the
-moment at which all bytes taken so far will be paid for (the virtual scheduling form of the leaky
-bucket). So threads that wait hold no lock and are served in the order in which they came.
+Over any T seconds at most `burst + rate * T` bytes pass, and one piece. The bucket is stored as one
+moment: when all bytes taken so far will be paid for. (This is the virtual scheduling form of the
+leaky bucket.) So threads that wait hold no lock and are served in the order in which they came.
 """
 
 from __future__ import annotations

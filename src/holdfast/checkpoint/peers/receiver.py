@@ -1,18 +1,18 @@
-"""Keeping snapshots of other machines: an offer is pulled, checked, and put on the shelf.
+"""Keeps snapshots of other machines: an offer is pulled, checked, and put into the store.
 
 Per rank there is one memory file of two slots. An offer carries the sealed part manifest, so the
-receiver knows every extent's checksum before a byte travels: an extent that it holds already of
-the same rank (frozen parameters, unused experts) is copied from there, the rest is read from the
-offerer straight into the slot, and each is checked where it lies. The slot's header is written
-last: a pull that breaks off leaves a dirty slot, and the other one whole.
+receiver knows every extent's checksum before a byte travels. If the receiver already holds an
+extent of the same rank (frozen parameters, unused experts), it copies the extent locally. It reads
+the rest from the sender straight into the slot, and checks each extent in place. It writes the
+slot's header last. A pull that breaks off leaves a dirty slot, and the other slot intact.
 
     offered -> pulling -> held
                   '-----> refused     (no room, wrong bytes, the offerer is gone): asked again later
 
-What is never overwritten is the newest step that is complete here: of which every rank lies here
-that the offerers of its generation have announced. It goes with its generation, when the next one
-is complete in its turn, or when the next one finds no other room; its state is then in the memory
-of whoever offers it.
+The newest step that is complete here is never overwritten. A step is complete here if the store has
+it from every rank that the senders of its generation have announced. It is dropped in two cases:
+the next generation is complete here, or finds no other room. In the second case the sender has the
+next generation's state in its own memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from holdfast.wire.store.run_store import MissingKeyError
 PULLS = 4
 """Ranks that are pulled at a time."""
 ANSWER_SECONDS = 10.0
-"""An offer is answered within this time, be it with "pulling": the offerer asks again."""
+"""An offer is answered within this time, with "pulling" at least. The sender asks again."""
 ATTEMPTS = 2
 """Reads of an extent whose bytes are not what the manifest says."""
 
@@ -53,7 +53,7 @@ _Name = tuple[int, int, int]  # generation, step, rank
 
 @dataclass(frozen=True)
 class _Offer:
-    """What an offer says, checked as far as it can be without its bytes."""
+    """The contents of an offer, after all checks that need no bytes of the snapshot."""
 
     part: Part
     stored: bytes
@@ -83,13 +83,13 @@ class _Offer:
 
 
 class Keeper:
-    """What one mover keeps for others. Safe to use from any thread."""
+    """Snapshots that one mover keeps for other machines. Safe to use from any thread."""
 
     def __init__(
         self, shelf: Shelf, secret: Secret, room: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """`room`: bytes that the memory files of others may take together."""
+        """`room`: bytes that all memory files of other machines may take together."""
         self._shelf, self._room, self._clock = shelf, room, clock
         self._lock = threading.Lock()
         self._memory: dict[tuple[int, int], MemoryFile] = {}  # (rank, capacity)
@@ -125,7 +125,7 @@ class Keeper:
             future.result(ANSWER_SECONDS)
         except Exception as error:
             if name != offered.name or (isinstance(error, NotYetError) and not future.done()):
-                return {"state": PULLING}  # or another step's pull, whose end is told to its offer
+                return {"state": PULLING}  # or the pull of another step
             raise
         return self._held(offered.name) if self._on_shelf(offered.name) else {"state": PULLING}
 
@@ -134,7 +134,7 @@ class Keeper:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is kept, nor about to be."""
+        """Return True if nothing is kept, nor about to be."""
         with self._lock:
             return not self._names and all(future.done() for _, future in self._pulls.values())
 
@@ -156,7 +156,7 @@ class Keeper:
 
     # --- one offer --------------------------------------------------------------------------
     def _opened(self, generation: int, plan: Any) -> bool:
-        """Whether it is known who writes in a generation, from the offer if need be."""
+        """Return True if the writers of a generation are known, if necessary from the offer."""
         try:
             self._shelf.plan(generation)
         except KeyError:
@@ -170,7 +170,7 @@ class Keeper:
         return True
 
     def _pull_of(self, offered: _Offer) -> tuple[_Name, Future[None]]:
-        """The pull under way for the rank, of whichever step, else a new one."""
+        """Return the rank's running pull, of any step; start one if there is none."""
         rank = offered.part.rank
         under_way = self._pulls.get(rank)
         if under_way is not None and not under_way[1].done():
@@ -279,7 +279,7 @@ class Keeper:
 
     # --- slots ------------------------------------------------------------------------------
     def _slot(self, part: Part) -> tuple[MemoryFile, int]:
-        """Where a rank's part may be written: never over the newest complete step.
+        """Return the slot for a rank's part; it is never that of the newest complete step.
 
         Raises HoldfastError when there is no room.
         """
@@ -328,8 +328,8 @@ class Keeper:
         return max(whole, default=None)
 
     def _make_room(self, generation: int, need: int) -> None:
-        """Let go what older generations hold, as far as `need` bytes ask for it: what is not
-        complete first."""
+        """Free memory of older generations until there is room for `need` bytes, incomplete steps
+        first."""
         newest = self._complete()
         for spared in (newest, None):
             if self._used() + need <= self._room:

@@ -1,18 +1,17 @@
-"""Offering snapshots to other machines, behind training and within bounds.
+"""Offers snapshots to other machines, in the background and within bounds.
 
-The unit is a step: it is offered when every rank of this node has it in memory, and its slots are
-kept until the last holder has it or is given up. Each holder has a thread and room for one step
-that waits: a newer one takes its place, which is counted, so that a slow network makes copies rarer
-and never later and later.
+The unit is a step. It is offered when every rank of this node has it in memory. Its slots are kept
+until the last holder has it or is given up. Each holder has a thread and room for one waiting step.
+A newer step replaces the waiting one, and this is counted. So a slow network makes copies rarer,
+but never later and later.
 
     waiting -> offering -> kept
        |           '-----> failed      (refused, out of reach, too slow: the next step tries again)
        '-----> superseded
 
-Who holds is `policy.placement`'s to say, from the domains in the run file. A holder that fails is
-passed over until its time is up, and another machine takes its copies where there is one. Whom
-there is to send to is said anew with each generation (`follow`); the plan in force goes along, so
-that few copies move.
+`policy.placement` chooses the holders by the domains in the run file. A holder that fails is
+skipped for some time, and another machine, if there is one, takes its copies. Each generation names
+the receivers again (`follow`). The plan in force is passed along, so that few copies move.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ PINNED_SLOTS = 3
 STEP_SECONDS = 600.0
 """A holder that has not taken a step within this time has failed."""
 ASK_SECONDS = 30.0
-"""An offer is answered within ten seconds, be it with "pulling"."""
+"""Timeout of an offer. The receiver answers within ten seconds, with "pulling" at least."""
 AWAY_SECONDS = (5.0, 10.0, 20.0, 40.0, 60.0)
-"""How long a holder that failed is passed over, by how often it did so in a row."""
+"""Seconds for which a failed holder is skipped, by its number of failures in a row."""
 
 
 @dataclass
@@ -71,7 +70,7 @@ class _Line:
 
     peer: Peer
     started: bool = False  # its thread
-    over: bool = False  # nobody sends there any more
+    over: bool = False  # nothing is sent there any more
     client: PeerClient | None = None  # of the newest generation that something was sent in
     waiting: _Step | None = None
     busy: bool = False
@@ -88,8 +87,8 @@ class _Line:
 
 
 class Copies:
-    """What a mover sends to others. `shelved` never blocks; every method may be called from any
-    thread."""
+    """Sends snapshots of a mover to other machines. `shelved` never blocks. Every method may be
+    called from any thread."""
 
     def __init__(
         self,
@@ -101,8 +100,8 @@ class Copies:
         add: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`source` is the address at which others reach this mover's listener, `run` what is
-        computed (`identity`); `add` takes events."""
+        """`source` is the address at which other machines reach this mover's listener, `run` what
+        is computed (`identity`); `add` takes events."""
         self._settings, self._shelf, self._secret = settings, shelf, secret
         self._source, self._run, self._add, self._clock = source, run, add, clock
         self._change = threading.Condition()
@@ -112,14 +111,14 @@ class Copies:
         self._lines = {peer.name: _Line(peer) for peer in settings.peers}
         self._held: dict[str, tuple[str, ...]] = {}  # the placement in force
         self._warned: set[str] = set()
-        self._over: list[ExitStack] = []  # pins that nobody needs: ended without our lock held
+        self._over: list[ExitStack] = []  # unneeded pins: ended without our lock held
 
     def follow(
         self, peers: Iterable[Peer], before: Mapping[str, tuple[str, ...]] | None = None
     ) -> None:
-        """Send to these from now on, beside those that the run file names: a machine that is gone,
-        or listens elsewhere now, is not waited for. `before`: the placement in force, where this
-        mover has none of its own."""
+        """Send to these peers from now on, in addition to those that the run file names. A machine
+        that is lost, or listens at another address now, is not waited for. `before`: the placement
+        in force, if this mover has none of its own."""
         named = {peer.name: peer for peer in (*self._settings.peers, *peers)}
         named.pop(self._settings.machine.name, None)
         clients: list[PeerClient] = []
@@ -244,9 +243,9 @@ class Copies:
         self._change.notify_all()
 
     def _holders(self, size: int) -> tuple[str, ...]:
-        """The machines that are to hold this node's copies now. Where others train in the same
-        generation, under their names in its topology, the plan is for all of them, so that each
-        mover comes to the same one; they are taken to be as large as this one."""
+        """Return the machines that are to hold this node's copies now. If other nodes train in the
+        same generation, under their names in its topology, the plan is for all of them. So each
+        mover computes the same plan. It assumes that they are as large as this node."""
         assert self._plan is not None
         now = self._clock()
         machines = [line.peer.machine for line in self._lines.values() if now >= line.back]
@@ -270,7 +269,8 @@ class Copies:
             self._over.append(offered.pins)
 
     def _unpin(self) -> None:
-        """Giving slots back wakes others, who may be waiting for us: so not under our lock."""
+        """End pins without our lock held. Released slots wake threads that may wait for this
+        lock."""
         with self._change:
             over, self._over = self._over, []
         for pins in over:
@@ -350,7 +350,7 @@ class Copies:
             line.told.add(offered.generation)
             if state == HELD:
                 return int(answer.get("reused", 0))
-            if state == PLAN:  # it has been started anew since it was told
+            if state == PLAN:  # it has restarted since it got the plan
                 body["plan"] = self._plan_of(offered.generation)
             if self._closed or line.over or self._clock() > deadline:
                 raise PeerError(f"{client.address} has not taken step {offered.step} in time")
@@ -363,7 +363,7 @@ class Copies:
         return {"topology": topology.to_json(), "table": [spec.to_json() for spec in table]}
 
     def _pause(self, line: _Line, seconds: float) -> bool:
-        """Whether to go on afterwards."""
+        """Wait; return False if copying there has ended meanwhile."""
         with self._change:
             return not self._change.wait_for(lambda: self._closed or line.over, seconds)
 
@@ -380,14 +380,14 @@ class Copies:
             self._add(SnapshotKept(
                 line.peer.name, size, seconds, line.spared, skipped, step=offered.step
             ))  # fmt: skip
-        elif fate == "failed" and line.failures == 1:  # the counts tell how it goes on
+        elif fate == "failed" and line.failures == 1:  # later failures are only counted
             self._add(PeerFailed(line.peer.name, reason, step=offered.step))
 
     def _account(self, line: _Line, offered: _Step, reason: str) -> str:
         fate = "failed" if reason else "kept"
         over = self._plan is None or self._plan[0].generation > offered.generation or line.over
         if reason and (over or not all(s.whole for s in offered.snapshots)):
-            fate = "superseded"  # by a generation, or by later captures: that is nobody's fault
+            fate = "superseded"  # by a generation or by later captures: no fault
             line.skipped += 1
         line.counts[fate] += 1
         if fate == "kept":

@@ -78,7 +78,7 @@ PIECE = 1 << 20
 
 
 class Receiver(Protocol):
-    """What answers offers: `receiver.Keeper`."""
+    """The object that answers offers: `receiver.Keeper`."""
 
     @property
     def idle(self) -> bool:

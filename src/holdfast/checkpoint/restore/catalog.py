@@ -1,4 +1,4 @@
-"""Which checkpoints a run store holds, newest first."""
+"""Lists the checkpoints of a run store, newest first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def step_of(key: str) -> int:
 
 
 def describe(store: RunStore, key: str) -> dict[str, Any]:
-    """What `holdfast checkpoint list` prints of one checkpoint. Raises as `open` does."""
+    """Return what `holdfast checkpoint list` prints of one checkpoint. Raises as `open` does."""
     commit = Checkpoint.open(store, key).commit
     return {
         "key": key,

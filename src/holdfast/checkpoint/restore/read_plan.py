@@ -103,7 +103,8 @@ class Stretch:
 def moves_into(box: Box, item: int, target: Bytes, stored: Sequence[StoredBox]) -> tuple[
     list[tuple[Blob, Move]], int
 ]:  # fmt: skip
-    """What fills `target` with the box's elements of `item` bytes, and how many elements come."""
+    """Return reads that fill `target` with the box's elements of `item` bytes, and the number of
+    elements."""
     found: list[tuple[Blob, Move]] = []
     count = 0
     for held in stored:

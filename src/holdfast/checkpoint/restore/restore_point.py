@@ -250,7 +250,7 @@ def commit_of(
     at = parse_commit_key(key)
     found = None if at is None else _gathered(memories, at).get(at)
     if found is None or not found.complete:
-        raise MissingKeyError(f"{key} is neither in the run store nor whole in memory")
+        raise MissingKeyError(f"{key} is neither in the run store nor complete in memory")
     return merge(found.parts, *found.plan, config_hash, dataset_version)
 
 

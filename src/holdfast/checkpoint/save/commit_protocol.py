@@ -228,7 +228,7 @@ class Together:
                 leader, generation = known.cohort.leader, known.plan.generation
                 asked, failed = set(known.asked), dict(known.failed)
             assert leader is not None, "a follower has one"
-            assert self._connect is not None, "whoever has a cohort has been told"
+            assert self._connect is not None, "a cohort comes with a way to connect"
             if client is None or (client.address, client.generation) != (
                 leader.address, generation
             ):  # fmt: skip

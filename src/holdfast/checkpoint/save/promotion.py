@@ -37,7 +37,7 @@ def parts_held(
                 found.setdefault(rank, (part, line.stored))
     missing = sorted(set(ranks) - set(found))
     if missing:
-        raise MissingKeyError(f"nobody has the parts of ranks {missing} any more")
+        raise MissingKeyError(f"no mover has the parts of ranks {missing} any more")
     return [found[rank] for rank in sorted(found)]
 
 

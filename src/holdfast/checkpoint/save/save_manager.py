@@ -140,7 +140,7 @@ class Saves:
                     retention.sweep(self._store, plan.generation)
             self._take_up(plan)
         except Exception as error:  # what is left takes room, and no more
-            self._outcomes.warn(f"what others left could not be looked through: {error}")
+            self._outcomes.warn(f"unfinished saves could not be searched: {error}")
         finally:
             swept.set()
 

@@ -50,7 +50,8 @@ class Outcomes:
         self.failing: list[Callable[[Save, str], None]] = []
         """Called with each save that has failed here, and why; at once, so must not wait."""
         self.underway: Callable[[Save], bool] = lambda save: False
-        """Which saves are not forgotten, however old; asked under the lock, so must not wait."""
+        """Return the saves that are kept at any age. It is called under the lock, so it must not
+        wait."""
 
     def captured(self, save: Save) -> None:
         with self._change:

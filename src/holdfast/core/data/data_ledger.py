@@ -1,9 +1,9 @@
-"""Arithmetic of the data ledger: which positions were used, how often, by whom.
+"""Arithmetic of the data ledger: which positions were used, how often, by which rank.
 
-The ledger of a run is a set of entries, each a range of positions of the global sample order
-with the hash of the tokens that were fed for it. If the entries of step N cover
-[position(N), position(N+1)) once, and the sample order is a permutation in every epoch, then
-each sample was used exactly once. Nothing here reads a file or a clock.
+The ledger of a run is a set of entries. Each is a range of positions of the global sample order,
+with the hash of the tokens fed for it. Each sample was used exactly once on two conditions. The
+entries of step N cover [position(N), position(N+1)) once, and the sample order is a permutation in
+every epoch. Nothing here reads a file or a clock.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Entry:
 
 
 def settled(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries of one step without those that stood in for nothing: each range counts once by
-    whoever fed it, and by one that stands in only where nobody else has it."""
+    """Return the entries of one step without needless reconstructed ones. Each range counts once,
+    by the worker that fed it. A reconstructed entry counts only if no worker reported its range."""
     everything = list(entries)
     out = [entry for entry in everything if not entry.stands_in]
     for entry in everything:

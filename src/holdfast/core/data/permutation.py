@@ -1,16 +1,16 @@
 """A keyed permutation of [0, size): a shuffle that is computed, never stored.
 
-The alternating Feistel network over two moduli of Black and Rogaway ("Ciphers with Arbitrary
-Finite Domains", CT-RSA 2002, section 5, "generalized Feistel"): an index is split into
-(left, right) in Z_a x Z_b and each round adds a keyed function of one half to the other,
+This is the alternating Feistel network over two moduli of Black and Rogaway. ("Ciphers with
+Arbitrary Finite Domains", CT-RSA 2002, section 5, "generalized Feistel".) An index is split into
+(left, right) in Z_a x Z_b. Each round adds a keyed function of one half to the other,
 
     left  <- left  + F_k(right)  mod a        (even rounds)
     right <- right + F_k(left)   mod b        (odd rounds)
 
-which is invertible whatever F is. With a = ceil(sqrt(size)) and b = ceil(size / a) the domain
-a*b exceeds `size` by less than sqrt(size), so that *cycle walking* (apply again while the image
-lies outside) is needed about once in sqrt(size) indices. Powers of two, the usual choice, walk
-up to four times as much for some sizes: the cost of an index would depend on the size.
+which is invertible for every F. With a = ceil(sqrt(size)) and b = ceil(size / a) the domain a*b
+exceeds `size` by less than sqrt(size). So *cycle walking* (apply again while the image is outside)
+is needed about once in sqrt(size) indices. Powers of two are the usual choice, but walk up to four
+times as much for some sizes. Then the cost of an index would depend on the size.
 
 The round function is multiply-xorshift; it mixes, it is not a secret.
 """

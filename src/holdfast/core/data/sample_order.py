@@ -1,4 +1,4 @@
-"""Which sample stands where: the global sample order as arithmetic.
+"""The global sample order as arithmetic: the sample at each position.
 
 Three maps follow each other, each a pure function of the run file and the dataset:
 
@@ -6,8 +6,8 @@ Three maps follow each other, each a pure function of the run file and the datas
     position  -> source      Mixture         weights as a repeating pattern
     ordinal   -> sample      SampleOrder     a keyed permutation per source and epoch
 
-A *position* counts samples of the whole run from 0; an *ordinal* counts those of one source.
-Nothing here knows a rank, a world size or a generation.
+A *position* counts samples of the run from 0; an *ordinal* counts those of one source. Nothing here
+knows a rank, a world size or a generation.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class BatchSchedule:
 class Mixture:
     """Weights as a repeating pattern of sources.
 
-    A block of `block` positions holds each source an integer number of times, spread evenly, so
-    that the count of a source before any position is one division and one look-up. The block is
-    the shortest that meets every weight within one part in a million, or else the one of
-    MAX_BLOCK positions. Raises ConfigError for a share below 1 / MAX_BLOCK.
+    A block of `block` positions holds each source an integer number of times, spread evenly. So the
+    count of a source before any position is one division and one look-up. The block is the shortest
+    that meets every weight within one part in a million, with MAX_BLOCK positions at most. Raises
+    ConfigError for a share below 1 / MAX_BLOCK.
     """
 
     def __init__(self, weights: Sequence[float]):
@@ -106,7 +106,7 @@ class Mixture:
         return source, block * np.asarray(self.counts)[source] + self._before[source, place]
 
     def before(self, source: int, position: int) -> int:
-        """How many positions in [0, position) belong to `source`."""
+        """Return how many positions in [0, position) belong to `source`."""
         block, place = divmod(position, self.block)
         return block * self.counts[source] + int(self._before[source, place])
 
@@ -138,7 +138,7 @@ def _interleave(counts: Sequence[int]) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one position leads: sample `sample` of `source`, in its pass `epoch` (from 0)."""
+    """The target of one position: sample `sample` of `source`, in its pass `epoch` (from 0)."""
 
     source: int
     epoch: int
@@ -148,8 +148,8 @@ class Place:
 class SampleOrder:
     """position -> (source, epoch, sample) for sources of `sizes` samples.
 
-    Every epoch of a source is its own permutation, keyed by (seed, source, epoch): within an
-    epoch each sample stands exactly once, and no epoch repeats the order of another.
+    Every epoch of a source is its own permutation, keyed by (seed, source, epoch). An epoch holds
+    each sample exactly once, and no epoch repeats the order of another.
     """
 
     def __init__(self, seed: int, sizes: Sequence[int], weights: Sequence[float]):

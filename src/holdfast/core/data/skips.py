@@ -1,8 +1,8 @@
-"""Which microbatches are skipped, and why: the run's own list, which only grows.
+"""The run's list of skipped microbatches with their reasons; it only grows.
 
-A skipped microbatch stays where it is in the order of the run: its positions are used up, it is
-dealt like any other, and its ledger entry says why nothing of it was learned. It travels as JSON
-with a worker's boot.
+A skipped microbatch keeps its place in the order of the run. Its positions are used up, and it is
+dealt like any other. Its ledger entry says why nothing of it was learned. It travels as JSON with a
+worker's boot.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Skips:
             self._reasons.setdefault((skip.step, skip.microbatch), skip.reason)
 
     def reason(self, step: int, microbatch: int) -> str:
-        """Why it is skipped; "" for one that is not."""
+        """Return why it is skipped; "" for one that is not."""
         return self._reasons.get((step, microbatch), "")
 
     def with_more(self, skips: Iterable[Skip]) -> Skips:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 END = "<|end|>"
-"""What a tokenizer trained by us ends each document with."""
+"""The token with which our own tokenizers end each document."""
 
 KNOWN_ENDS = (
     END,

@@ -9,9 +9,9 @@ model under the parameters' own names and the optimizer, flattened, under `optim
     optimizer.param_groups.layers.0.feed_forward.w1.weight.lr, ... (no tensors)
 
 A scheme is one way to name the parameters: ours, torchtitan's for Llama 3 (since 0.3, and as
-before), or Hugging Face's. torchtitan's Llama turns neighbouring pairs of a head's rows, everybody
-else its two halves: the rows of q and k stand in another order there (`pairs` heads), and so do
-their moments'.
+before), or Hugging Face's. torchtitan's Llama turns neighbouring pairs of a head's rows, all other
+models turn its two halves. So there the rows of q and k, and of their moments, are in another order
+(`pairs` heads).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.core.sharding.parameters import decoder_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIMIZERS = ("optimizer.", "optim.", "")
-"""What stands before `state.` in the dictionaries that are read; the first is written."""
+"""Prefixes of `state.` in the dictionaries that are read; the first is written."""
 
 _TITAN_BLOCK = {
     "attention_norm": "attention_norm",
@@ -46,13 +46,13 @@ _TITAN_OUTSIDE = {
     "head.weight": "lm_head.weight",
 }
 _UNTIL_0_2 = {"lm_head.weight": "output.weight", ".qkv_linear.": "."}
-"""What was called otherwise before torchtitan 0.3."""
+"""Names that differed before torchtitan 0.3."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatName:
-    """One parameter: our name, theirs, its shape there (ours may have padding rows at the end),
-    and the number of heads whose rows stand in pairs there; 0: none."""
+    """One parameter: our name, theirs, its shape there, and `pairs`. Ours may have padding rows at
+    the end. `pairs` is the number of heads whose rows are in pairs there; 0: none."""
 
     ours: str
     theirs: str
@@ -112,8 +112,9 @@ SCHEMES: dict[str, Callable[[ModelConfig], tuple[FlatName, ...]]] = {
 
 
 def recognise(model: ModelConfig, names: Collection[str]) -> tuple[str, str] | str:
-    """(scheme, prefix) under which every parameter is among `names`; else the name that the
-    likeliest scheme misses. A prefix is what a wrapper put before the parameters' names."""
+    """Return (scheme, prefix) under which every parameter is among `names`. If there is none,
+    return the name that the likeliest scheme misses. A prefix is what a wrapper put before the
+    parameters' names."""
     there = set(names)
     missing: list[tuple[int, str]] = []
     for scheme, table in SCHEMES.items():

@@ -29,9 +29,9 @@ Shape = tuple[int, ...]
 class Piece:
     """One of our tensors inside one of theirs.
 
-    `offsets` and `lengths` are its place in their tensor's shape; where their tensor has a dim
-    that ours lacks (stack), `lengths` is 1 there and `new_dim` names it. `beyond` rows of ours,
-    the last of dim 0, are zero and have no place in theirs (cut).
+    `offsets` and `lengths` are its place in their tensor's shape. If their tensor has a dim that
+    ours lacks (stack), `lengths` is 1 there and `new_dim` names it. `beyond` rows of ours, the last
+    of dim 0, are zero and have no place in theirs (cut).
     """
 
     ours: str
@@ -103,7 +103,7 @@ def tie(theirs: str, alias_of: str, shape: Shape) -> Entry:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """The whole table of one architecture. Raises ValueError if it could not be inverted."""
+    """The complete table of one architecture. Raises ValueError if it could not be inverted."""
 
     entries: tuple[Entry, ...]
 

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, as data: keys, blobs, parts and the one commit object.
+"""The objects of a checkpoint as data: keys, blobs, parts and the one commit object.
 
 Format version 2, which reads version 1 too. A writer (one per rank) writes one blob, then its part
 manifest. When the parts of all writers of (generation, step) are there, they are merged into the
@@ -210,7 +210,8 @@ _placed = cast(Callable[[tuple[Any, ...]], Placed], partial(tuple.__new__, Place
 # --- manifests ------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Part:
-    """What one writer wrote. `tensors` says it in full: name -> (offsets, lengths, start)."""
+    """The blob of one writer. `tensors` lists its contents in full: name -> (offsets, lengths,
+    start)."""
 
     generation: int
     step: int
@@ -323,8 +324,8 @@ def merge(
 ) -> Commit:
     """The commit object of complete parts (rank -> manifest and its bytes as stored).
 
-    Raises CheckpointError when a writer is missing, when a part does not hold exactly what its
-    rank owns, or when some tensor is not covered exactly once: such a checkpoint must not exist.
+    Raises CheckpointError if a writer is missing, a part does not hold exactly what its rank owns,
+    or a tensor is not covered exactly once. Such a checkpoint must not exist.
     """
     missing = sorted(set(range(topology.world_size)) - set(parts))
     if missing or len(parts) != topology.world_size:

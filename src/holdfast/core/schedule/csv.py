@@ -1,8 +1,8 @@
 """Schedule tables as text, in the form that `torch.distributed.pipelining` reads and writes.
 
-One row a rank, one cell an action: stage, letter, microbatch, as `2F0` or `3B7`; an overlapped
-pair as `(0F4;3B0)OVERLAP_F_B`; an empty cell is a moment without work and means nothing here.
-This is torch's "compute only" form. Its tables may also name what follows from the order of
+A row is a rank, and a cell is an action: stage, letter, microbatch, as `2F0` or `3B7`. An
+overlapped pair is `(0F4;3B0)OVERLAP_F_B`. An empty cell is a moment without work and means nothing
+here. This is torch's "compute only" form. Its tables may also name what follows from the order of
 computation: transfers (`SEND_F`, `RECV_B`, ...), FSDP's gathering (`UNSHARD`, `RESHARD`) and the
 final reduction (`REDUCE_GRAD`). Reading leaves those out, writing never produces them.
 """

@@ -4,8 +4,8 @@
     rank 1  ...F0 B0--- F1 B1--- ......  bubble 33.3%, in flight 1
 
 A cell is as wide as it takes time. With more than one stage a rank the label says which one
-(`2F0`), otherwise the rank does. Beside each row: the rank's bubble and the most activations
-that it keeps at once.
+(`2F0`), otherwise the rank does. To the right of each row are the rank's bubble and the most
+activations that it keeps at once.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def svg(schedule: Schedule, timeline: Timeline, width: int = 1200) -> str:
 
 
 class _Labels:
-    """What stands in a cell: `F0`, or `2F0` where a rank has several stages."""
+    """Return a cell's label: `F0`, or `2F0` if a rank has several stages."""
 
     def __init__(self, schedule: Schedule):
         self.with_stage = schedule.stages > schedule.ranks

@@ -1,9 +1,9 @@
 """Pipeline schedules as data: which action runs when, on every rank of one pipeline.
 
-A model is cut into stages, a step into microbatches. A `Schedule` lists, for every rank of the
-pipeline (numbered by its index on the mesh axis `pp`), the actions in the order in which that
-rank runs them. Nothing else decides the order: the same table is checked (`check`),
-timed (`timing`), drawn (`draw`), written (`csv`) and executed.
+A model is cut into stages, a step into microbatches. A `Schedule` lists the actions of every rank
+of the pipeline, in the order in which that rank runs them. Ranks are numbered by their index on the
+mesh axis `pp`. Nothing else decides the order: the same table is checked (`check`), timed
+(`timing`), drawn (`draw`), written (`csv`) and executed.
 
     stage     a run of decoder blocks; `rank_of[stage]` holds it. More stages than ranks is
               what interleaved and bidirectional schedules are made of.
@@ -15,8 +15,8 @@ timed (`timing`), drawn (`draw`), written (`csv`) and executed.
     Overlapped    actions that run as one, so that the transfers of one hide behind the
               arithmetic of the other (DualPipe, arXiv 2412.19437, section 3.2.1)
 
-Transfers are not in the table. They follow from it: whatever an action produces goes to the rank
-of the neighbouring stage as soon as it is there, and no sender waits for its receiver.
+Transfers are not in the table, because they follow from it. The result of an action goes to the
+rank of the neighbouring stage once it exists, and no sender waits for its receiver.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ScheduleError(LayoutError):
 
 
 class Kind(StrEnum):
-    """What an action computes; the values are the letters of torch's own tables."""
+    """The computation of an action; the values are the letters of torch's own tables."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -120,14 +120,15 @@ def singles(cell: Cell) -> tuple[Action, ...]:
 
 
 def produced(action: Action) -> Value | None:
-    """What other actions may wait for; None for W, whose gradient of the weights stays here."""
+    """Return the value that other actions may wait for; None for W, whose gradient of the weights
+    stays here."""
     if action.kind is Kind.BACKWARD_WEIGHT:
         return None
     return Value(action.stage, action.microbatch, gradient=action.kind is not Kind.FORWARD)
 
 
 def needed(action: Action, stages: int) -> tuple[Value, ...]:
-    """What must be there before `action` can begin, in a pipeline of `stages`.
+    """Return the inputs that `action` needs before it can begin, in a pipeline of `stages`.
 
     F needs the activation of the stage before. B and I need their own forward and the gradient
     of the stage behind. W needs I of its own stage, which counts as that stage's gradient.
@@ -144,9 +145,9 @@ def needed(action: Action, stages: int) -> tuple[Value, ...]:
 def gpipe(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     """All forwards, then all backwards (Huang et al., arXiv 1811.06965, figure 2c).
 
-    Every rank keeps the activations of all microbatches. With `virtual` stages a rank (stage s
-    on rank s % ranks) a rank runs its stages one after another, forwards then in reverse: the
-    breadth-first looping of arXiv 2211.05953, section 4. The backwards go through the
+    Every rank keeps the activations of all microbatches. If there are `virtual` stages a rank,
+    stage s is on rank s % ranks. A rank then runs its stages one after another, forwards and then
+    in reverse (breadth-first looping, arXiv 2211.05953, section 4). The backwards go through the
     microbatches in the same order as the forwards, so gradients arrive in the tree's order.
     """
     _at_least("gpipe", ranks, microbatches, 1)
@@ -166,11 +167,11 @@ def one_f_one_b(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     """One forward, one backward (PipeDream-flush: Narayanan et al., arXiv 2006.09503, section
     2.2; arXiv 2104.04473, figure 4).
 
-    Rank r runs p - r - 1 forwards ahead and from then on a backward after every forward, so it
-    never keeps more than p - r microbatches' activations. The bubble is GPipe's.
+    Rank r runs p - r - 1 forwards ahead, and then a backward after every forward. So it keeps the
+    activations of at most p - r microbatches. The bubble is GPipe's.
 
-    Raises LayoutError with fewer microbatches than ranks, and with `virtual` above 1: that
-    order is another schedule (interleaved), which this one does not become by itself.
+    Raises LayoutError with fewer microbatches than ranks, and with `virtual` above 1. That would be
+    another schedule (interleaved), with an order of its own.
     """
     if virtual != 1:
         raise LayoutError(

@@ -1,15 +1,15 @@
-"""When every action of a schedule begins and ends, for given durations.
+"""Computes when every action of a schedule begins and ends, for given durations.
 
-The model of time: a rank runs one cell of its row after another; a cell begins when the rank is
-free and everything that it needs has arrived; what a stage produces reaches another rank `send`
-seconds after it is ready, while the sender goes on (transfers cost the sender nothing and do not
-slow each other down). Begin and end of a cell are then the longest path to it, computed exactly,
-in one pass over the table: no steps of time, nothing rounded. (Durations given as integers or
+The model of time: a rank runs one cell of its row after another. A cell begins when the rank is
+free and all of the cell's inputs have arrived. A result reaches another rank `send` seconds after
+it is ready, while the sender continues. Transfers cost the sender nothing and do not slow each
+other down. Begin and end of a cell are then the longest path to it. One pass over the table
+computes it exactly, without steps of time and without rounding. (Durations given as integers or
 fractions give times that are integers or fractions.)
 
 The **bubble** of a rank is the share of the makespan in which it computes nothing. With p equal
-stages and m microbatches, GPipe's and 1F1B's are both (p - 1) / (m + p - 1), whatever the
-backward costs in forwards (arXiv 1811.06965, section 2.3; arXiv 2104.04473, section 2.2.1).
+stages and m microbatches, it is (p - 1) / (m + p - 1) for both GPipe and 1F1B. It does not depend
+on the cost of a backward (arXiv 1811.06965, section 2.3; arXiv 2104.04473, section 2.2.1).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Durations:
         return Durations((forward,) * stages, (backward,) * stages, send=send)
 
     def of(self, action: Action) -> float:
-        """How long `action` takes."""
+        """Return the duration of `action`."""
         stage, split = action.stage, self.backward[action.stage] / 2
         match action.kind:
             case Kind.FORWARD:
@@ -99,9 +99,9 @@ class Span:
 class Timeline:
     """`spans[rank]` in order; `makespan` from 0 to the end of the last action of all.
 
-    `bubble[rank]` is idle time / makespan. `in_flight[rank]` is the most activations kept at
-    once, each of one stage and one microbatch, from the begin of its forward to the end of its
-    backward (of W where it is split); a forward alone keeps its own while it runs.
+    `bubble[rank]` is idle time / makespan. `in_flight[rank]` is the most activations kept at once,
+    each of one stage and one microbatch. They are kept from the begin of the forward to the end of
+    the backward (of W if it is split). A forward alone keeps its own while it runs.
     """
 
     spans: tuple[tuple[Span, ...], ...]

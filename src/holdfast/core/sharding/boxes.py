@@ -1,8 +1,8 @@
 """Boxes: which part of a named tensor a piece of memory or of a blob holds.
 
-A box is (name, offsets, lengths) in the tensor's global shape. Every layout yields boxes, every
-tier stores boxes, and restoring on another layout is nothing but intersecting the boxes that are
-wanted with the boxes that are there. Elements of a box lie in row-major order, without gaps.
+A box is (name, offsets, lengths) in the tensor's global shape. Every layout yields boxes, and every
+tier stores boxes. To restore on another layout, the wanted boxes are intersected with the stored
+boxes. Elements of a box lie in row-major order, without gaps.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Box(NamedTuple):
     tensor of 3 rows over 4 ranks leaves the last one with none.
     """
 
-    # A plain tuple that checks nothing, because a large layout has a million of them. Whoever reads
-    # some from outside compares them with the layout's own, or asks `coverage`.
+    # A plain tuple that checks nothing, because a large layout has a million of them. Code that
+    # reads boxes from outside compares them with the layout's own, or calls `coverage`.
     name: str
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -46,7 +46,7 @@ class Box(NamedTuple):
         return Box(self.name, starts, lengths) if all(n > 0 for n in lengths) else None
 
     def meets(self, other: Box) -> bool:
-        """Whether there is a common part."""
+        """Return True if there is a common part."""
         if self.name != other.name or len(self.offsets) != len(other.offsets):
             return False
         for a, n, b, m in zip(
@@ -57,7 +57,7 @@ class Box(NamedTuple):
         return True
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` is in this box."""
+        """Return True if every element of `other` is in this box."""
         if self.name != other.name or len(self.offsets) != len(other.offsets):
             return False
         low = all(a <= b for a, b in zip(self.offsets, other.offsets, strict=True))
@@ -78,10 +78,10 @@ def whole(name: str, shape: Sequence[int]) -> Box:
 
 
 def runs(source: Box, target: Box) -> Iterator[Run]:
-    """How to copy the common part of two boxes, as the fewest contiguous runs.
+    """Yield the fewest contiguous runs that copy the common part of two boxes.
 
-    Trailing dims that the common part fills in both boxes are merged into one run, so that two
-    row ranges of one matrix give a single run. Both starts rise from run to run.
+    Trailing dims that the common part fills in both boxes are merged into one run. So two row
+    ranges of one matrix give a single run. Both starts rise from run to run.
     """
     if source.lengths[1:] == target.lengths[1:] and source.offsets[1:] == target.offsets[1:]:
         if source.meets(target):
@@ -127,7 +127,7 @@ def _rows(source: Box, target: Box) -> Run:
 
 
 def coverage(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
-    """None when the boxes hold every element of a tensor exactly once, else what is wrong.
+    """Return None if the boxes hold every element of a tensor exactly once, or what is wrong.
 
     Boxes that lie inside the shape, do not overlap, and have as many elements together as the
     tensor, cover it. Overlaps are looked for by a sweep along dim 0.
@@ -152,7 +152,7 @@ def coverage(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
 
 
 def _outside(box: Box, shape: Sequence[int]) -> str | None:
-    """Why a box, whose numbers may come from anywhere, is no part of a tensor of this shape."""
+    """Return why a box from any source is no part of a tensor of this shape."""
     if not len(box.offsets) == len(box.lengths) == len(shape):
         return f"{box.name}: {box.offsets} and {box.lengths} have not the dims of {tuple(shape)}"
     numbers = (*box.offsets, *box.lengths, *shape)
@@ -169,7 +169,7 @@ def _strides(lengths: Sequence[int]) -> tuple[int, ...]:
 
 
 def _at(inner: Box, outer: Box, strides: Sequence[int]) -> int:
-    """Where the first element of `inner` lies in `outer`."""
+    """Return the place of the first element of `inner` in `outer`."""
     deltas = (a - b for a, b in zip(inner.offsets, outer.offsets, strict=True))
     return sum(d * s for d, s in zip(deltas, strides, strict=True))
 

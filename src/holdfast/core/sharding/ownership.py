@@ -63,8 +63,8 @@ _Share = tuple[int, int, int, int]
 
 
 class Ownership:
-    """What every rank of a topology owns. Derived as it is asked for; `boxes` and `at` remember
-    the shapes of shares, which are few, and no boxes."""
+    """The boxes that every rank of a topology owns. They are derived on request; `boxes` and `at`
+    remember the shapes of shares, which are few, and no boxes."""
 
     def __init__(self, topology: Topology, table: StateTable) -> None:
         self.topology, self.table = topology, table

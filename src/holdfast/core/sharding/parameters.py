@@ -1,7 +1,7 @@
 """The decoder's parameter table: name, global shape, decay and initial values, as data.
 
-What a layout shards, a checkpoint stores, an optimizer groups and an export renames is this
-table; the module in `model/decoder.py` has exactly these parameters under exactly these names.
+A layout shards, a checkpoint stores, an optimizer groups and an export renames this table. The
+module in `model/decoder.py` has exactly these parameters under exactly these names.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def decoder_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
     """All parameters of the decoder, in the order of the forward pass.
 
     Matrices start from N(0, init_std^2). Those that write into the residual stream (`attention.o`
-    and `ffn.down`) start smaller by sqrt(2 * layers), so that the stream's variance does not grow
-    with the number of terms added to it (GPT-2: Radford et al. 2019, section 2.3). Matrices
-    decay, norm gains do not. A tied head has no row of its own.
+    and `ffn.down`) start smaller by sqrt(2 * layers). So the stream's variance does not grow with
+    the number of terms added to it (GPT-2: Radford et al. 2019, section 2.3). Matrices decay, norm
+    gains do not. A tied head has no row of its own.
     """
     normal = Normal(model.init_std)
     vocabulary = (model.vocab_rows, model.dim)

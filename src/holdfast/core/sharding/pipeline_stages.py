@@ -1,12 +1,12 @@
-"""Which blocks each pipeline stage holds: equal time, not equal numbers.
+"""Assigns blocks to pipeline stages: equal time, not equal numbers.
 
-A pipeline runs at the pace of its slowest stage, so what is balanced is time: FLOPs of a block
-against those of the head (`core/flops.py`, causal attention counted once), which for a small
-model with a large vocabulary costs as much as many blocks. The embedding is a lookup and costs
-no time, but its table has to lie somewhere: of equally fast splits the one whose largest stage
-holds the fewest parameters is taken, and of those the one with the fewest blocks on the first
-stages, because an early stage keeps the activations of the most microbatches (1F1B: Narayanan
-et al. 2021, arXiv 2104.04473, section 2.2).
+A pipeline runs at the pace of its slowest stage, so time is balanced. Time is FLOPs of a block
+against those of the head (`core/flops.py`, causal attention counted once). In a small model with a
+large vocabulary the head costs as much as many blocks. The embedding is a lookup and costs no time,
+but its table needs memory. So among equally fast splits, the one whose largest stage has the fewest
+parameters wins. Among those, the one with the fewest blocks on the first stages wins. An early
+stage keeps the activations of the most microbatches (1F1B: Narayanan et al. 2021, arXiv 2104.04473,
+section 2.2).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # the mover has no use for pydantic
 
 @dataclass(frozen=True)
 class Costs:
-    """Time and parameters of every block, and of what the first and the last stage hold besides.
+    """Time and parameters of every block, and of the embedding and the head on the end stages.
 
     Times are in any one unit (FLOPs per token here, measured seconds as well).
     """

@@ -125,7 +125,7 @@ def cells_of(
 
 @dataclass(frozen=True)
 class _View:
-    """What one rank's cells depend on: a replica of each kind, its own place, and ZeRO 1."""
+    """The inputs of one rank's cells: a replica of each kind, its own place, and ZeRO 1."""
 
     kinds: tuple[Replica, ...]
     replica: Replica
@@ -148,7 +148,7 @@ class _Place(NamedTuple):
 
 
 class _Signature(NamedTuple):
-    """What makes a cell: the members in each kind of replica, and the copy."""
+    """The identity of a cell: the members in each kind of replica, and the copy."""
 
     places: tuple[tuple[_Place, ...], ...]
     copy: int

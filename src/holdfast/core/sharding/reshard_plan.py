@@ -51,10 +51,10 @@ class Transfer:
 class Moves:
     """One rank's part of the plan.
 
-    sends, receives: in the order of the plan, so their rounds rise.
-    copies: what this process keeps: the common part of its old and its new box, per tensor.
-    rounds: of the whole plan; the same on every rank.
-    digest: of what the plan was made from; ranks with equal digests have parts of one plan.
+    sends, receives: in the order of the plan, so their rounds rise. copies: what this process
+    keeps: the common part of its old and its new box, per tensor. rounds: number of rounds of the
+    plan; the same on every rank. digest: of what the plan was made from; ranks with equal digests
+    have parts of one plan.
     """
 
     me: int
@@ -75,12 +75,12 @@ def transfers(
     limit: int = LIMIT,
     window: int = WINDOW,
 ) -> Moves:
-    """What rank `me` of the new topology sends, receives and keeps.
+    """Return what rank `me` of the new topology sends, receives and keeps.
 
-    came_from[rank] is the old rank of the same process; None for one that holds nothing yet.
-    Old ranks that nobody came from are lost, with what they held.
-    limit: bytes of one transfer at most, unless a single element is larger. window: bytes that a
-    rank sends and receives in one round at most; `limit` is lowered to it.
+    came_from[rank] is the old rank of the same process; None for one that holds nothing yet. Old
+    ranks that no process came from are lost, with the state that they held. limit: bytes of one
+    transfer at most, unless a single element is larger. window: bytes that a rank sends and
+    receives in one round at most; `limit` is lowered to it.
 
     Raises LayoutError for a `came_from` that does not fit the topologies, and when elements of a
     tensor are wanted that no survivor holds.

@@ -1,11 +1,11 @@
 """How tensor and pipeline parallelism cut the parameters: one table, by parameter name.
 
-Tensor parallelism (Shoeybi et al. 2019, "Megatron-LM", section 3) cuts the matrices that read
-the residual stream by columns of the product, which are rows of the stored weight, and those
-that write it by rows of the product, dim 1 of the stored weight. Attention is cut by whole
-heads, SwiGLU by inner units, embedding and head by rows of the vocabulary. What acts on single
-tokens of the residual stream, the norms, every rank holds whole; under sequence parallelism
-(Korthikanti et al. 2022, section 4.2.2) each sees its part of the tokens only.
+Tensor parallelism follows Shoeybi et al. 2019, "Megatron-LM", section 3. Matrices that read the
+residual stream are cut by columns of the product, which are rows of the stored weight. Matrices
+that write it are cut by rows of the product, dim 1 of the stored weight. Attention is cut between
+heads, SwiGLU by inner units, embedding and head by rows of the vocabulary. Norms act on single
+tokens of the residual stream, so every rank holds all of them. Under sequence parallelism
+(Korthikanti et al. 2022, section 4.2.2) a norm sees only the rank's part of the tokens.
 
     embed, head   [V, D]       dim 0, V units        attention.o   [D, H*h]   dim 1, H units
     attention.q   [H*h, D]     dim 0, H units        ffn.gate, up  [F, D]     dim 0, F units
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # the mover has no use for pydantic
 class Sharding:
     """One row.
 
-    tp_dim: the dim that tp cuts; None: all tp ranks hold the parameter whole.
+    tp_dim: the dim that tp cuts; None: every tp rank holds all of it.
     tp_units: indivisible units along `tp_dim` (query heads, key/value heads, inner units, rows
         of the vocabulary); 1 without `tp_dim`.
     positions: where in the model it is used: -1 embedding, i block i, model.layers the last norm
@@ -107,8 +107,8 @@ def chunk(length: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def gradient_is_partial(sharding: Sharding, sequence_parallel: bool) -> bool:
-    """Whether each of the tp ranks that hold the same box of a parameter has only a part of its
-    gradient, so that the parts must be added; otherwise each has all of it.
+    """Return True if tp ranks with the same box of a parameter must add up their gradients.
+    Otherwise each of these ranks already has the complete gradient.
 
     A key/value head held by several ranks gets the gradient of each rank's query heads. The
     norms of queries and keys act on each rank's own heads. A norm of the residual stream sees

@@ -1,4 +1,4 @@
-"""The state table: every tensor that a checkpoint holds, and who holds which part of it.
+"""The state table: every tensor that a checkpoint holds, and which rank holds which part.
 
 State tensors are `model.<name>`, `optimizer.exp_avg.<name>` and `optimizer.exp_avg_sq.<name>`;
 AdamW's step count is the step itself. Nothing else is state: data position and random numbers
@@ -106,11 +106,11 @@ def stages_of(spec: TensorSpec, replica: Replica) -> tuple[int, ...]:
 
 
 def mesh_box(spec: TensorSpec, replica: Replica, coordinate: Coordinate) -> Box:
-    """What the rank at `coordinate` of `replica` holds of one tensor; empty, with no rows, where
-    its stage does not hold the tensor or there are more ranks than rows.
+    """Return the box of one tensor that the rank at `coordinate` of `replica` holds. It is empty,
+    with no rows, if the rank's stage does not hold the tensor or there are more ranks than rows.
 
-    pp decides first whether the rank holds anything, tp takes its units, and dp_shard cuts what
-    tp left, for FSDP2 shards the tensors it finds on a rank. cp cuts no state.
+    First pp decides whether the rank holds anything. Then tp takes its units. Last, dp_shard cuts
+    the rest, because FSDP2 shards the tensors that it finds on a rank. cp cuts no state.
     """
     if coordinate.pp not in stages_of(spec, replica):
         return empty(spec)
@@ -137,6 +137,7 @@ def empty(spec: TensorSpec) -> Box:
 
 
 def local_boxes(topology: Topology, table: StateTable, rank: int) -> tuple[Box, ...]:
-    """What `rank` holds in memory: one box per row of the table, in order; some may be empty."""
+    """Return the boxes in `rank`'s memory: one per row of the table, in order; some may be
+    empty."""
     replica, coordinate = topology.replica_of(rank), topology.coordinate(rank)
     return tuple(mesh_box(spec, replica, coordinate) for spec in table)

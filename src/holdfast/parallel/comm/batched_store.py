@@ -18,7 +18,7 @@ Gather = Callable[[str, bytes, Sequence[str], timedelta], list[bytes]]
 
 
 class Gathered(Store):
-    """What gloo needs of a store while `size` ranks connect one group.
+    """The part of a store that gloo needs while `size` ranks connect one group.
 
     Keep a reference for as long as torch uses it. Raises what `gather` raises.
     note: a line that the other ranks receive at the same time; `notes` are those of all ranks, by

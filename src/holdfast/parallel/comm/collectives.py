@@ -14,9 +14,9 @@ into one buffer and nothing is permuted.
 
 On the CPU, gathers and scatters are direct messages: received where they belong, and added up in
 rank order. gloo's own gather copies everything once more and its reduce-scatter moves twice the
-bytes. A send is not waited for, because one whose receiver has died may never return; that it
-arrived is known when its receiver's part of the next collective comes, and its memory is held
-until then. So every rank must call the same collectives in the same order, as always.
+bytes. A send is not waited for, because a send to a dead receiver may never return. It has arrived
+when its receiver's part of the next collective comes. Its memory is held until then. So every rank
+must call the same collectives in the same order, as always.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How many payload bytes leave this rank, by what they are for.
+"""Counts the payload bytes that leave this rank, by purpose.
 
-Payload is what the algorithms of the literature count: elements times their size, without headers,
-acknowledgements and the meeting of groups. A message counts where it is sent. Of a collective
-the bytes are those of its bandwidth-optimal form over n ranks, whoever carries it out: an
+Payload is what the algorithms of the literature count. It is elements times their size, without
+headers, acknowledgements and the rendezvous of groups. A message counts at its sender. A collective
+counts with the bytes of its bandwidth-optimal form over n ranks, for any implementation. An
 all-gather or a reduce-scatter of s bytes in all sends (n - 1) / n * s, an all-reduce twice that
 (Thakur et al., 2005, section 4; Rajbhandari et al., 2020, section 7).
 """

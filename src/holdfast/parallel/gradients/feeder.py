@@ -128,12 +128,12 @@ class Feeder:
 
     @property
     def summed(self) -> bool:
-        """Whether something of the open step was summed."""
+        """Return True if something of the open step was summed."""
         return any(reducer.summed for reducer in self.reducers)
 
     @property
     def sound(self) -> bool:
-        """Whether all that this rank has given to the sums of the open step was finite."""
+        """Return True if all that this rank has added to the sums of the open step was finite."""
         return all(reducer.sound for reducer in self.reducers)
 
     def keep(self, share: Sequence[int]) -> None:
@@ -171,8 +171,8 @@ class Feeder:
 
     @property
     def patient(self) -> bool:
-        """Whether errors wait for `finish`, because other ranks compute in lockstep with this
-        one and would wait for it for ever."""
+        """True if errors wait for `finish`, because other ranks compute in lockstep with this one
+        and would wait for ever."""
         return self._patient
 
     @patient.setter
@@ -269,7 +269,8 @@ class Feeder:
 
     @property
     def accumulate(self) -> bool:
-        """Whether the current leaf is added to what its slot holds, or replaces it."""
+        """Return True if the current leaf is added to its slot's content, False if it replaces
+        it."""
         return bool(self._contributing) and self.reducers[self._contributing[0]].accumulate
 
     def _take(self, index: int, gradient: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""The global gradient norm: one value, whoever computes it and however buffers were cut.
+"""The global gradient norm: one value for any rank that computes it and any cut of buffers.
 
 A norm taken per chunk of a reduction would have other bits for each number of replicas. Here
 the flat gradient buffer is read in fixed blocks of 4,096 elements. Inside a block squares are
@@ -41,8 +41,7 @@ def combine(squares: Sequence[float]) -> float:
 
 
 def clip_factor(norm: float, limit: float) -> float:
-    """What gradients are multiplied by so that their norm is at most `limit`; 0 is no limit.
-
-    As `torch.nn.utils.clip_grad_norm_` (Pascanu et al., 2013, algorithm 1), with its 1e-6.
+    """Return the factor of gradients that brings their norm to at most `limit`; 0 is no limit. As
+    `torch.nn.utils.clip_grad_norm_` (Pascanu et al., 2013, algorithm 1), with its 1e-6.
     """
     return min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0

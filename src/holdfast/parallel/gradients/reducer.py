@@ -108,7 +108,7 @@ class Team:
 
     @property
     def plain(self) -> bool:
-        """Whether the backend's own all-reduce over `peers` would be the same sum."""
+        """Return True if the backend's own all-reduce over `peers` would be the same sum."""
         return len(self.members) == self.peers.size and all(
             m.contributes and m.receives for m in self.members
         )
@@ -220,12 +220,13 @@ class Reducer:
 
     @property
     def hold(self) -> bool:
-        """Whether the current leaf stays where it is, for the next one to be added to it."""
+        """Return True if the current leaf stays in place, and the next one is added to it."""
         return self._turn is not None and self._turn.hold
 
     @property
     def accumulate(self) -> bool:
-        """Whether the current leaf is added to what its slot holds, or replaces it."""
+        """Return True if the current leaf is added to its slot's content, False if it replaces
+        it."""
         return self._turn is not None and self._turn.accumulate
 
     def slot(self, slot: Slot) -> Tensor:
@@ -365,7 +366,7 @@ class Round:
         return self._team.first_tag + index * self._plan.stride + ordinal
 
     def _chunk(self, index: int, member: int) -> tuple[int, int]:
-        """What `member` owns of a bucket; nothing where it does not receive."""
+        """Return the part of a bucket that `member` owns; nothing if it does not receive."""
         number = self._owners.get(member)
         return (0, 0) if number is None else self._buckets[index].chunk(number, len(self._owners))
 

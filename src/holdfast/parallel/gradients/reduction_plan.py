@@ -1,4 +1,4 @@
-"""What a dealing means for the members of a cell: whose pieces there are, and how they add up.
+"""The effect of a dealing on the members of a cell: their pieces, and how these add up.
 
 The tree of `core/sharding/reduction_tree.py` is the same for every part of a cell. Here it becomes
 a list of additions over all pieces that arrive at an owner. The list is the same for each bucket.
@@ -27,7 +27,7 @@ from holdfast.core.sharding.step_resume import Computed
 
 @dataclass(frozen=True)
 class Plan:
-    """What a dealing means for one member. The same for all buckets.
+    """The effect of a dealing on one member. The same for all buckets.
 
     pieces: of every member, in their order; all of them, one after another, are the sources of
     a sum. additions: (i, j) adds source j to source i; the last one completes the sum. `whole`:

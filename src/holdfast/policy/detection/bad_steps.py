@@ -140,7 +140,7 @@ class Trials:
 
     @property
     def pending(self) -> Decision | None:
-        """What holds for the step that was bad, until it has passed."""
+        """The state of a bad step until it has passed."""
         return self._decision
 
     def passed(self, step: int) -> None:
@@ -193,14 +193,14 @@ class Trials:
             return again
         (device,) = devices
         self._errors[device] = max(self._errors[device], self._bounds.errors)
-        why = f"step {bad.step} {bad.what} with whatever {device} computes; others compute it well"
+        why = f"step {bad.step} {bad.what} with whatever {device} computes; elsewhere it is good"
         who = Found(bad.step, Blame.DEVICE, tuple(sorted(bad.suspects)), (device,), why)
         return Decision(
             Do.AGAIN, bad.step, again.why, again.avoid, found=who, leave_out=self._sick()
         )
 
     def _again(self, bad: Bad, why: str) -> Decision:
-        """What was bad is to be computed elsewhere, if that can be."""
+        """Have the bad part computed on another device, if possible."""
         seen = {
             leaf: next(str(trial.device) for trial in tried if trial.bad)
             for leaf, tried in sorted(self._trials.items())

@@ -1,4 +1,4 @@
-"""Whose fault it was: the data's or the device's. Pure.
+"""Decides whether the data or a device caused a bad result. Pure.
 
 Evidence is what became of one piece of data (a microbatch of a step) wherever it was computed. It
 was bad on some device first; from then on it is computed again, on other devices where there are
@@ -8,8 +8,8 @@ any. A step computes the same bits wherever and however often it is done, so:
 |-----------------|---------------|-----------------------------------------------------------|
 | several devices | no            | the data                                                  |
 | one, repeatedly | no            | the data, where there is no other device to try it on     |
-| one             | yes           | the device, be it there itself that the same is good now  |
-| several devices | yes           | nobody can say                                            |
+| one             | yes           | the device, even if it computes the same well now         |
+| several devices | yes           | undecided                                                 |
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether the loss of a step has jumped. Pure.
+"""Detects a jump of the loss. Pure.
 
-A loss has jumped when it lies far above the line through the losses of the steps before it: by
-many scatters, and by a rise that matters. A falling loss is no scatter, nor is noise a jump.
+A loss has jumped if it is far above the line through the losses of earlier steps. "Far" means many
+scatters, and a rise that matters. A falling loss is no scatter, nor is noise a jump.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from statistics import median
 
 @dataclass(frozen=True)
 class Limits:
-    """A loss has jumped when it is `times` scatters (1.48 median absolute deviations) and `rise`
-    nats above the line through the steps before it, of which there are `least` at least."""
+    """Limits of a normal loss. A loss has jumped if it is above the line through earlier steps by
+    two amounts: `times` scatters (1.48 median absolute deviations) and `rise` nats. At least
+    `least` earlier steps are needed."""
 
     least: int = 20
     times: float = 8.0

@@ -1,4 +1,4 @@
-"""When to restart and when to give up.
+"""Decides between a restart and giving up.
 
 Pure: the agent feeds it what happened, the simulator may too.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Restarts:
-    """What restarts have achieved so far.
+    """Progress of restarts so far.
 
     `without_progress` counts losses since the newest committed step last grew; `committed` is
     that step as of the last loss.
@@ -27,10 +27,10 @@ class Restarts:
 
 
 def give_up(restarts: Restarts, limit: int, cause: str) -> str | None:
-    """Why not to restart once more, as a sentence; None means: restart.
+    """Return why not to restart once more, as a sentence; None means: restart.
 
-    `limit` is how many restarts in a row may pass without a newer committed step: a fault that
-    comes back at the same place every time is not one that a restart mends.
+    `limit` is how many restarts in a row may pass without a newer committed step. A restart does
+    not repair a fault that recurs at the same place every time.
     """
     if restarts.without_progress <= limit:
         return None

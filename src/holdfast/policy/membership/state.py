@@ -1,4 +1,4 @@
-"""What the coordinator of one term knows, as values: the state of the machine in `membership`."""
+"""The knowledge of one term's coordinator, as values: the state of the machine in `membership`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Phase(StrEnum):
     OPENING = "opening"  # the next generation's object is being made
     STARTING = "starting"  # its nodes get the order, their workers build and take up the state
     TRAINING = "training"
-    HALTING = "halting"  # it is over: its nodes are told, and say when their workers have stopped
+    HALTING = "halting"  # over: its nodes are notified and report when their workers have stopped
     FENCED = "fenced"  # there is a newer term
     ENDED = "ended"
 
@@ -34,7 +34,7 @@ OVER = (Phase.FENCED, Phase.ENDED)
 
 
 class Stage(StrEnum):
-    """What the workers of a node do in the generation that it holds."""
+    """The stage of a node's workers in the generation that it holds."""
 
     IDLE = "idle"  # none has a rank
     BUILDING = "building"
@@ -80,7 +80,7 @@ class Directive:
 
 @dataclass(frozen=True)
 class Report:
-    """What a node says of itself, as in Node."""
+    """A node's own report, as in Node."""
 
     name: str
     mark: str
@@ -152,14 +152,14 @@ class Rules:
     patience: float = inf
     apart: float = 60.0
     full: Callable[[Sequence[Node]], bool] = lambda nodes: False
-    """Whether more nodes than these would not be used."""
+    """Return True if more nodes than these would not be used."""
     more: Callable[[Sequence[Node]], bool] = lambda nodes: False
-    """Whether what is ready on these nodes would make more workers than the generation has."""
+    """Return True if these nodes could make more workers than the generation has."""
 
 
 @dataclass(frozen=True)
 class Reign:
-    """What the coordinator of `term` knows; see the module.
+    """The knowledge of the coordinator of `term`; see the module.
 
     members: names of the generation's nodes. nodes: in the order of their names, which `names`
     repeats, to be looked up by. since: when the phase began. wanted: the nodes of the

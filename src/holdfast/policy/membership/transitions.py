@@ -330,7 +330,7 @@ def tick(reign: Reign, now: float, rules: Rules) -> Reign:
 
 
 def deadline(reign: Reign, rules: Rules, now: float) -> float:
-    """When, after `now`, `tick` may change something if nobody speaks until then."""
+    """Return when, after `now`, `tick` may change something if no message comes before."""
     times = [min(node.heard + rules.lost_after, node.until) for node in reign.nodes]
     if reign.phase is Phase.GATHERING:
         times += [reign.since + rules.gather, reign.since + rules.patience]
@@ -379,8 +379,8 @@ def _without(reign: Reign, now: float, rules: Rules) -> bool:
 
 
 def _fitting(reign: Reign, nodes: Sequence[Node], now: float, rules: Rules) -> frozenset[str]:
-    """Return which of these nodes a generation would use. Of two that do not reach each other, one
-    is left out: the one missing the most nodes, then a non-member, then the last by name."""
+    """Return which of these nodes a generation would use. If two do not reach each other, one is
+    left out. It is the one that misses the most nodes, then a non-member, then the last by name."""
     pairs = [(pair.one, pair.other) for pair in reign.apart if now < pair.until]
     left = {node.name for node in nodes}
     while pairs := [(one, other) for one, other in pairs if one in left and other in left]:

@@ -21,7 +21,7 @@ from enum import StrEnum
 
 
 class Stage(StrEnum):
-    """How far one rank is in the step that it has not applied yet."""
+    """The progress of one rank in the step that it has not applied yet."""
 
     COMPUTING = "computing"  # or not begun
     WHOLE = "whole"  # holds the complete reduced gradient

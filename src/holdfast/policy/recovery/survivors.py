@@ -62,7 +62,7 @@ class Held:
     Attributes:
         generation, rank: Its place.
         applied: The step after which its state is.
-        whole: The step of which it holds the complete reduced gradient, if any.
+        `whole`: The step of which it holds the complete reduced gradient, if any.
         torn: It has no usable state.
         kind: Why it stopped: peer, halt, error, non_finite, `rotten`, paused.
         text: The same in a sentence.

@@ -1,7 +1,7 @@
-"""When to save. Pure: steps and seconds come in as arguments.
+"""Decides when to save. Pure: steps and seconds are arguments.
 
-Every rank must come to the same answer at the same step. Steps are common knowledge; seconds are
-not, so a rule by seconds is asked on one rank only, and its answer travels to the others with the
+Every rank must come to the same answer at the same step. All ranks know the steps, but their clocks
+differ. So only one rank evaluates a rule by seconds. Its answer reaches the other ranks with the
 vote of the step.
 """
 
@@ -23,7 +23,7 @@ def due(
     stopping: bool = False,
     last_saved: int = 0,
 ) -> Reason | None:
-    """Why the state after `step` (of `steps`) is to be saved now; None: it is not.
+    """Return why the state after `step` (of `steps`) is to be saved now; None: it is not.
 
     `last_saved` is the step of the newest capture: nothing is saved twice. 0 switches a rule off.
     """
@@ -42,8 +42,8 @@ def due(
 
 @dataclass(frozen=True)
 class Into:
-    """Where a snapshot goes from its node's memory. copied: to peers; None: as their rule by steps
-    says. uploaded: what is durable, into the bucket, where there is one."""
+    """Destinations of a snapshot beyond its node's memory. copied: to peers; None: as their rule by
+    steps says. uploaded: a durable one also goes into the bucket, if there is one."""
 
     durable: bool
     copied: bool | None = None

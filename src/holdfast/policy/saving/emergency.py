@@ -1,5 +1,4 @@
-"""What can still be saved before a machine is lost: arithmetic over a deadline and bandwidths.
-Pure.
+"""Decides what can still be saved before a machine is lost, from a deadline and bandwidths. Pure.
 
 A notice leaves seconds. Bytes that stay on the machine are lost with it, so only tiers that survive
 it are worth saving to. The tier that completes first is first, because an incomplete save is
@@ -27,8 +26,8 @@ other nodes on the same switch have had the same notice."""
 
 @dataclass(frozen=True)
 class Route:
-    """A way into a tier, as measured. seconds: what a save costs there besides its bytes (the copy
-    out of training's memory, opening, committing)."""
+    """A way into a tier, as measured. seconds: fixed cost of a save there (the copy out of
+    training's memory, opening, committing), without that of its bytes."""
 
     tier: int
     bytes_per_second: float
@@ -46,7 +45,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Emergency:
-    """What to do: save into `tiers`, in this order. done: seconds from now, one per tier."""
+    """The decision: save into `tiers`, in this order. done: seconds from now, one per tier."""
 
     tiers: tuple[int, ...]
     done: tuple[float, ...]
@@ -54,7 +53,8 @@ class Emergency:
 
 
 def emergency(deadline: float, nbytes: int, routes: Sequence[Route]) -> Emergency:
-    """Which tiers will be complete `deadline` seconds from now, the surest first; none: says so."""
+    """Return the tiers that will be complete `deadline` seconds from now, the surest first. If
+    there is none, the reason says so."""
     usable = deadline * (1 - MARGIN)
     size = f"{nbytes / 1e6:,.0f} MB"
     busy: dict[str, float] = {}

@@ -1,9 +1,9 @@
-"""What a journal says about how often its run breaks: records in, a Hazard out. Pure.
+"""Estimates from a journal how often its run breaks: records in, a Hazard out. Pure.
 
 A generation is at risk from the moment its last worker is ready to its last record. It ended in a
-failure if a worker was lost, or if nobody said how it ended: then its agent, and perhaps the node,
-is gone. Recoveries are no time at risk, as nothing that could be lost is made in them. All
-records of a generation are stamped by one clock.
+failure if a worker was lost, or if no record says how it ended. In the second case its agent, and
+perhaps the node, is lost. Recoveries are no time at risk, because they make nothing that could be
+lost. All records of a generation are stamped by one clock.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Seen:
             failures = int(self._lost or not self._ended)
             passed = max(0.0, self._last - self._ready)
             self.hazard = self.hazard.after(passed, self._nodes, failures)
-            if failures:  # nobody said how it ended: the memory of the node went with the agent
+            if failures:  # without a record of the end, the node's memory was lost with the agent
                 self.classes = self.classes.after(0 if self._lost else 1)
         self._nodes, self._ready, self._last = 1, None, 0.0
         self._lost = self._ended = False

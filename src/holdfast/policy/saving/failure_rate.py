@@ -1,4 +1,4 @@
-"""How often a run breaks: a running estimate of the rate of failures, from what was seen.
+"""A running estimate of a run's rate of failures, from past ones.
 
 Failures of spot machines and of clusters come in bursts. Their rate changes over a day: by a factor
 of five within the hours of one published spot trace. An average over all failures ever seen follows
@@ -67,7 +67,7 @@ _PIECE = 0.25  # failures expected within a piece of time that is taken in one g
 
 @dataclass(frozen=True)
 class Hazard:
-    """What is known about the rate of failures. Begin with `Hazard.prior`.
+    """The knowledge about the rate of failures. Begin with `Hazard.prior`.
 
     weights: of RATES, adding up to one. failures, seconds: seen so far, for people.
     """

@@ -1,4 +1,4 @@
-"""How often to save: the interval that loses the least time, per tier, with its reason.
+"""Computes the interval between saves that loses the least time, per tier, with its reason.
 
 One tier. A save costs C seconds, a failure throws away the work since the last one, and failures
 come at the rate r. To first order the lost share of time is C / t + r t / 2. It is least at t =
@@ -66,7 +66,7 @@ def lost(seconds: float, cost: float, rate: float) -> float:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the run file allows, in seconds."""
+    """The bounds of the run file, in seconds."""
 
     least: float
     most: float
@@ -78,7 +78,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class TierCost:
-    """What a save into a tier costs training, and how long it then takes until it is durable."""
+    """The cost of a save into a tier for training, and the time until it is durable."""
 
     tier: int
     seconds: float
@@ -183,7 +183,7 @@ def decide_tiers(
 
 
 def _unless_as_good(kept: Decision | None, made: Decision) -> Decision:
-    """What holds so far, as long as it is as good as the new one."""
+    """Return the present interval if it is as good as the new one."""
     if kept is None or (kept.seconds == inf) != (made.seconds == inf):
         return made
     same = made.seconds == inf or abs(made.seconds - kept.seconds) <= KEEP * kept.seconds

@@ -1,8 +1,7 @@
-"""Which checkpoints to keep: data in, data out.
+"""Chooses the checkpoints to keep: data in, data out.
 
-Kept are the newest `keep_last`, every step that `keep_every` divides, and always the newest one
-that has been verified by reading it back: as long as the newer ones are only believed to be
-good, it must not go.
+The newest `keep_last` and every step that `keep_every` divides are kept. The newest one that was
+verified by reading it back is always kept, because newer ones are only believed to be good.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ def removable(
 ) -> list[int]:
     """The steps whose checkpoints may be removed, oldest first.
 
-    `verified` are the steps that have been read back in full and found whole. When none has,
-    only age decides.
+    `verified` are the steps that were read back in full and found intact. If there is none, only
+    age decides.
     """
     if keep_last < 1:
         raise ValueError("keep_last must be at least 1")

@@ -1,12 +1,12 @@
-"""How long each tier took so far, out of the journal: seconds and bytes a second. Pure.
+"""Past durations of each tier, from the journal: seconds and bytes a second. Pure.
 
     tier 1: SnapshotKept           from its turn to the peer's last answer
     tier 2: CheckpointCommitted    from the first captured header to the commit object
     tier 3: CheckpointUploaded     from its turn to the bucket's commit object
 
-The medians of the last few are kept: they follow a disk that fills up, and forget one hiccup. The
-agent reads on while it runs and again, from the journal, when a run is taken up; so the first
-emergency of a session already knows the bandwidths of the last.
+The medians of the last few are kept. They follow a disk that fills up, and ignore one outlier. The
+agent updates them while it runs, and reads them from the journal when a run resumes. So the first
+emergency of a session already knows the bandwidths of the last session.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Measured:
         return median(found) if found else None
 
     def to_json(self) -> dict[str, Any]:
-        """What a worker is told: `seconds`."""
+        """Return what a worker receives: `seconds`."""
         return {str(tier): seconds for tier, seconds in self.seconds().items()}
 
 

@@ -24,20 +24,20 @@ from holdfast.policy.saving.interval import Bounds, Decision, SaveCost, TierCost
 MEMORY, PEERS, DISK, BUCKET = range(4)
 
 PRIORS = {MEMORY: 0.02, PEERS: 0.02, DISK: 0.2, BUCKET: 0.2}
-"""Seconds that a save is taken to cost before one was seen. Too little would make a short run save
-all the time, too much would leave it without a save, or leave the peers out for good; the first
+"""Seconds that a save is assumed to cost before the first one. Too little would make a short run
+save all the time. Too much would leave it without a save, or exclude the peers for good. The first
 save corrects it."""
 FED_FROM = (MEMORY, DISK)
 """Tiers that are never left out: peers and disk are fed from memory, and the bucket from the disk.
-Where a save passes through a lower tier anyway, saving more often into that one is never worse:
-the root of 2 (C + c) (R + r) is at least that of 2 C R and of 2 c r together (Cauchy-Schwarz)."""
+If a save passes through a lower tier anyway, saving more often into that one is never worse. The
+root of 2 (C + c) (R + r) is at least the sum of the roots of 2 C R and 2 c r (Cauchy-Schwarz)."""
 NO_LESS = 1e-3
 """Seconds between snapshots at least; in fact a step."""
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """What the run file says of each tier of a run. auto: those to be decided."""
+    """The run file's settings for each tier of a run. auto: those to be decided."""
 
     present: tuple[int, ...]
     auto: frozenset[int]
@@ -65,7 +65,7 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Costs:
-    """What saves were seen to cost, by the highest tier that they went into."""
+    """The measured cost of saves, by the highest tier that they went into."""
 
     by_tier: Mapping[int, SaveCost] = field(
         default_factory=lambda: {tier: SaveCost(prior) for tier, prior in PRIORS.items()}
@@ -73,7 +73,7 @@ class Costs:
 
     def after(self, step: float, saved: tuple[int, float] | None = None) -> Costs:
         """A step took `step` seconds. saved: the highest tier of the save in it, if there was one,
-        and the seconds that training stood still for it."""
+        and the seconds that training paused for it."""
         out = dict(self.by_tier)
         open_one = next((t for t, cost in out.items() if cost.pending is not None), None)
         if saved is None:
@@ -87,7 +87,7 @@ class Costs:
             elif cost.pending is not None:
                 out[tier] = cost.interrupted()
             elif tier > highest and open_one is None:
-                # Where every step is captured, a usual step of the disk is one with a snapshot.
+                # If every step is captured, a usual step of the disk is one with a snapshot.
                 out[tier] = cost.after(step)
         return replace(self, by_tier=out)
 
@@ -128,8 +128,8 @@ def due_now(
 
     every: seconds between saves by tier, for those that go by the clock. elapsed: since the last
     one. made: tiers that are saved into at this step anyway, by a rule that counts steps. A tier
-    rides with a save of a lower one when that comes nearer to its time than the next one would;
-    the bucket gets what the disk gets, and nothing is saved on its account alone.
+    joins a save of a lower one if that save is nearer to the tier's time than the next one would
+    be. The bucket gets what the disk gets, and nothing is saved for the bucket alone.
     """
     due = set(made)
     for tier in tiers.present:
